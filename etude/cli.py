@@ -13,7 +13,6 @@ import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.arguments import BENCHMARKS, parse_arguments
@@ -22,8 +21,9 @@ from etude.core.errors import EtudeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from etude.commands.plan import Options as PlanOptions
     from etude.core.config import RunConfig
-    from etude.launch.local import RunDirectory
+    from etude.launch.place import RunPlace
 
 INTERRUPTED = 130
 NOBODY_READS = 141
@@ -73,34 +73,32 @@ def demo(args: argparse.Namespace) -> int:
     config = parse(
         text, [f"seed={args.seed}", f"name=demo-{args.seed}", *args.set], source="demo.toml"
     )
-    return _train(config, args.dir or Path("runs") / config.name, args)
+    return _train(config, args)
 
 
 def run(args: argparse.Namespace) -> int:
     from etude.commands.run_file import read_run_file
 
     config = read_run_file(args.config, args.set)
-    return _train(config, args.dir or Path("runs") / config.name, args)
+    return _train(config, args)
 
 
-def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
+def _train(config: RunConfig, args: argparse.Namespace) -> int:
     from etude.commands.show import page, print_example
     from etude.launch import local
     from etude.launch.check import check_start
+    from etude.launch.place import RunPlace
     from etude.run.audit import is_finished
-    from etude.store.runs import Run
 
-    place, console = local.RunDirectory(directory), _console(args.json)
+    place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")
+    console = _console(args.json)
     if getattr(args, "dry_run", False):
-        findings = check_start(config, directory, fresh=args.fresh, look=True)
+        findings = check_start(config, place, fresh=args.fresh, look=True)
         standing = None if args.fresh else local.Standing.of(place, config)
         print(local.plan(config, place, findings, standing))
         return 0
-    before = (
-        not args.fresh
-        and directory.joinpath("config.json").is_file()
-        and is_finished(Run.open(place.store), config)
-    )
+    there = None if args.fresh else place.find()
+    before = there is not None and is_finished(there, config)
     with_dash = console.is_terminal and not args.no_dash
     local.execute(config, place, console, resume=_again(None), fresh=args.fresh, dash=with_dash)
     run = place.open()
@@ -109,14 +107,44 @@ def _train(config: RunConfig, directory: Path, args: argparse.Namespace) -> int:
     print_example(run, console)
     audited = page(run, place, console)
     console.print(
-        f"inspect it: etude dash {directory}   etude sessions {directory}   "
-        f"etude show {directory} --all   etude audit {directory}",
+        f"inspect it: etude dash {place}   etude sessions {place}   "
+        f"etude show {place} --all   etude audit {place}",
         highlight=False,
         soft_wrap=True,
     )
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
     return 1 if audited.violations else 0
+
+
+def _plan_options(args: argparse.Namespace) -> PlanOptions:
+    from etude.commands.plan import Options
+
+    names = ("gpus", "gpu", "parameters", "active", "weight_bytes", "tool_s")
+    return Options(**{name: getattr(args, name) for name in names})
+
+
+def plan(args: argparse.Namespace) -> int:
+    from etude.commands.plan import plan
+    from etude.commands.run_file import read_run_file
+
+    config = read_run_file(args.config, args.set)
+    found = plan(config, _plan_options(args), _console(args.json))
+    if args.json:
+        print(json.dumps(found))
+    return 0
+
+
+def simulate(args: argparse.Namespace) -> int:
+    from etude.commands.run_file import read_run_file
+    from etude.commands.simulate import Options, simulate
+
+    names = ("regions", "steps", "seeds", "first_seed")
+    options = Options(plan=_plan_options(args), **{name: getattr(args, name) for name in names})
+    found = simulate(read_run_file(args.config, args.set), options, _console(args.json))
+    if args.json:
+        print(json.dumps(found))
+    return 1 if found["violations"] else 0
 
 
 def init(args: argparse.Namespace) -> int:
@@ -328,10 +356,10 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _existing(directory: Path) -> RunDirectory:
-    from etude.launch.local import RunDirectory
+def _existing(run: str) -> RunPlace:
+    from etude.launch.place import RunPlace
 
-    place = RunDirectory(directory)
+    place = RunPlace.of(run)
     place.open()
     return place
 
@@ -377,6 +405,8 @@ def dash(args: argparse.Namespace) -> int:
 COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "demo": demo,
     "run": run,
+    "plan": plan,
+    "simulate": simulate,
     "init": init,
     "try": try_run,
     "eval": evaluate,

@@ -46,6 +46,9 @@ EDGES: dict[str, set[str]] = {
     "commands.tasks": {"factory"},
     "commands.images": {"factory"},
     "commands.trial": {"trainer.prepare"},
+    "commands.plan": {"trainer.estimate"},
+    "commands.simulate": {"simulate"},
+    "simulate": set(),
     "launch": {
         "dash",
         "serve.heartbeat",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -12,7 +11,7 @@ from etude.core.errors import EtudeError
 from etude.core.statistics import PairedComparison, compare_paired
 from etude.core.types import Json
 from etude.dash.page import share
-from etude.launch.local import RunDirectory
+from etude.launch.place import RunPlace
 from etude.run.evaluate import Report, reports
 
 
@@ -43,7 +42,7 @@ def compare(before: str, after: str, split: str, console: Console) -> dict[str, 
 def find_report(side: str, split: str) -> Report:
     """The evaluation with the most attempts of the version that `RUN[@VERSION]` names."""
     path, _, wanted = side.rpartition("@") if "@" in side else (side, "", "")
-    run = RunDirectory(Path(path)).open()
+    run = RunPlace.of(path).open()
     found = [report for report in reports(run) if report.split == split]
     if wanted:
         if not wanted.isdecimal():

@@ -37,10 +37,10 @@ async def _serve(options: Options) -> None:
     await _answer(runs, listener, Access(host=options.host, token=token))
 
 
-async def serve_beside(directory: str, listener: socket.socket) -> None:
-    """For the run in that directory, which may have nothing in its store yet, on a port that its
+async def serve_beside(store: str, listener: socket.socket) -> None:
+    """For the run in that store, which may have nothing in its store yet, on a port that its
     launcher has opened."""
-    run = RecordedRun(Path(directory).name, Run.open(directory, create=False))
+    run = RecordedRun(Path(store).name, Run.open(store, create=False))
     await _answer([run], listener, Access(host="127.0.0.1", token=process.token()))
 
 

@@ -86,15 +86,15 @@ class Recorded:
 
 
 def mismatch(
-    target: Path, console: Console, *, tokens: int, temperature: float | None, invariant: bool
+    target: str, console: Console, *, tokens: int, temperature: float | None, invariant: bool
 ) -> dict[str, Json]:
     """`temperature`: None takes that of the run's stage, or 1."""
     said: dict[str, Json] = {}
     progress("the weights are read")
-    if (target / "config.json").is_file() and (target / "tokenizer.json").is_file():
-        sides = from_model(target)
+    if all((Path(target) / name).is_file() for name in ("config.json", "tokenizer.json")):
+        sides = from_model(Path(target))
     else:
-        run = Run.open(f"file:{target.absolute()}", create=False)
+        run = Run.open(target, create=False)
         sides, recorded = from_run(run, console)
         said["recorded"] = recorded.to_json() if recorded else None
     if invariant:

@@ -29,7 +29,7 @@ from etude.serve.engine_thread import EngineThread, exit_on_engine_failure
 from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import create_app
 from etude.serve.metrics import Metrics
-from etude.store.objects import BUCKETS
+from etude.store.objects import is_bucket
 from etude.store.runs import Run
 from etude.weights.follow import Follower
 
@@ -158,8 +158,10 @@ def load(
 def is_run(target: str) -> bool:
     """False for a model directory, and for what is neither."""
     path = Path(target)
-    return target.startswith(("file:", *BUCKETS)) or (
-        bool(missing_files(path)) and any((path / name).is_dir() for name in RUN_FOLDERS)
+    return (
+        target.startswith("file:")
+        or is_bucket(target)
+        or (bool(missing_files(path)) and any((path / name).is_dir() for name in RUN_FOLDERS))
     )
 
 

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -86,8 +85,8 @@ class Choice:
         return chosen
 
 
-def sessions(directory: Path, console: Console, choice: Choice, *, as_json: bool) -> None:
-    run = Run.open(str(directory), create=False)
+def sessions(directory: str, console: Console, choice: Choice, *, as_json: bool) -> None:
+    run = Run.open(directory, create=False)
     found, damage = find_sessions(run)
     for line in damage:
         console.print(f"damaged: {line}", highlight=False, markup=False, style="red")
@@ -111,7 +110,7 @@ def sessions(directory: Path, console: Console, choice: Choice, *, as_json: bool
         _print_whole(run, each, decode, console)
 
 
-def _nothing_found(directory: Path, choice: Choice, found: Sequence[Session]) -> str:
+def _nothing_found(directory: str, choice: Choice, found: Sequence[Session]) -> str:
     if wanted := choice.id or choice.task:
         what = "session" if choice.id else "task"
         names = sorted({each.id if choice.id else each.task for each in found})

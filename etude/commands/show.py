@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console, Group, RenderableType
@@ -16,10 +15,12 @@ from etude.core.alarms import SILENT, Alarm
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched
 from etude.core.types import Json
+from etude.dash.reader import RunView, StoreCost
 from etude.dash.session import said
 from etude.launch import screen
 from etude.launch.launcher import is_stopped
-from etude.launch.local import RunDirectory, plan
+from etude.launch.local import plan
+from etude.launch.place import RunPlace
 from etude.model.directory import MODEL_FILES
 from etude.run.audit import Audit, audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, reports
@@ -29,6 +30,7 @@ from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
+from etude.store.telemetry import EventReader
 from etude.weights.manifest import find_newest
 
 T = TypeVar("T")
@@ -37,17 +39,18 @@ NAMED = 10
 """Damaged objects that are named; of more, how many."""
 
 
-def show(path: Path, console: Console, *, everything: bool = False) -> bool:
-    """`path` is a run's directory, or that of a checkpoint within: RUN/checkpoints/NAME. Return
+def show(path: str, console: Console, *, everything: bool = False) -> bool:
+    """`path` is a run's directory or URL, or a checkpoint of it: RUN/checkpoints/NAME. Return
     whether all that belongs to it is there."""
-    if path.parent.name == "checkpoints":
-        run = RunDirectory(path.parent.parent).open()
-        if path.name not in run.checkpoints():
+    above, _, name = path.rstrip("/").rpartition("/checkpoints/")
+    if above:
+        run = RunPlace.of(above).open()
+        if name not in run.checkpoints():
             there = ", ".join(run.checkpoints()) or "none"
             raise EtudeError(f"{path} is no checkpoint: the run has {there}")
-        _print(console, about_checkpoint(checkpoints.read(run, path.name), run))
+        _print(console, about_checkpoint(checkpoints.read(run, name), run))
         return True
-    place = RunDirectory(path)
+    place = RunPlace.of(path)
     run = Run.open(place.store, create=False)
     if not run.objects.exists("config.json") and not _has_work(run):
         run.config()  # says that this is no run
@@ -63,7 +66,7 @@ def show(path: Path, console: Console, *, everything: bool = False) -> bool:
     return not damage
 
 
-def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = False) -> Audit:
+def page(run: Run, place: RunPlace, console: Console, *, everything: bool = False) -> Audit:
     """Print state, scores, what became of the sessions, and alarms; with `everything` also the
     plan, a session, and where the newest weights come from."""
     config, found, audited = run.config(), reports(run), audit(run)
@@ -72,7 +75,7 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
         _print(console, plan(config, place, recorded=recorded_counts(run)) + "\n")
     finished, last = is_finished(run, config), max(evaluated_versions(config))
     state = _state(finished, newest.version if newest else None, last, place)
-    _print(console, f"{config.name} in {place.directory}: {state}")
+    _print(console, f"{config.name} in {place}: {state}")
     if found:
         console.print(screen.results(found, evaluated_versions(config)))
     if everything:
@@ -83,6 +86,8 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
         console,
         f"sessions: {audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed",
     )
+    if run.objects.is_bucket:
+        _print(console, f"store: {store_cost(run)}")
     alarms = audited.alarms
     if finished and not everything:
         alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]  # it was heard
@@ -91,7 +96,15 @@ def page(run: Run, place: RunDirectory, console: Console, *, everything: bool = 
     return audited
 
 
-def _state(finished: bool, newest: int | None, last: int, place: RunDirectory) -> str:
+def store_cost(run: Run) -> StoreCost:
+    """What the run has asked of its bucket so far, by its own events."""
+    view = RunView()
+    for stamped in EventReader(run).new():
+        view.apply(stamped.t, stamped.record)
+    return view.store
+
+
+def _state(finished: bool, newest: int | None, last: int, place: RunPlace) -> str:
     version = f"newest version {'none' if newest is None else newest}"
     if finished:
         return f"finished; {version}"

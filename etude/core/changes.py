@@ -12,7 +12,7 @@ from etude.core.lineage import stage_spans
 from etude.core.stages import RolloutStageConfig
 
 OPERATIONAL: dict[str, set[str]] = {
-    "": {"trackers", "heartbeat_timeout_s", "folder"},
+    "": {"trackers", "heartbeat_timeout_s", "folder", "store"},
     "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},

@@ -28,6 +28,7 @@ from etude.core.schema import (
     Place,
     Positive,
     Reference,
+    StoreUrl,
     Url,
 )
 from etude.core.stages import (
@@ -184,6 +185,9 @@ class RunConfig(Config):
     folder: Annotated[str | None, Place.PATH] = None
     """The folder that relative paths start at and modules are imported from, itself seen from that
     of this file. None: the folder of this file."""
+    store: StoreUrl | None = None
+    """Where the run lies: `s3://BUCKET/RUN`, `gs://..`, `az://..` or `file:/PATH`. None: the folder
+    `runs/NAME` where `etude` is started. `--dir` comes before it."""
     deterministic: bool = False
     """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and
     max_lag = 0."""

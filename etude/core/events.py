@@ -255,8 +255,8 @@ class GroupDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLive:
-    """The weights of this version are live: every worker samples from them, and the slots of what
-    they were trained on are free."""
+    """The weights of this version are live: every request is begun with them or newer ones, and the
+    slots of what they were trained on are free."""
 
     version: int
 
@@ -282,6 +282,20 @@ class FleetStatus:
     capacity: int
     sessions: int = 0
     """Sessions under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUsed:
+    """Requests to the bucket that the run lies in, and bytes, since a process of the run began;
+    now and then. The controller tells it of workers and gateway."""
+
+    process: str
+    reads: int
+    """GET and HEAD."""
+    writes: int
+    lists: int
+    read_bytes: int
+    written_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,6 +347,7 @@ Event = (
     | GroupDone
     | WeightsLive
     | FleetStatus
+    | StoreUsed
     | EvalProgress
     | EvalDone
     | RunDone

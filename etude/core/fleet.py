@@ -1,17 +1,44 @@
-"""The fleet of workers: which of them may be sent a request, and which one gets it. Pure: the
-gateway asks, tells and waits.
+"""The fleet of workers: who they are, which of them may be sent a request, and which one gets it.
+Pure: the gateway asks, tells and waits; the simulator does the same under virtual time.
 
-A worker is up while it serves the `live` version or a newer one. It says which version it has when
-it joins, so one that was restarted is not up before its weights are loaded. One that failed is
-forgotten until it joins again, and comes back as another `Worker`: what still arrives from the old
-one is told apart by identity. One that has not said for `heartbeat_timeout_s` that it is there has
-failed too, although nothing broke: it is stopped, or hangs, or its host is gone.
+A worker holds a lease, which every heartbeat renews, and is in one of these states:
+
+    unknown ──join──> syncing ──loaded──> live ──drain──> draining ──lease over──> gone
+                         ^                 │  ^               │
+                         │   lease over    v  │ join          └─ resume ──> syncing or live
+                         └───── join ── suspect ──long silent──> gone
+
+Only a live worker is sent requests: its lease holds, and it serves the oldest version that may
+sample (`floor`) or a newer one. One that has less is syncing. One whose lease is over is suspect
+although nothing broke: it is stopped, or hangs, or its host is gone. One that comes back is another
+`Worker`: what still arrives from the old one is told apart by identity.
+
+The floor rises when the fleet can afford it (`may_raise_floor`), not when its slowest worker has
+loaded: who is behind then is syncing, and begins nothing until it has caught up. That keeps the
+window's promise, since a request is begun with the floor of its time or newer weights, and never
+continued with older ones.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
+from enum import Enum
+
+QUORUM = 0.5
+"""Share of the workers that must serve a version before others are left behind."""
+GONE_AFTER = 30
+"""A suspect is forgotten after so many heartbeat timeouts, if there is anyone else."""
+
+
+class WorkerState(Enum):
+    UNKNOWN = "unknown"
+    SYNCING = "syncing"
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    GONE = "gone"
 
 
 @dataclass(slots=True, eq=False)
@@ -28,48 +55,80 @@ class Worker:
     """When it last said that it is there."""
     joining: bool = False
     """It is being told what to load."""
+    draining: bool = False
+    """It is given nothing new: it is wanted elsewhere."""
 
 
 class Fleet:
-    def __init__(self, live: int = -1, heartbeat_timeout_s: float = math.inf) -> None:
-        # no worker with older weights gets a request; below 0, any weights will do
-        self.live = live
+    def __init__(
+        self,
+        live: int = -1,
+        heartbeat_timeout_s: float = math.inf,
+        *,
+        awaits_floor: bool = False,
+    ) -> None:
+        """`live`: the floor; below 0, any weights will do. `awaits_floor`: nobody is up before a
+        floor is told. A gateway that was started again needs that: it cannot know what was
+        promised before, and there may be workers that are far behind."""
+        self.floor = live
+        self._awaits_floor = awaits_floor
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[str, Worker] = {}
-        self._silent: dict[str, Worker] = {}
+        self._suspects: dict[str, Worker] = {}
+        self._gone: set[str] = set()
         self._affinity: dict[str, Worker] = {}
+        self._quorum: tuple[int, float] | None = None  # a version, and since when enough have it
 
     @property
     def workers(self) -> list[Worker]:
+        """All whose lease holds."""
         return list(self._workers.values())
 
     @property
     def up(self) -> list[Worker]:
+        """Those that may be sent a request."""
         return [worker for worker in self._workers.values() if self._is_up(worker)]
 
     def _is_up(self, worker: Worker) -> bool:
-        return worker.version >= max(self.live, 0)
+        is_wanted = not (self._awaits_floor or worker.draining)
+        return is_wanted and worker.version >= max(self.floor, 0)
+
+    def state(self, url: str) -> WorkerState:
+        if (worker := self._workers.get(url)) is not None:
+            if worker.draining:
+                return WorkerState.DRAINING
+            return WorkerState.LIVE if self._is_up(worker) else WorkerState.SYNCING
+        if url in self._suspects:
+            return WorkerState.SUSPECT
+        return WorkerState.GONE if url in self._gone else WorkerState.UNKNOWN
 
     def behind(self, version: int) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.version < version]
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.version < version and not worker.draining
+        ]
 
     @property
-    def silent(self) -> list[Worker]:
-        """Those that were taken out for it, and have not joined again."""
-        return list(self._silent.values())
+    def suspects(self) -> list[Worker]:
+        """Those that were taken out for their silence, and have not joined again."""
+        return list(self._suspects.values())
 
     def join(self, url: str, region: str, version: int, now: float) -> Worker:
-        """A worker says that it is there. If it has less than we knew, it was restarted in the
-        meantime."""
-        self._silent.pop(url, None)
+        """A worker says that it is there, which renews its lease. If it has less than we knew, it
+        was restarted in the meantime."""
+        self._suspects.pop(url, None)
+        self._gone.discard(url)
         known = self._workers.get(url)
         if known is None or known.version > version:
-            known = self._workers[url] = Worker(url, region, version)
+            draining = known is not None and known.draining
+            known = self._workers[url] = Worker(url, region, version, draining=draining)
         known.version, known.heard = version, now
         return known
 
     def expire(self, now: float) -> list[Worker]:
-        """Takes out those that have been silent for too long, and says which."""
+        """Takes out those whose lease is over, and says which. Suspects that stay silent are
+        forgotten, but not the last ones: what waits for them has nobody else to wait for."""
         expired = [
             worker
             for worker in self._workers.values()
@@ -77,29 +136,65 @@ class Fleet:
         ]
         for worker in expired:
             self.leave(worker)
-            self._silent[worker.url] = worker
+            if not worker.draining:
+                self._gone.discard(worker.url)
+                self._suspects[worker.url] = worker
+        for worker in self.suspects if self._workers else ():
+            if now - worker.heard >= GONE_AFTER * self._heartbeat_timeout_s:
+                del self._suspects[worker.url]
+                self._gone.add(worker.url)
         return expired
 
     def leave(self, worker: Worker) -> None:
+        """It failed, or says goodbye."""
         if self.knows(worker):
             del self._workers[worker.url]
+            self._gone.add(worker.url)
+
+    def drain(self, url: str, draining: bool = True) -> Worker | None:
+        """Gives a worker nothing new from now on, so that it can be used elsewhere when it has
+        nothing `active` any more; or takes that back. None if it is not there."""
+        if (worker := self._workers.get(url)) is not None:
+            worker.draining = draining
+        return worker
 
     def knows(self, worker: Worker) -> bool:
         return self._workers.get(worker.url) is worker
 
-    def require_version(self, version: int) -> None:
-        """From now on nobody with older weights is up."""
-        self.live = max(self.live, version)
+    def may_raise_floor(
+        self, version: int, now: float, refused: Container[Worker] = frozenset()
+    ) -> bool:
+        """Whether requests may be limited to this version and newer ones: at once when all workers
+        have it; else when a quorum has had it for as long as a worker may be silent. `refused`:
+        those that cannot load it, for which nobody waits. To be asked often while they load."""
+        wanted = [
+            worker
+            for worker in self._workers.values()
+            if not worker.draining and worker not in refused
+        ]
+        ready = sum(worker.version >= version for worker in wanted)
+        if ready == len(wanted):
+            return True
+        if ready < max(1, QUORUM * len(wanted)):
+            self._quorum = None
+            return False
+        if self._quorum is None or self._quorum[0] != version:
+            self._quorum = (version, now)
+        return now - self._quorum[1] >= self._heartbeat_timeout_s
+
+    def raise_floor(self, version: int) -> None:
+        """From now on nobody with older weights is sent a request."""
+        self.floor = max(self.floor, version)
+        self._awaits_floor = False
 
     def pick(self, session: str = "") -> Worker | None:
         """The worker for a request: the one that the session has affinity to, where its keys and
         values are; otherwise the least loaded one, which it then has affinity to. The request
         counts against the worker until `done`. None if no worker is up."""
-        up = self.up
-        if not up:
-            return None
         home = self._affinity.get(session)
         if home is None or not self.knows(home) or not self._is_up(home):
+            if not (up := self.up):
+                return None
             self.forget(session)
             home = min(up, key=lambda worker: (worker.active, worker.sessions))
             if session:

@@ -25,6 +25,8 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Reference = Annotated[str, Field(pattern=r"^.+:\w+$"), Place.CODE]
 """Code by name: `file.py:name` or `module:name`."""
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
+StoreUrl = Annotated[str, Field(pattern=r"^((s3|gs|az)://[^\s/]+(/\S+)?|file:/\S+)$")]
+"""A bucket and the folder in it, or `file:` with an absolute path."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 CountOrZero = Annotated[int, Field(ge=0)]

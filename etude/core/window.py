@@ -123,7 +123,8 @@ class Window(Generic[T]):
         return None
 
     def advance(self, version: int) -> None:
-        """`version` is live everywhere; the slots of every group that it was trained on free."""
+        """`version` is the oldest that samples whatever is admitted from now on; the slots of every
+        group that it was trained on free."""
         assert version >= self.live, f"live weights went back from {self.live} to {version}"
         self.live = version
         self._taken = {step: count for step, count in self._taken.items() if step > version}

@@ -217,6 +217,8 @@ def _lines(view: RunView, lag_bound: int) -> Iterator[Line]:
     yield from _evaluations(view)
     yield from _learning(view, lag_bound)
     yield from _regions(view)
+    if view.store.requests:
+        yield Line("store", str(view.store))
 
 
 def _recent(view: RunView) -> str:

@@ -24,6 +24,7 @@ from etude.core.events import (
     StageDone,
     StageStarted,
     StepDone,
+    StoreUsed,
     WeightsLive,
 )
 
@@ -65,6 +66,44 @@ class Groups:
 
 
 @dataclass
+class StoreCost:
+    """What all processes of a run have asked of its bucket."""
+
+    requests: int = 0
+    lists: int = 0
+    """Of the requests."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    steps: int = 0
+    """Optimizer steps meanwhile, of any stage."""
+
+    def __post_init__(self) -> None:
+        self._lives: dict[str, StoreUsed] = {}
+
+    def add(self, now: StoreUsed) -> None:
+        """A process counts from its start: a smaller number is that of its next life."""
+        before = self._lives.get(now.process)
+        self._lives[now.process] = now
+
+        def more(name: str) -> int:
+            count, then = int(getattr(now, name)), int(getattr(before, name, 0))
+            return count - then if count >= then else count
+
+        self.lists += more("lists")
+        self.requests += more("reads") + more("writes") + more("lists")
+        self.read_bytes += more("read_bytes")
+        self.written_bytes += more("written_bytes")
+
+    def __str__(self) -> str:
+        steps = max(1, self.steps)
+        return (
+            f"{self.requests / steps:.0f} requests a step, {self.lists / steps:.1f} of them "
+            f"listings; {self.read_bytes / steps / 1e6:.2f} MB read, "
+            f"{self.written_bytes / steps / 1e6:.2f} MB written"
+        )
+
+
+@dataclass
 class RunView:
     stage: str = "starting"
     done: int = 0
@@ -85,6 +124,7 @@ class RunView:
     few_tasks: dict[str, FewTasks] = field(default_factory=dict)
     """By split."""
     regions: dict[str, RegionStatus] = field(default_factory=dict)
+    store: StoreCost = field(default_factory=StoreCost)
     window_slots: tuple[int, int] = (0, 0)
     resuming: bool = False
     """It was started again, and nothing of it is under way yet."""
@@ -149,12 +189,10 @@ class RunView:
                 self.steps = event.steps
                 self.stage_began = t
                 self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
+            case StoreUsed():
+                self.store.add(event)
             case FitStep():
-                self.done = event.step
-                self.steps = event.steps
-                self.loss = event.loss
-                self.loss_curve.append(event.loss)
-                self.tokens_per_s = event.tokens_per_s
+                self._fitted(event)
             case BatchReady():
                 self._batches[event.step] = t
             case StepDone():
@@ -223,7 +261,16 @@ class RunView:
             return None
         return (self.now - self.eval_began) / doing.done * (doing.total - doing.done)
 
+    def _fitted(self, event: FitStep) -> None:
+        self.store.steps += event.step - self.done if event.step > self.done else 1
+        self.done = event.step
+        self.steps = event.steps
+        self.loss = event.loss
+        self.loss_curve.append(event.loss)
+        self.tokens_per_s = event.tokens_per_s
+
     def _stepped(self, event: StepDone) -> None:
+        self.store.steps += 1
         if not self._steps:
             self.first_step = event.step - self.done - 1
         self.done = event.step - self.first_step

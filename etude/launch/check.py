@@ -24,6 +24,7 @@ from urllib.request import urlopen
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.launch.launcher import check_port, locked, python
+from etude.launch.place import RunPlace
 from etude.run.controller import (
     build_agent,
     check_task,
@@ -55,17 +56,16 @@ class Findings:
 
 
 def check_start(
-    config: RunConfig, directory: Path, *, fresh: bool = False, look: bool = False
+    config: RunConfig, place: RunPlace, *, fresh: bool = False, look: bool = False
 ) -> Findings | None:
-    """Raises EtudeError for all that a start in this directory would be refused for, and changes
+    """Raises EtudeError for all that a start in this place would be refused for, and changes
     nothing. `fresh`: what lies there is to be removed. The findings, if it shall `look`."""
-    _check_place(directory)
+    _check_directory(place.directory)
     resumed, store = False, None
-    if fresh and directory.exists() and not _is_run(directory):
-        raise EtudeError(f"{directory} is no run of etude: it is not removed; give another --dir")
-    if directory.is_dir() and not fresh:
-        store = f"file:{directory.absolute()}"
-        run = Run.open(store, create=False)
+    if fresh:
+        place.check_removable()
+    elif (run := place.find()) is not None:
+        store = place.store
         run.check_config(config)
         resumed = bool(run.checkpoints())
     if config.model.path is not None and not resumed:
@@ -78,13 +78,7 @@ def check_start(
     return _ask(config, resumed=resumed, look=look, store=store)
 
 
-def _is_run(directory: Path) -> bool:
-    """Also one that has lost its config."""
-    made_by_launcher = all((directory / name).exists() for name in ("lock", "logs"))
-    return (directory / "config.json").is_file() or made_by_launcher
-
-
-def _check_place(directory: Path) -> None:
+def _check_directory(directory: Path) -> None:
     if (directory / "lock").is_file():
         with locked(directory):
             return

@@ -20,11 +20,11 @@ LOW = 10
 
 
 @contextlib.asynccontextmanager
-async def dashboard(directory: Path) -> AsyncIterator[str]:
+async def dashboard(store: str, logs: Path) -> AsyncIterator[str]:
     """The link, with a token: others on this machine shall not read along."""
     token = secrets.token_urlsafe(18)
     with bind("127.0.0.1", 0, token) as listener:
-        serving = asyncio.create_task(_serve(listener, directory, token))
+        serving = asyncio.create_task(_serve(listener, store, logs, token))
         try:
             yield f"{url_of(listener)}/#token={token}"
         finally:
@@ -34,7 +34,7 @@ async def dashboard(directory: Path) -> AsyncIterator[str]:
                 await serving
 
 
-async def _serve(listener: socket.socket, directory: Path, token: str) -> None:
+async def _serve(listener: socket.socket, store: str, logs: Path, token: str) -> None:
     await _visited(listener)
     parent = os.getpid()
 
@@ -42,11 +42,11 @@ async def _serve(listener: socket.socket, directory: Path, token: str) -> None:
         die_with_parent(parent)
         os.nice(LOW)
 
-    log = directory / "logs" / "dash.log"
+    log = logs / "dash.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = await asyncio.create_subprocess_exec(
-            *python("etude.commands.dash", directory, listener.fileno()),
+            *python("etude.commands.dash", store, listener.fileno()),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -345,7 +345,7 @@ def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], st
     *ports, free = free_ports(len(engine.regions) + 1)
     gateway_port = engine.port or free
     url = f"http://127.0.0.1:{gateway_port}"
-    listening = ("--store", store, "--port", gateway_port)
+    listening = ("--store", store, "--port", gateway_port, "--await-load")
     gateway = Program(
         "gateway",
         python("etude.serve.gateway", *listening),

@@ -11,7 +11,6 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -35,32 +34,16 @@ from etude.launch.launcher import (
     server_programs,
     trainer_programs,
 )
+from etude.launch.place import RunPlace
 from etude.run.audit import audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, report_name, reports
 from etude.run.sinks import Sinks, forward_events
 from etude.serve.tokens import Scope
 from etude.store.codec import Stamped
 from etude.store.runs import Run
-from etude.store.telemetry import EventReader, event_writer
+from etude.store.telemetry import EventReader, event_writer, flush_s
 from etude.trainer.prepare import is_prepared
 from etude.weights.manifest import find_newest, read_manifest
-
-
-@dataclass(frozen=True, slots=True)
-class RunDirectory:
-    """A run's directory: its store, its logs and its lock."""
-
-    directory: Path
-
-    @property
-    def store(self) -> str:
-        return f"file:{self.directory.absolute()}"
-
-    def open(self) -> Run:
-        """The run that is there."""
-        run = Run.open(self.store, create=False)
-        run.config()
-        return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +56,10 @@ class Standing:
     finished: bool
 
     @classmethod
-    def of(cls, place: RunDirectory, config: RunConfig) -> Standing | None:
+    def of(cls, place: RunPlace, config: RunConfig) -> Standing | None:
         """None if nothing has been done yet."""
-        if not place.directory.is_dir():
+        if (run := place.find()) is None:
             return None
-        run = Run.open(place.store, create=False)
         if not (saved := run.checkpoints()):
             return None
         splits = [split for split in EVAL_SPLITS if getattr(config.tasks, split)]
@@ -89,7 +71,7 @@ class Standing:
 
 def plan(
     config: RunConfig,
-    place: RunDirectory,
+    place: RunPlace,
     findings: Findings | None = None,
     standing: Standing | None = None,
     recorded: Mapping[str, int] | None = None,
@@ -99,7 +81,7 @@ def plan(
     model, tasks, harness, engine = config.model, config.tasks, config.harness, config.engine
     counts = _described_tasks(tasks, findings.tasks if findings else recorded or {})
     lines = [
-        f"run {config.name}, seed {config.seed}, in {place.directory}",
+        f"run {config.name}, seed {config.seed}, in {place}",
         f"  model: {config.as_written(model.path or 'fresh weights')}, "
         f"sessions of {model.max_context} tokens at most"
         + (f"{_size_of_model(findings)}" if findings else ""),
@@ -214,8 +196,9 @@ def _size_of_model(findings: Findings) -> str:
     return f"; {findings.parameters / 1e6:.1f} M parameters, context {findings.model_context}"
 
 
-def _expected(seconds: dict[str, float], needed: int, place: RunDirectory) -> list[str]:
-    there = next(path for path in (place.directory, *place.directory.parents) if path.exists())
+def _expected(seconds: dict[str, float], needed: int, place: RunPlace) -> list[str]:
+    directory = place.directory.absolute()
+    there = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(there).free
     short = "" if needed < free else ", which is too little"
     parts = ", ".join(f"{name} {_duration(s)}" for name, s in seconds.items() if s)
@@ -240,7 +223,7 @@ def _duration(seconds: float) -> str:
 
 def execute(
     config: RunConfig,
-    place: RunDirectory,
+    place: RunPlace,
     console: Console,
     *,
     resume: str,
@@ -249,10 +232,9 @@ def execute(
 ) -> None:
     """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`. `dash`:
     with a dashboard beside it, whose link is printed."""
-    check_start(config, place.directory, fresh=fresh)
-    if fresh and place.directory.exists():
-        with locked(place.directory):
-            shutil.rmtree(place.directory)
+    check_start(config, place, fresh=fresh)
+    if fresh:
+        place.remove()
     with locked(place.directory) as lock:
         run = Run.open(place.store)
         run.put_config(config)
@@ -261,7 +243,7 @@ def execute(
             _run_loop(_run(run, config, place, launcher, console, dash=dash))
 
 
-def _launcher(config: RunConfig, place: RunDirectory, resume: str, lock: int) -> Launcher:
+def _launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> Launcher:
     threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
     return Launcher(
         place.directory,
@@ -281,7 +263,7 @@ def _tell_launch(run: Run) -> None:
 async def _run(
     run: Run,
     config: RunConfig,
-    place: RunDirectory,
+    place: RunPlace,
     launcher: Launcher,
     console: Console,
     *,
@@ -297,7 +279,7 @@ async def _run(
     async with (
         _linked(place, console) if dash else contextlib.nullcontext(),
         on_screen(run, launcher, console, title=title, lag_bound=lag_bound),
-        in_background(forward_events(run, sinks)),
+        in_background(forward_events(run, sinks)) if config.trackers else contextlib.nullcontext(),
     ):
         if not is_prepared(run):
             await launcher.run_to_end(
@@ -318,15 +300,15 @@ async def _run(
 
 
 @contextlib.asynccontextmanager
-async def _linked(place: RunDirectory, console: Console) -> AsyncIterator[None]:
+async def _linked(place: RunPlace, console: Console) -> AsyncIterator[None]:
     """A dashboard beside the block."""
-    async with dashboard(place.directory) as link:
+    async with dashboard(place.store, place.directory / "logs") as link:
         console.print(f"dashboard: {link}", highlight=False, markup=False, soft_wrap=True)
         yield
 
 
 def evaluate(
-    place: RunDirectory, console: Console, *, version: int | None, split: str, samples: int = 1
+    place: RunPlace, console: Console, *, version: int | None, split: str, samples: int = 1
 ) -> Report:
     """One version on one split, now; the report, which may be there already."""
     run = place.open()
@@ -334,18 +316,16 @@ def evaluate(
     newest = find_newest(run.objects)
     if newest is None:
         raise EtudeError(
-            f"{place.directory} has no published weights yet: run its first stage to the end first"
+            f"{place} has no published weights yet: run its first stage to the end first"
         )
     version = newest.version if version is None else read_manifest(run.objects, version).version
     if getattr(config.tasks, split) == 0:
-        raise EtudeError(
-            f"{place.directory} has no {split} tasks: tasks.{split} is 0 in its config"
-        )
+        raise EtudeError(f"{place} has no {split} tasks: tasks.{split} is 0 in its config")
     name = report_name(version, split, samples)
     if name not in run.evals():
         wanted = ("--version", version, "--split", split, "--samples", samples)
         with locked(place.directory) as lock:
-            resume = " ".join(map(str, ("etude eval", place.directory, *wanted)))
+            resume = " ".join(map(str, ("etude eval", place, *wanted)))
             launcher = _launcher(config, place, resume, lock)
             _run_loop(_evaluate(run, config, place, launcher, console, wanted))
     return run.eval(name, Report)
@@ -354,7 +334,7 @@ def evaluate(
 async def _evaluate(
     run: Run,
     config: RunConfig,
-    place: RunDirectory,
+    place: RunPlace,
     launcher: Launcher,
     console: Console,
     wanted: Sequence[object],
@@ -396,7 +376,7 @@ async def on_screen(
         in_background(launcher.watch(tell)),
     ):
         yield
-        await asyncio.sleep(screen.REFRESH_S)  # the last events
+        await asyncio.sleep(flush_s(run))  # the last events
 
 
 @contextlib.asynccontextmanager

@@ -33,9 +33,8 @@ from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.run.evaluate import Report
 from etude.store.runs import Run
-from etude.store.telemetry import EventReader
+from etude.store.telemetry import EventReader, flush_s
 
-REFRESH_S = 0.5
 LABEL = 15
 """Columns of the names of lines."""
 WIDE = 150
@@ -62,14 +61,14 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
                 for line in teller.tell(stamped.t, stamped.record, view, begun):
                     _print(console, line)
             _tell_damage(events, console)
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(flush_s(run))
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             for stamped in await asyncio.to_thread(events.new):
                 view.apply(stamped.t, stamped.record)
             _tell_damage(events, console)
             live.update(draw(view, title, lag_bound, console.width, console.height), refresh=True)
-            await asyncio.sleep(REFRESH_S)
+            await asyncio.sleep(flush_s(run))
 
 
 def _tell_damage(events: EventReader, console: Console) -> None:

@@ -50,7 +50,7 @@ from etude.sandbox.egress import Outside, log_to
 from etude.sandbox.mounts import mount_programs
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.runs import Run
-from etude.store.telemetry import Emit, event_writer
+from etude.store.telemetry import USAGE_S, Emit, event_writer
 from etude.weights.manifest import PublishedVersions
 
 AGENT_GRACE_S = 10.0
@@ -220,7 +220,9 @@ class Controller:
                 self.emit(FewTasks(split=split, wanted=wanted, given=len(tasks)))
 
     async def report_fleet(self) -> None:
-        """Report the state of the workers once a second."""
+        """Report the state of the workers once a second, and now and then what they and the gateway
+        ask of the store."""
+        told = time.monotonic()
         while True:
             regions, silent = await self.gateway.regions()
             for event in self.trouble.look(time.monotonic(), self.owing(), silent):
@@ -230,6 +232,10 @@ class Controller:
             self.emit(
                 FleetStatus(regions=regions, active=active, capacity=capacity, sessions=sessions)
             )
+            if time.monotonic() - told >= USAGE_S:
+                told = time.monotonic()
+                for used in self.gateway.store_used:
+                    self.emit(used)
             await asyncio.sleep(FLEET_REPORT_S)
 
 

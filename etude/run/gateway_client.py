@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from etude.core.errors import EtudeError
-from etude.core.events import RegionStatus
+from etude.core.events import RegionStatus, StoreUsed
 from etude.core.patience import when_back
 from etude.core.remote import Callback, SessionOffer, SessionOutcome
 from etude.core.types import Segment, SessionAccess
@@ -38,6 +38,8 @@ class GatewayClient:
         self._ids: dict[str, str] = {}
         self._live = -1
         self._busy_s: dict[str, tuple[float, float]] = {}
+        self.store_used: list[StoreUsed] = []
+        """What gateway and workers had asked of the run's store at the last look at them."""
 
     async def __aenter__(self) -> GatewayClient:
         self.http = aiohttp.ClientSession(
@@ -75,7 +77,7 @@ class GatewayClient:
         await self._ask("GET", "/up", "nobody knows whether a worker is up")
 
     async def load(self, version: int) -> None:
-        """Returns when every worker that is up serves `version`."""
+        """Returns when every request is begun with `version` or newer weights."""
         told = {"version": version}
         await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
         self._live = max(self._live, version)
@@ -136,6 +138,8 @@ class GatewayClient:
         if status["version"] < self._live:  # it was started again, and knows of no weights
             await self.load(self._live)
         answering = status["regions"].items()
+        told = [*status.get("store", ()), *(e for _, w in answering for e in w.get("store", ()))]
+        self.store_used = [StoreUsed(**each) for each in told]
         return {name: self._region(name, worker) for name, worker in answering}, status["silent"]
 
     async def _ask(

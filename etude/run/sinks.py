@@ -18,7 +18,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event
 from etude.core.metrics import metrics
 from etude.store.runs import Run
-from etude.store.telemetry import FLUSH_S, EventReader
+from etude.store.telemetry import EventReader, flush_s
 
 
 class Sink(Protocol):
@@ -126,7 +126,7 @@ async def forward_events(run: Run, sinks: Sinks) -> None:
     await asyncio.to_thread(events.new)  # what happened before was handed on then
     try:
         while True:
-            await asyncio.sleep(FLUSH_S)
+            await asyncio.sleep(flush_s(run))
             for stamped in await asyncio.to_thread(events.new):
                 sinks.write(stamped.t, stamped.record)
     finally:

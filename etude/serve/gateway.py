@@ -99,10 +99,16 @@ from etude.serve.session_schema import gateway_document
 from etude.serve.shards import DESK, FORWARDED, ShardedApp, Shards
 from etude.serve.token_routes import TokenRoutes
 from etude.serve.tokens import SECRET_VARIABLE, TokenAuthority, read_secret
-from etude.serve.worker_protocol import JoinRequest, LoadRequest, read_model_files
+from etude.serve.worker_protocol import (
+    DrainRequest,
+    JoinRequest,
+    LoadRequest,
+    read_model_files,
+)
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
 from etude.store.runs import Run
+from etude.store.telemetry import store_used
 
 
 class Gateway:
@@ -155,6 +161,7 @@ class Gateway:
         return [
             Route("/load", self.load, methods=["POST"]),
             Route("/workers", self.join, methods=["POST"]),
+            Route("/workers/drain", self.drain, methods=["POST"]),
             Route("/up", self.up),
             Route("/status", self.status),
             Route("/weights", self.weights),
@@ -226,12 +233,25 @@ class Gateway:
         await self.router.load(asked.version)
         if FORWARDED not in http.headers:
             await self.router.tell(self.shards.others, "/load", asked, identity_of(http).token)
-        return respond(LoadRequest(version=self.router.fleet.live))
+        return respond(LoadRequest(version=self.router.fleet.floor))
 
     async def join(self, http: HttpRequest) -> Response:
         """The worker is asked with the token that it joins with."""
         await self.router.join(await read(http, JoinRequest), identity_of(http).token)
-        return respond(LoadRequest(version=self.router.fleet.live))
+        return respond(LoadRequest(version=self.router.fleet.floor))
+
+    async def drain(self, http: HttpRequest) -> Response:
+        """A worker is given nothing new, or again. It can be used elsewhere when it has nothing
+        active any more, as the answer and `/status` say."""
+        asked = await read(http, DrainRequest)
+        fleet = self.router.fleet
+        if (worker := fleet.drain(asked.url, asked.draining)) is None:
+            raise ApiError(f"no worker at {asked.url}", status=404, code="unknown_worker")
+        if FORWARDED not in http.headers:
+            token = identity_of(http).token
+            await self.router.tell(self.shards.others, "/workers/drain", asked, token)
+        await self.router.wake()
+        return respond({"state": fleet.state(asked.url).value, "active": worker.active})
 
     async def up(self, http: HttpRequest) -> Response:
         await http.body()
@@ -240,10 +260,15 @@ class Gateway:
 
     async def status(self, http: HttpRequest) -> Response:
         fleet, regions = self.router.fleet, await self.router.regions()
-        silent = sorted({worker.region for worker in fleet.silent})
-        return respond(
-            {"version": fleet.live, "up": len(fleet.up), "regions": regions, "silent": silent}
-        )
+        silent = sorted({worker.region for worker in fleet.suspects})
+        workers = {
+            worker.url: {"state": fleet.state(worker.url).value, "active": worker.active}
+            for worker in (*fleet.workers, *fleet.suspects)
+        }
+        status = {"version": fleet.floor, "up": len(fleet.up), "silent": silent}
+        status |= {"workers": workers}
+        own = store_used(self.objects, f"gateway {self.shards.name}")
+        return respond(status | {"regions": regions, "store": own})
 
     async def weights(self, http: HttpRequest) -> Response:
         return respond(await self.router.weights())
@@ -338,8 +363,9 @@ async def serve_gateway(
     version: int = -1,
     shards: Shards | None = None,
     production: Path | None = None,
+    awaits_load: bool = False,
 ) -> None:
-    """`production`: the file of production mode."""
+    """`production`: the file of production mode. `awaits_load`: as of `Router`."""
     secret, shards = read_secret(), shards or Shards()
     if production is not None and secret is None:
         raise EtudeError(f"production mode needs tokens: set {SECRET_VARIABLE} (docs/serve.md)")
@@ -350,7 +376,8 @@ async def serve_gateway(
     files = read_model_files(run)
     max_context = json.loads(files["config.json"])["max_position_embeddings"]
     async with http_client() as http:
-        router = Router(http, version, run.config().heartbeat_timeout_s)
+        timeout_s = run.config().heartbeat_timeout_s
+        router = Router(http, version, timeout_s, awaits_load=awaits_load)
         gateway = Gateway(
             router, run.objects, files, max_context=max_context, tokens=tokens, shards=shards
         )
@@ -398,6 +425,12 @@ def main() -> None:
         "--version", type=int, default=-1, help="the oldest weights that may answer"
     )
     parser.add_argument(
+        "--await-load",
+        action="store_true",
+        help="no worker answers before somebody says which weights may: the controller of a run "
+        "does, and again if this process is started again",
+    )
+    parser.add_argument(
         "--shards", default="", metavar="URL,URL", help="all gateway processes, each with a share"
     )
     parser.add_argument("--shard", type=int, default=0, help="which of them this is, from 0")
@@ -411,6 +444,7 @@ def main() -> None:
             version=a.version,
             shards=Shards(a.shards.split(","), a.shard),
             production=a.production,
+            awaits_load=a.await_load,
         )
     )
 

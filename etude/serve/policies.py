@@ -63,6 +63,7 @@ POLICIES: Mapping[tuple[str, str], Policy] = {
     ("GET", "/openapi.json"): ANY,
     ("GET", "/metrics"): ADMIN,
     ("POST", "/workers"): WORKER,
+    ("POST", "/workers/drain"): ADMIN,
     ("POST", "/generate"): WORKER,
     ("POST", "/load"): ADMIN,
     ("GET", "/up"): ADMIN,

@@ -107,8 +107,11 @@ class Router:
         live: int = -1,
         heartbeat_timeout_s: float = math.inf,
         clock: AwakeClock | None = None,
+        *,
+        awaits_load: bool = False,
     ) -> None:
-        self.fleet = Fleet(live, heartbeat_timeout_s)
+        """`awaits_load`: no worker is asked before `load` says which weights may answer."""
+        self.fleet = Fleet(live, heartbeat_timeout_s, awaits_floor=awaits_load)
         self._http = http
         self._client = WorkerClient()
         self._clock = clock or AwakeClock(SystemClock())
@@ -235,15 +238,28 @@ class Router:
                 wait.end()
 
     async def load(self, version: int) -> None:
-        """A worker that says that it cannot follow is taken out. If all say so, the promise is not
-        made, and the old weights go on."""
+        """Returns when no request is begun with older weights any more. A slow worker does not hold
+        that up: it is sent nothing until it has caught up, which its heartbeats see to. One that
+        says that it cannot follow is taken out; if all say so, the promise is not made, and the old
+        weights go on."""
         refusals: dict[Worker, str] = {}
-        # again for those who just joined
-        while behind := [w for w in self.fleet.behind(version) if w not in refusals]:
-            answers = await asyncio.gather(*(self._load_on(worker, version) for worker in behind))
-            refusals |= {
-                worker: why for worker, why in zip(behind, answers, strict=True) if why is not None
-            }
+        loading: dict[Worker, asyncio.Task[str | None]] = {}
+        try:
+            while not self.fleet.may_raise_floor(version, self._clock.now(), refusals):
+                for worker in self.fleet.behind(version):  # some may have joined just now
+                    if worker not in loading and worker not in refusals:
+                        loading[worker] = asyncio.create_task(self._load_on(worker, version))
+                await asyncio.wait(
+                    loading.values(),
+                    timeout=LIVENESS_CHECK_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for worker in [worker for worker, task in loading.items() if task.done()]:
+                    if (why := loading.pop(worker).result()) is not None:
+                        refusals[worker] = why
+        finally:
+            for task in loading.values():
+                task.cancel()
         if refusals and all(worker in refusals for worker in self.fleet.workers):
             reasons = "; ".join(
                 f"{worker.region} ({worker.url}): {why}" for worker, why in refusals.items()
@@ -253,8 +269,8 @@ class Router:
             )
         for worker in refusals:
             self.fleet.leave(worker)
-        self.fleet.require_version(version)
-        await self._wake()
+        self.fleet.raise_floor(version)
+        await self.wake()
 
     async def tell(
         self, gateways: Sequence[str], path: str, told: object, token: str = "",
@@ -285,14 +301,14 @@ class Router:
             return
         worker.joining = True
         try:
-            while self.fleet.knows(worker) and worker.version < self.fleet.live:
-                if (refusal := await self._load_on(worker, self.fleet.live)) is not None:
+            while self.fleet.knows(worker) and worker.version < self.fleet.floor:
+                if (refusal := await self._load_on(worker, self.fleet.floor)) is not None:
                     raise ApiError(refusal, status=503, code="load_failed")
         finally:
             worker.joining = False
         if not self.fleet.knows(worker):
             raise Unavailable(f"{worker.url} went away while it joined")
-        await self._wake()
+        await self.wake()
 
     async def regions(self) -> dict[str, WorkerStatus]:
         """The workers of a region taken together."""
@@ -316,16 +332,16 @@ class Router:
                 async with asyncio.timeout(WORKER_WAIT_S):
                     await self.up()
             except TimeoutError as e:
-                if not (self.fleet.silent or self.fleet.up):
+                if not (self.fleet.suspects or self.fleet.up):
                     raise Unavailable(f"no worker came up within {WORKER_WAIT_S:.0f} s") from e
         return worker
 
-    async def _wake(self) -> None:
+    async def wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     async def _ask(self, worker: Worker, request: Request) -> Sample:
-        asked = GenerateRequest(request, min_weight_version=self.fleet.live)
+        asked = GenerateRequest(request, min_weight_version=self.fleet.floor)
         async with self._asked(worker, asked) as (connection, wait):
             with wait.failures():
                 return msgspec.msgpack.decode(await connection.read_all(), type=Sample)
@@ -334,7 +350,7 @@ class Router:
         self, worker: Worker, request: Request
     ) -> AsyncGenerator[Token | Sample]:
         """The tokens that the worker adds, and the whole sample."""
-        asked = GenerateRequest(request, min_weight_version=self.fleet.live, stream=True)
+        asked = GenerateRequest(request, min_weight_version=self.fleet.floor, stream=True)
         reader = FrameReader()
         async with self._asked(worker, asked) as (connection, wait):
             with wait.failures():

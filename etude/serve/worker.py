@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import aiohttp
@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.events import StoreUsed
 from etude.core.sampling import Request, Sample, Token
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
@@ -58,6 +59,7 @@ from etude.serve.worker_protocol import (
     read_model_files,
 )
 from etude.store.runs import Run
+from etude.store.telemetry import store_used
 from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
@@ -79,7 +81,9 @@ class Worker:
         files: Mapping[str, bytes],
         region: str,
         heartbeat_timeout_s: float = math.inf,
+        store: Callable[[], list[StoreUsed]] = list,
     ) -> None:
+        """`store`: what this worker has asked of the run's store, to be told."""
         self.model = ServedModel(
             tokenizer=engine.tokenizer,
             grammars=GrammarBuilder(files),
@@ -87,6 +91,7 @@ class Worker:
         )
         self.engine_thread = engine
         self.region = region
+        self._store = store
         self._step_s = STEP_TIMEOUT_FACTOR * heartbeat_timeout_s
 
     def routes(self) -> list[Route]:
@@ -171,6 +176,7 @@ class Worker:
             busy_s=thread.busy_s,
             wall_s=time.monotonic() - thread.started,
             tokens=thread.num_tokens,
+            store=self._store(),
         )
 
     def gauges(self) -> dict[str, float]:
@@ -242,12 +248,17 @@ async def serve_worker(
     )
     torch.set_num_threads(config.engine.threads)
     files = read_model_files(run)
-    fetch = Follower(
-        Chain(run.objects), name=f"{region}-{port}", cache=HostCache.beside(store_url, cache)
-    ).fetch
+    name = f"{region}-{port}"
+    fetch = Follower(Chain(run.objects), name=name, cache=HostCache.beside(store_url, cache)).fetch
     vllm = config.engine.vllm_urls.get(region)
     async with connect(vllm, fetch, files) if vllm else own_engine(files, fetch, config) as engine:
-        worker = Worker(engine, files, region, config.heartbeat_timeout_s)
+        worker = Worker(
+            engine,
+            files,
+            region,
+            config.heartbeat_timeout_s,
+            store=lambda: store_used(run.objects, f"worker {name}"),
+        )
         if version is not None:
             await engine.load(version)
         async with process.serving(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from etude.core.errors import EtudeError
+from etude.core.events import StoreUsed
 from etude.core.sampling import Request, Sample, Token
 from etude.model.directory import MODEL_FILES, cut_context
 from etude.store.runs import Run
@@ -75,6 +76,14 @@ class JoinRequest(msgspec.Struct):
     version: int
 
 
+class DrainRequest(msgspec.Struct):
+    """The body of `POST /workers/drain`."""
+
+    url: str
+    draining: bool = True
+    """False: it is wanted again."""
+
+
 class WorkerStatus(msgspec.Struct):
     region: str
     version: int
@@ -85,6 +94,8 @@ class WorkerStatus(msgspec.Struct):
     busy it is."""
     wall_s: float
     tokens: int
+    store: list[StoreUsed] = []
+    """What each worker has asked of the run's store, if that is a bucket."""
 
     def joined_with(self, other: WorkerStatus) -> WorkerStatus:
         """Two workers as if they were one; of the versions, what both are at least at."""
@@ -96,6 +107,7 @@ class WorkerStatus(msgspec.Struct):
             busy_s=self.busy_s + other.busy_s,
             wall_s=self.wall_s + other.wall_s,
             tokens=self.tokens + other.tokens,
+            store=self.store + other.store,
         )
 
 

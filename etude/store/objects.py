@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,10 @@ slow has longer. Each of these, and whatever else obstore's `ClientConfig` has, 
 variable: AWS_READ_TIMEOUT=10s."""
 RETRY_S = 60.0
 """For how long a request that failed is tried again."""
+LIST_PAGE = 1000
+"""Keys that one listing request gives."""
+PART_BYTES = 5 << 20
+"""A larger object is written in several requests."""
 _MISSING = (FileNotFoundError, NotFoundError)
 
 
@@ -45,12 +51,44 @@ class Unreachable(EtudeError):
     """The store does not answer, although it was asked for a while."""
 
 
+@dataclass(slots=True)
+class StoreUsage:
+    """Requests and bytes since the store was opened. A bucket's owner pays for each."""
+
+    reads: int = 0
+    """GET and HEAD."""
+    writes: int = 0
+    lists: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
 class Objects:
     """One store. `url` says which, in every message about it."""
 
     def __init__(self, store: ObjectStore, url: str) -> None:
         self._store = store
         self.url = url
+        self.usage = StoreUsage()
+        self._counting = threading.Lock()
+
+    @property
+    def is_bucket(self) -> bool:
+        return is_bucket(self.url)
+
+    @property
+    def poll_s(self) -> float:
+        """Time between two looks for something new: a bucket bills each of them."""
+        return 0.5 if self.is_bucket else 0.05
+
+    def _count(self, **more: int) -> None:
+        with self._counting:
+            for name, count in more.items():
+                setattr(self.usage, name, getattr(self.usage, name) + count)
+
+    def _count_write(self, data: bytes) -> None:
+        parts = 2 + -(-len(data) // PART_BYTES) if len(data) > PART_BYTES else 1
+        self._count(writes=parts, written_bytes=len(data))
 
     @classmethod
     def open(cls, url: str, *, create: bool = True) -> Objects:
@@ -62,7 +100,7 @@ class Objects:
         """
         if url == "memory:":
             return cls(MemoryStore(), url)
-        if url.startswith(tuple(BUCKETS)):
+        if is_bucket(url):
             with _explained(f"open {url}"):
                 retry: Any = {"retry_timeout": timedelta(seconds=RETRY_S)}
                 return cls(
@@ -83,12 +121,14 @@ class Objects:
 
     def put(self, key: str, data: bytes) -> None:
         """Writes the object, or replaces it."""
+        self._count_write(data)
         with _explained(f"write {key} in {self.url}"):
             obstore.put(self._store, key, data)
 
     def create(self, key: str, data: bytes) -> bool:
         """Writes the object if the key is free; False if it is taken. Of two callers, one gets
         True."""
+        self._count(writes=1, written_bytes=len(data))
         with _explained(f"write {key} in {self.url}"):
             try:
                 obstore.put(self._store, key, data, mode="create")
@@ -99,7 +139,10 @@ class Objects:
     def get(self, key: str) -> bytes:
         """Raises `Missing` if there is none."""
         with _explained(f"read {key} in {self.url}"):
-            return bytes(obstore.get(self._store, key).bytes())
+            self._count(reads=1)
+            data = bytes(obstore.get(self._store, key).bytes())
+            self._count(read_bytes=len(data))
+            return data
 
     def put_sealed(self, key: str, data: bytes) -> None:
         """With a digest, which `get_sealed` checks: for whatever is not named by its hash."""
@@ -110,6 +153,7 @@ class Objects:
         return unseal(self.get(key), f"{self.url}: {key}")
 
     def exists(self, key: str) -> bool:
+        self._count(reads=1)
         with _explained(f"read {key} in {self.url}"):
             try:
                 obstore.head(self._store, key)
@@ -122,21 +166,26 @@ class Objects:
         not listed."""
         with _explained(f"list {prefix} in {self.url}"):
             found = obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
+        self._count(lists=1 + len(found) // LIST_PAGE)
         return sorted(folder.rpartition("/")[2] for folder in found)
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         """Keys under the folder `prefix`, sorted, from the first one greater than `after`."""
         with _explained(f"list {prefix} in {self.url}"):
-            return sorted(
+            found = sorted(
                 meta["path"]
                 for page in obstore.list(self._store, prefix, offset=after)
                 for meta in page
             )
+        self._count(lists=1 + len(found) // LIST_PAGE)
+        return found
 
     def size(self, prefix: str) -> int:
         """Bytes of all objects under the folder `prefix`."""
         with _explained(f"list {prefix} in {self.url}"):
-            return sum(meta["size"] for page in obstore.list(self._store, prefix) for meta in page)
+            sizes = [meta["size"] for page in obstore.list(self._store, prefix) for meta in page]
+        self._count(lists=1 + len(sizes) // LIST_PAGE)
+        return sum(sizes)
 
     def sweep(self, prefix: str, *, min_age_s: float = 0.0) -> None:
         """Removes what writers that were killed have left half-written under the folder `prefix`,
@@ -166,6 +215,16 @@ class Objects:
         """The key is free afterwards, whether or not it was before."""
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):
             obstore.delete(self._store, key)
+
+    def clear(self) -> None:
+        """Deletes everything."""
+        for key in self.list(""):
+            self.delete(key)
+
+
+def is_bucket(url: str) -> bool:
+    """Whether the store is far away, behind an address; otherwise it is a directory."""
+    return url.startswith(tuple(BUCKETS))
 
 
 def _is_quiet(path: Path, before: float) -> bool:

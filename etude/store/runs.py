@@ -49,7 +49,6 @@ from etude.store.objects import Missing, Objects
 
 R = TypeVar("R")
 
-_POLL_S = 0.05
 _MANIFEST = "manifest.json"
 _NUMBER = "(?:[0-9]{6}|[1-9][0-9]{6,})"
 _NAMES = {
@@ -204,7 +203,7 @@ class Run:
     def wait_batch(self, step: int) -> Batch:
         """Blocks until it is there. For the trainer, which has nothing else to do."""
         while not self.objects.exists(_batch_key(step)):
-            time.sleep(_POLL_S)
+            time.sleep(self.objects.poll_s)
         return self.batch(step)
 
     def put_recomputed(self, step: int, rows: tuple[RecomputedRow, ...]) -> None:

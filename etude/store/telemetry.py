@@ -5,27 +5,61 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
 
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, Event
+from etude.core.events import EVENTS, Event, StoreUsed
 from etude.store.codec import Damaged, Stamped
 from etude.store.log import Log
+from etude.store.objects import Objects
 from etude.store.runs import Run
 
 FLUSH_S = 0.5
+BUCKET_FLUSH_S = 2.0
+"""Each flush is a request that somebody pays for."""
+USAGE_S = 10.0
+"""Time between two events about what the store was asked."""
 
 Emit = Callable[[Event], None]
 
 
+def flush_s(run: Run) -> float:
+    return BUCKET_FLUSH_S if run.objects.is_bucket else FLUSH_S
+
+
+def store_used(objects: Objects, process: str) -> list[StoreUsed]:
+    """What this process has asked of the run's store; of a directory there is nothing to tell."""
+    return [StoreUsed(process=process, **asdict(objects.usage))] if objects.is_bucket else []
+
+
+class EventLog:
+    """The events of one process, to be flushed now and then. If the run lies in a bucket, what the
+    process asks of it is among them."""
+
+    def __init__(self, run: Run, process: str) -> None:
+        self._run = run
+        self._process = process
+        self._log = run.events(process, EVENTS)
+        self._told = time.monotonic()
+        self.append: Emit = self._log.append
+
+    def flush(self, *, last: bool = False) -> None:
+        if last or time.monotonic() - self._told >= USAGE_S:
+            self._told = time.monotonic()
+            self._log.append(*store_used(self._run.objects, self._process))
+        self._log.flush()
+
+
 @contextlib.asynccontextmanager
 async def event_writer(run: Run, process: str) -> AsyncIterator[Emit]:
-    """For an asyncio process: what is emitted is stored twice a second, and at the end."""
-    log = run.events(process, EVENTS)
+    """For an asyncio process: what is emitted is stored every `flush_s`, and at the end."""
+    log = EventLog(run, process)
 
     async def flush() -> None:
         while True:
-            await asyncio.sleep(FLUSH_S)
+            await asyncio.sleep(flush_s(run))
             await asyncio.to_thread(log.flush)
 
     flushing = asyncio.create_task(flush())
@@ -35,19 +69,19 @@ async def event_writer(run: Run, process: str) -> AsyncIterator[Emit]:
         flushing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await flushing
-        log.flush()
+        log.flush(last=True)
 
 
 @contextlib.contextmanager
 def sync_event_writer(run: Run, process: str) -> Iterator[Emit]:
     """For a synchronous process, whose steps may take minutes: a thread stores what is emitted
-    twice a second. What went wrong there is raised at the next event, or at the end."""
-    log = run.events(process, EVENTS)
+    every `flush_s`. What went wrong there is raised at the next event, or at the end."""
+    log = EventLog(run, process)
     ended = threading.Event()
     wrong: list[EtudeError] = []
 
     def flush() -> None:
-        while not wrong and not ended.wait(FLUSH_S):
+        while not wrong and not ended.wait(flush_s(run)):
             try:
                 log.flush()
             except EtudeError as e:
@@ -65,7 +99,7 @@ def sync_event_writer(run: Run, process: str) -> Iterator[Emit]:
     finally:
         ended.set()
         flushing.join()
-        log.flush()
+        log.flush(last=True)
 
 
 class EventReader:

@@ -12,6 +12,7 @@ import torch
 
 from etude.core.config import RunConfig
 from etude.core.lineage import stage_spans
+from etude.core.placement import ModelSize
 from etude.core.stages import DpoConfig, MidtrainConfig, RolloutStageConfig, SftConfig
 from etude.core.types import EVAL_SPLITS
 from etude.engine.select import select_device
@@ -43,6 +44,21 @@ class Estimate:
     seconds: dict[str, float]
     """Stage -> its computing time, and that of all evaluations."""
     disk_bytes: int
+
+
+def size_of_model(config: RunConfig) -> ModelSize:
+    """Of the model that the run starts from, in bf16."""
+    shape = model_shape(config)
+    with torch.device("meta"):
+        parameters = sum(tensor.numel() for tensor in hf_tensors(Transformer(shape)).values())
+    rows, width = shape.cached_heads
+    copies = 1 if shape.latent else 2  # keys and values, or the vector that both are made from
+    return ModelSize(
+        parameters=parameters,
+        # a token's products, without its looks back
+        active=forward_flops(shape, 1, 1) / 2,
+        kv_bytes=2 * copies * rows * width * shape.num_hidden_layers,
+    )
 
 
 def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:

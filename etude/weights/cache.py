@@ -1,8 +1,9 @@
 """A cache of downloaded objects that all processes of a host share: each is fetched once.
 
-A lock file for each hash makes the others wait for the one that downloads. What is read is checked
-again by its hash, so a damaged or half-written file costs a download and nothing else. The oldest
-files go when there are too many bytes.
+A lock file for each hash makes the others wait for the one that downloads, but not for ever: one
+that was stopped in the middle costs the others a download, not their service. What is read is
+checked again by its hash, so a damaged or half-written file costs a download and nothing else. The
+oldest files go when there are too many bytes.
 """
 
 from __future__ import annotations
@@ -11,18 +12,28 @@ import contextlib
 import fcntl
 import os
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from etude.core.errors import EtudeError
-from etude.store.objects import BUCKETS
+from etude.store.objects import is_bucket
 from etude.weights.records import hash_of
+
+LOCK_S = 20.0
+"""For how long one waits for what another process downloads."""
+POLL_S = 0.02
 
 
 class HostCache:
-    def __init__(self, folder: Path, max_bytes: int = 64 << 30) -> None:
+    def __init__(
+        self, folder: Path, max_bytes: int = 64 << 30, lock_timeout_s: float = LOCK_S
+    ) -> None:
         self._folder = folder
         self._max_bytes = max_bytes
+        self._lock_timeout_s = lock_timeout_s
         with self._explained():
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -30,7 +41,7 @@ class HostCache:
     def beside(cls, url: str, folder: Path | None = None) -> HostCache | None:
         """The one that all workers of this user share, if the store is far away: a directory needs
         no copy."""
-        if not url.startswith(tuple(BUCKETS)):
+        if not is_bucket(url):
             return None
         default = (
             Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude" / "weights"
@@ -40,17 +51,26 @@ class HostCache:
     def get(self, hash: str, download: Callable[[], bytes]) -> bytes:
         path = self._folder / hash
         with self._explained(), (self._folder / f"{hash}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._wait_for(lock)
             with contextlib.suppress(FileNotFoundError):
                 data = path.read_bytes()
                 if hash_of(data) == hash:
                     return data
             data = download()
-            part = path.with_suffix(f".{os.getpid()}.part")
+            part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
             part.write_bytes(data)
             part.rename(path)
         self._shrink()
         return data
+
+    def _wait_for(self, lock: IO[str]) -> None:
+        """Returns with the lock, or without it when whoever holds it has had it for too long."""
+        deadline = time.monotonic() + self._lock_timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            time.sleep(POLL_S)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

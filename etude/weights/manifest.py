@@ -377,10 +377,10 @@ class PublishedVersions:
         # The store is the only link between clusters, and it cannot call us: this is the one place
         # that polls for weights. The delay grows because a version that is not there now is a whole
         # training step away.
-        delay_s = FIRST_POLL_S
+        objects, delay_s = self._chain.objects, FIRST_POLL_S
         while (manifest := await asyncio.to_thread(self._chain.newest, after)) is None:
             await asyncio.sleep(delay_s)
-            delay_s = min(2 * delay_s, LAST_POLL_S)
+            delay_s = min(2 * delay_s, max(LAST_POLL_S, objects.poll_s))
         return manifest
 
 

@@ -100,7 +100,7 @@ def run(tmp_path: Path) -> Run:
 def printed(run: Run, **chosen: object) -> str:
     console = Console(record=True, width=160, quiet=False)
     path = Path(run.objects.url.removeprefix("file:"))
-    sessions(path, console, Choice(**chosen), as_json=False)  # type: ignore[arg-type]
+    sessions(str(path), console, Choice(**chosen), as_json=False)  # type: ignore[arg-type]
     return console.export_text()
 
 
@@ -170,7 +170,7 @@ def test_an_evaluation_that_failed_is_no_session_under_way(run: Run) -> None:
 
 def test_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(run.objects.url.removeprefix("file:"))
-    sessions(path, Console(stderr=True), Choice(best=True, count=2), as_json=True)
+    sessions(str(path), Console(stderr=True), Choice(best=True, count=2), as_json=True)
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["id"], first["reward"]) == ("g000001.0", 1.0)
     assert first["session"]["messages"] == MESSAGES
@@ -194,7 +194,7 @@ def test_a_run_without_sessions(tmp_path: Path) -> None:
         parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
     )
     with pytest.raises(EtudeError, match="holds no sessions yet"):
-        sessions(tmp_path, Console(quiet=True), Choice(), as_json=False)
+        sessions(str(tmp_path), Console(quiet=True), Choice(), as_json=False)
 
 
 def test_arguments_are_written_as_python_would_and_long_ones_as_they_are() -> None:
@@ -225,7 +225,7 @@ def test_a_session_that_ran_out_of_time_says_so() -> None:
 
 def shown(path: Path) -> tuple[bool, str]:
     console = Console(record=True, width=160)
-    return show(path, console), console.export_text()
+    return show(str(path), console), console.export_text()
 
 
 def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ def test_a_story() -> None:
     fleet.join("e", "east", 0, 0.0)
     west = fleet.join("w", "west", 0, 0.0)
     assert [fleet.pick("s1"), fleet.pick("s2"), fleet.pick("s1")] == [east, west, east]
-    fleet.require_version(1)
+    fleet.raise_floor(1)
     assert fleet.pick("s1") is None
     assert fleet.behind(1) == [east, west]
     fleet.join("w", "west", 1, 0.0)
@@ -33,9 +33,9 @@ def test_a_promise_that_comes_late_takes_nothing_back() -> None:
     fleet = Fleet()
     fleet.join("e", "east", 2, now=0.0)
     old = fleet.join("w", "west", 1, now=0.0)
-    fleet.require_version(2)
-    fleet.require_version(1)
-    assert fleet.live == 2 and old not in fleet.up
+    fleet.raise_floor(2)
+    fleet.raise_floor(1)
+    assert fleet.floor == 2 and old not in fleet.up
 
 
 def test_one_that_is_silent_is_taken_out_and_comes_back_as_another() -> None:
@@ -44,15 +44,15 @@ def test_one_that_is_silent_is_taken_out_and_comes_back_as_another() -> None:
     west = fleet.join("w", "west", 0, now=0.0)
     assert fleet.pick("s") is east
     fleet.join("w", "west", 0, now=5.0)
-    assert fleet.expire(9.9) == [] and fleet.silent == []
-    assert fleet.expire(10.0) == [east] and fleet.silent == [east]
+    assert fleet.expire(9.9) == [] and fleet.suspects == []
+    assert fleet.expire(10.0) == [east] and fleet.suspects == [east]
     assert fleet.expire(11.0) == [], "it is told once"
     assert not fleet.knows(east) and fleet.pick("s") is west
     assert fleet.behind(1) == [west], "new weights do not wait for it"
     west.version = 1
-    fleet.require_version(1)
+    fleet.raise_floor(1)
     again = fleet.join("e", "east", 0, now=12.0)
-    assert again is not east and fleet.silent == []
+    assert again is not east and fleet.suspects == []
     assert fleet.up == [west] and fleet.behind(1) == [again], "it catches up before it serves"
     again.version = 1
     assert fleet.up == [west, again]
@@ -88,7 +88,7 @@ def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
             case "load":
                 for worker in fleet.behind(published):
                     true_version[worker.url] = worker.version = published
-                fleet.require_version(published)
+                fleet.raise_floor(published)
             case "publish":
                 published += 1
             case "done" if active:
@@ -101,7 +101,7 @@ def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
                 if home is None:
                     continue
                 active.append(home)
-                assert true_version[home.url] >= max(fleet.live, 0)
+                assert true_version[home.url] >= max(fleet.floor, 0)
                 if session:  # a home is kept while it is up
                     active.append(home)
                     assert fleet.pick(session) is home

@@ -34,5 +34,5 @@ def test_a_session_that_moves_is_counted_once() -> None:
     east = fleet.join("e", "east", 0, 0.0)
     assert fleet.pick("s") is east
     west = fleet.join("w", "west", 1, 0.0)
-    fleet.require_version(1)
+    fleet.raise_floor(1)
     assert fleet.pick("s") is west and (east.sessions, west.sessions) == (0, 1)

@@ -17,6 +17,7 @@ from etude.core.ledger import Issued
 from etude.core.types import Task
 from etude.launch import check
 from etude.launch.check import Findings, check_start, examine
+from etude.launch.place import RunPlace
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.run.task_record import TaskRecord, keep_record
@@ -146,19 +147,19 @@ def test_what_the_launcher_would_refuse(
         run.put_config(parse(TOML))
         run.put_checkpoint("000001.000000", b"")
     with pytest.raises(EtudeError, match=told):
-        check_start(parse(TOML, [override]), tmp_path / "r")
+        check_start(parse(TOML, [override]), RunPlace.of(tmp_path / "r"))
 
 
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EtudeError, match="needs the package wandb"):
-        check_start(parse('trackers = ["wandb"]\n' + TOML), tmp_path / "r")
+        check_start(parse('trackers = ["wandb"]\n' + TOML), RunPlace.of(tmp_path / "r"))
 
 
 def test_a_place_where_nothing_can_lie(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(EtudeError, match="no run can lie in .*file/r .*is not a directory"):
-        check_start(parse(TOML), tmp_path / "file" / "r")
+        check_start(parse(TOML), RunPlace.of(tmp_path / "file" / "r"))
 
 
 async def test_tasks_of_a_run_that_moved_meanwhile(
@@ -260,10 +261,10 @@ def test_fresh_also_removes_a_run_that_lost_its_config(
     place = tmp_path / "r"
     Run.open(f"file:{place}").put_checkpoint("000001.000000", b"")
     with pytest.raises(EtudeError, match="lost its config.json"):
-        check_start(parse(TOML), place)
+        check_start(parse(TOML), RunPlace.of(place))
     with pytest.raises(EtudeError, match="is no run of etude"):
-        check_start(parse(TOML), place, fresh=True)
+        check_start(parse(TOML), RunPlace.of(place), fresh=True)
     (place / "logs").mkdir()
     (place / "lock").touch()
-    check_start(parse(TOML), place, fresh=True)
+    check_start(parse(TOML), RunPlace.of(place), fresh=True)
     assert asked == [{"resumed": False, "look": False, "store": None}], "nothing is there then"

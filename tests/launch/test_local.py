@@ -25,11 +25,13 @@ from etude.core.stages import RopeScalingConfig
 from etude.launch import check, local, screen
 from etude.launch.check import Findings
 from etude.launch.launcher import Program
-from etude.launch.local import RunDirectory, Standing, seconds_at_work
+from etude.launch.local import Standing, seconds_at_work
+from etude.launch.place import RunPlace
 from etude.model.directory import cut_context
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.run.evaluate import Report, report_name
+from etude.store import telemetry
 from etude.store.codec import Stamped
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader
@@ -163,7 +165,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
 
     monkeypatch.setattr(local, "Launcher", launcher)
     monkeypatch.setattr(check, "_ask", lambda config, **told: None)
-    monkeypatch.setattr(local.screen, "REFRESH_S", 0.0)
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.0)
     return made
 
 
@@ -195,7 +197,7 @@ def launches(run: Run) -> list[bool]:
 def test_a_run_is_prepared_once_and_lasts_as_long_as_its_controller(
     tmp_path: Path, started: list[Started]
 ) -> None:
-    place, config = RunDirectory(tmp_path / "r"), parse(TOML)
+    place, config = RunPlace.of(tmp_path / "r"), parse(TOML)
     local.execute(config, place, Console(quiet=True), resume="etude run a.toml")
     (launcher,) = started
     everybody = ["gateway", "worker-here", "worker-there", "trainer", "controller"]
@@ -220,7 +222,7 @@ def test_a_run_is_prepared_once_and_lasts_as_long_as_its_controller(
 def test_a_run_that_is_at_its_end_starts_nothing(
     tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, config = RunDirectory(tmp_path / "r"), parse(TOML)
+    place, config = RunPlace.of(tmp_path / "r"), parse(TOML)
     monkeypatch.setattr(local, "is_finished", lambda run, config: True)
     local.execute(config, place, Console(quiet=True), resume="")
     assert started == [] and launches(place.open()) == []
@@ -229,7 +231,7 @@ def test_a_run_that_is_at_its_end_starts_nothing(
 def test_what_cannot_run_is_refused_before_anything_is_made(
     tmp_path: Path, started: list[Started]
 ) -> None:
-    place = RunDirectory(tmp_path / "r")
+    place = RunPlace.of(tmp_path / "r")
 
     def refused(*overrides: str) -> str:
         with pytest.raises(EtudeError) as caught:
@@ -249,7 +251,7 @@ def test_what_cannot_run_is_refused_before_anything_is_made(
 def test_an_evaluation_starts_what_it_needs(
     tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, config = RunDirectory(tmp_path / "r"), parse(TOML, ["tasks.novel=0"])
+    place, config = RunPlace.of(tmp_path / "r"), parse(TOML, ["tasks.novel=0"])
     run = Run.open(place.store)
     run.put_config(config)
     with pytest.raises(EtudeError, match="has no published weights yet"):
@@ -302,7 +304,7 @@ def test_a_run_that_is_told_to_stop_ends_as_by_a_key(
 
     monkeypatch.setattr(Started, "run_all", stopped)
     with pytest.raises(KeyboardInterrupt):
-        place = RunDirectory(tmp_path / "r")
+        place = RunPlace.of(tmp_path / "r")
         local.execute(parse(TOML), place, Console(quiet=True), resume="")
 
 
@@ -322,7 +324,7 @@ def test_a_model_is_made_or_taken_from_where_it_is(monkeypatch: pytest.MonkeyPat
 def test_the_preparation_puts_the_shape_last_and_says_what_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = RunDirectory(tmp_path / "r")
+    place = RunPlace.of(tmp_path / "r")
     run = Run.open(place.store)
     monkeypatch.setattr("sys.argv", ["prepare", "--store", place.store])
     assert prepare.main() == 2
@@ -347,13 +349,13 @@ def test_a_run_without_a_loop_has_no_lag(
     monkeypatch.setattr(local.screen, "watch", watch)
     alone = TOML.replace('[[stage]]\nkind = "rl"\nsteps = 1\nmax_lag = 3\n', "")
     for number, text in enumerate((alone, TOML)):
-        place = RunDirectory(tmp_path / str(number))
+        place = RunPlace.of(tmp_path / str(number))
         local.execute(parse(text), place, Console(quiet=True), resume="")
     assert bounds == [0, 3]
 
 
 def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
-    place = RunDirectory(tmp_path / "r")
+    place = RunPlace.of(tmp_path / "r")
     lines = local.plan(parse(TOML, ["tasks.novel=0", *NO_WARMUP]), place).splitlines()
     first, model, environment, agent, midtrain, rl, workers, sandboxes = lines
     assert first == f"run a, seed 0, in {tmp_path}/r"
@@ -381,13 +383,13 @@ def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
 def test_turns_are_told_where_somebody_counts_them(
     overrides: list[str], told: str, tmp_path: Path
 ) -> None:
-    assert told in local.plan(parse(TOML, overrides), RunDirectory(tmp_path / "r"))
+    assert told in local.plan(parse(TOML, overrides), RunPlace.of(tmp_path / "r"))
 
 
 def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
     def looks(tokens: int, found: Findings | None = None) -> list[str]:
         config = parse(TOML, [f"harness.max_tokens={tokens}", *NO_WARMUP])
-        told = local.plan(config, RunDirectory(tmp_path / "r"), found)
+        told = local.plan(config, RunPlace.of(tmp_path / "r"), found)
         return [line for line in told.splitlines() if line.startswith("  look: ")]
 
     assert looks(512) == []
@@ -401,7 +403,7 @@ def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
 def test_a_plan_says_that_a_rate_is_never_reached(tmp_path: Path) -> None:
     def told(steps: int) -> str:
         changes = [f"stage.rl.steps={steps}", "stage.rl.warmup_steps=10", "stage.rl.lr=1e-5"]
-        return local.plan(parse(TOML, NO_WARMUP + changes), RunDirectory(tmp_path / "r"))
+        return local.plan(parse(TOML, NO_WARMUP + changes), RunPlace.of(tmp_path / "r"))
 
     assert "look:" not in told(11)
     assert "the stage has 10 steps: lr = 1e-05 is never reached, only 9.1e-06" in told(10)
@@ -415,10 +417,10 @@ def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
         seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0},
         disk_bytes=10**18,
     )
-    told = local.plan(parse(TOML), RunDirectory(tmp_path / "r"), findings)
+    told = local.plan(parse(TOML), RunPlace.of(tmp_path / "r"), findings)
     assert "; 134.5 M parameters, context 8192" in told
     assert "tasks: 12 to train on (4096 asked for), 400 held out, 200 novel" in told
-    later = local.plan(parse(TOML), RunDirectory(tmp_path / "r"), recorded={"train": 12})
+    later = local.plan(parse(TOML), RunPlace.of(tmp_path / "r"), recorded={"train": 12})
     assert "tasks: 12 to train on (4096 asked for), at most 400 held out" in later
     assert "some 2.5 h of computing (midtrain 30 s, rl 2.5 h, evaluations 1.7 min)" in told
     assert "GB are free, which is too little" in told
@@ -430,7 +432,7 @@ def test_a_plan_of_an_interrupted_run_is_that_of_the_rest(tmp_path: Path) -> Non
         tasks={}, parameters=1, model_context=8, disk_bytes=1,
         seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0},
     )  # fmt: skip
-    place = RunDirectory(tmp_path / "r")
+    place = RunPlace.of(tmp_path / "r")
     assert Standing.of(place, config) is None
     run = Run.open(place.store)
     assert Standing.of(place, config) is None
@@ -458,7 +460,7 @@ def test_scores_within_a_stage_are_not_said_to_be_those_after_it() -> None:
 
 
 def test_a_summary_says_what_became_of_a_run(tmp_path: Path) -> None:
-    place, config = RunDirectory(tmp_path / "r"), parse(TOML)
+    place, config = RunPlace.of(tmp_path / "r"), parse(TOML)
     run = Run.open(place.store)
     run.put_config(config)
     samples = ("g000000.0", "g000000.1")
@@ -487,7 +489,7 @@ def test_a_summary_says_what_became_of_a_run(tmp_path: Path) -> None:
 def test_what_was_evaluated_before_is_not_evaluated_again(
     tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = RunDirectory(tmp_path / "r")
+    place = RunPlace.of(tmp_path / "r")
     run = Run.open(place.store)
     run.put_config(parse(TOML))
     report = Report(

@@ -22,6 +22,7 @@ from etude.core.events import (
     ProcessSilent,
     RegionStatus,
     RunDone,
+    StoreUsed,
 )
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_spans
@@ -123,6 +124,7 @@ class Gateway:
     def __init__(self) -> None:
         self.http = object()
         self.loaded: list[int] = []
+        self.store_used: list[StoreUsed] = []
 
     async def load(self, version: int) -> None:
         self.loaded.append(version)

@@ -27,7 +27,7 @@ from etude.core.ledger import Entry, Issued
 from etude.core.lineage import estimator_of, stage_spans
 from etude.core.sampling import VersionSpan
 from etude.core.types import Group, RecomputedRow, Score, Trajectory
-from etude.launch.local import RunDirectory
+from etude.launch.place import RunPlace
 from etude.model.directory import MODEL_FILES
 from etude.run import journal
 from etude.run.audit import audit
@@ -146,7 +146,7 @@ class Looks:
     """All that is ever read of a run's store, as its readers read it."""
 
     def __init__(self, directory: Path) -> None:
-        self.place = RunDirectory(directory)
+        self.place = RunPlace.of(directory)
         self.objects = Objects.open(self.place.store, create=False)
         self.run = Run(self.objects)
         self.versions = list(Chain(self.objects).lineage())

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
+from etude.core.fleet import WorkerState
 from etude.core.sampling import Request, Sample, VersionSpan
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
@@ -99,16 +100,16 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(
         await silent.until_asked(*["/generate"] * (MAX_RETRIES + 2))
         watch.wait(int(SILENCE_S) - 1)
         await join(watch.router, its)
-        assert not watch.router.fleet.silent
+        assert not watch.router.fleet.suspects
         watch.wait(1)
-        assert [worker.url for worker in watch.router.fleet.silent] == [url]
+        assert [worker.url for worker in watch.router.fleet.suspects] == [url]
         assert [(await each).tokens for each in asked] == [(7,)] * (MAX_RETRIES + 2)
         assert watch.router.disturbed("s")
         assert (await sample(watch.router, "t")).tokens == (7,) and not watch.router.disturbed("t")
         # What it says late, nobody listens to; when it says that it is there, it is asked again.
         silent.goes_on.set()
         await join(watch.router, url)
-        assert len(watch.router.fleet.up) == 2 and not watch.router.fleet.silent
+        assert len(watch.router.fleet.up) == 2 and not watch.router.fleet.suspects
 
 
 async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(
@@ -158,7 +159,7 @@ async def test_new_weights_and_looks_do_not_wait_for_a_silent_worker(
         await silent.until_asked("/load", "/status")
         watch.wait(int(SILENCE_S))
         await loading
-        assert await looking == {} and watch.router.fleet.live == 1
+        assert await looking == {} and watch.router.fleet.floor == 1
         # It comes back with its old weights, and is told to load before it is asked anything.
         silent.asked.clear()
         coming = asyncio.create_task(join(watch.router, url))
@@ -265,3 +266,32 @@ async def test_an_engine_that_hangs_is_not_well_although_its_port_answers(
         await asked
         joining.cancel()
         assert len(await segments(http, gateway, "s")) == 1
+
+
+async def test_new_weights_do_not_wait_for_a_slow_worker(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is heard all the time, and its download does not end."""
+    monkeypatch.setattr("etude.serve.router.LIVENESS_CHECK_S", 0.01)
+    watch, slow, quick = Watch(http), Stopped(), Stopped()
+    quick.goes_on.set()
+    async with slow.listening() as url, quick.listening() as its:
+        await join(watch.router, url)
+        await join(watch.router, its)
+        loading = asyncio.create_task(watch.router.load(1))
+        await slow.until_asked("/load")
+        fleet = watch.router.fleet
+        while not [worker for worker in fleet.workers if worker.version == 1]:
+            await asyncio.sleep(0.001)
+        while not loading.done():
+            watch.wait(1)
+            for worker in fleet.workers:
+                fleet.join(worker.url, "east", worker.version, watch.router._clock.now())
+            await asyncio.sleep(0.01)
+        assert fleet.floor == 1 and len(fleet.workers) == 2, "it is not taken out"
+        assert (fleet.state(url), fleet.state(its)) == (WorkerState.SYNCING, WorkerState.LIVE)
+        assert (await watch.router.sample(ASK)).tokens == (7,)
+        assert "/generate" not in slow.asked
+        slow.goes_on.set()
+        await join(watch.router, url)
+        assert fleet.state(url) is WorkerState.LIVE, "its next heartbeat has it caught up"

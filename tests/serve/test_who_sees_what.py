@@ -181,3 +181,18 @@ async def test_no_page_makes_itself_a_worker_of_a_gateway_without_tokens(world: 
             assert (status, b"a server without a token" in body) == (403, True)
         assert not world.gateway.router.fleet.workers
         assert (await world.ask("POST", "/workers", "", joining))[0] == 200
+
+
+async def test_a_worker_is_drained_by_an_admin_alone(world: World, stack: AsyncExitStack) -> None:
+    own, admin = world.token(Scope.WORKER, "east"), world.token(Scope.ADMIN)
+    at = await world.worker(stack, "east", own)
+    drain = {"url": at}
+    assert (await world.ask("POST", "/workers/drain", own, drain))[0] == 403
+    assert (await world.ask("POST", "/workers/drain", admin, {"url": "http://x"}))[0] == 404
+    status, body = await world.ask("POST", "/workers/drain", admin, drain)
+    assert status == 200 and msgspec.json.decode(body) == {"state": "draining", "active": 0}
+    told = msgspec.json.decode((await world.ask("GET", "/status", admin))[1])
+    assert told["up"] == 0 and told["workers"] == {at: {"state": "draining", "active": 0}}
+    body = (await world.ask("POST", "/workers/drain", admin, drain | {"draining": False}))[1]
+    assert msgspec.json.decode(body)["state"] == "live"
+    assert (await world.ask("POST", "/v1/chat/completions", admin, CHAT))[0] == 200

@@ -152,10 +152,10 @@ def test_the_lineage_is_shown(tmp_path: Path) -> None:
     saver.wait()
     for name in MODEL_FILES:
         run.put_model_file(name, b"{}")
-    show(tmp_path / "checkpoints" / SAVED.name, console)
-    show(tmp_path, console)
+    show(f"{tmp_path}/checkpoints/{SAVED.name}", console)
+    show(str(tmp_path), console)
     assert console.export_text(clear=False).count("its lineage:") == 1, "a run is short by default"
-    show(tmp_path, console, everything=True)
+    show(str(tmp_path), console, everything=True)
     text = console.export_text()
     assert text.count("checkpoint 000001.000000: version 1, by 1 rank, 2.0 MB; its lineage:") == 2
     assert (
@@ -166,4 +166,4 @@ def test_the_lineage_is_shown(tmp_path: Path) -> None:
     with pytest.raises(
         EtudeError, match=r"000009\.000000 is no checkpoint: the run has 000001\.000000"
     ):
-        show(tmp_path / "checkpoints" / "000009.000000", console)
+        show(f"{tmp_path}/checkpoints/000009.000000", console)

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 
 from etude.core.errors import EtudeError
-from etude.store.objects import Missing, Objects
+from etude.store.objects import LIST_PAGE, PART_BYTES, Missing, Objects, StoreUsage
 
 
 @pytest.fixture(params=["memory", "directory"])
@@ -202,3 +203,36 @@ def test_what_to_do_depends_on_what_the_system_says(
     with pytest.raises(EtudeError, match=f"os error {number}\\); {advice}") as raised:
         objects.put("a", b"")
     assert "Debug" not in str(raised.value)
+
+
+def test_requests_and_bytes_are_counted() -> None:
+    objects = Objects(MemoryStore(), "s3://fake")
+    objects.put("a/1", bytes(10))
+    objects.put("a/2", bytes(PART_BYTES + 1))
+    assert not objects.create("a/1", bytes(3))
+    objects.get("a/1")
+    with pytest.raises(Missing):
+        objects.get("a/3")
+    objects.exists("a/3")
+    objects.list("a")
+    objects.folders("")
+    written = 10 + PART_BYTES + 1 + 3
+    assert objects.usage == StoreUsage(
+        reads=3, writes=1 + 4 + 1, lists=2, read_bytes=10, written_bytes=written
+    )
+    for number in range(LIST_PAGE):
+        objects.put(f"many/{number}", b"")
+    objects.list("many")
+    assert objects.usage.lists == 4, "a long listing is several requests"
+
+
+def test_a_bucket_is_asked_less_often() -> None:
+    assert Objects(MemoryStore(), "s3://fake").poll_s > Objects.open("memory:").poll_s
+
+
+def test_clear_leaves_nothing() -> None:
+    objects = Objects.open("memory:")
+    for key in ("a", "b/c"):
+        objects.put(key, b"")
+    objects.clear()
+    assert objects.list("") == []

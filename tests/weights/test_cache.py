@@ -3,8 +3,12 @@ many bytes."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,3 +58,30 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         EtudeError, match="weights cannot be cached in .*file/cache .*: choose another place"
     ):
         HostCache(tmp_path / "file" / "cache")
+
+
+def test_one_that_is_stopped_in_mid_download_does_not_block_its_host(tmp_path: Path) -> None:
+    name = hash_of(b"right")
+    with (tmp_path / f"{name}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        cache = HostCache(tmp_path, lock_timeout_s=0.05)
+        assert cache.get(name, lambda: b"right") == b"right"
+        assert cache.get(name, lambda: b"not asked") == b"right"
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_one_download_serves_all_who_wait_for_it(tmp_path: Path) -> None:
+    name, begun, downloads = hash_of(b"right"), threading.Event(), []
+
+    def download() -> bytes:
+        downloads.append(1)
+        begun.set()
+        time.sleep(0.05)
+        return b"right"
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(HostCache(tmp_path).get, name, download)
+        begun.wait()
+        rest = [pool.submit(HostCache(tmp_path).get, name, download) for _ in range(3)]
+        assert {each.result() for each in (first, *rest)} == {b"right"}
+    assert len(downloads) == 1

@@ -1,0 +1,118 @@
+"""`etude plan`: how a number of GPUs is best split between trainer and engines of a run, and how
+long its steps take then."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from rich.console import Console
+
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.core.placement import (
+    GPUS,
+    WANTED_RATIO,
+    ModelSize,
+    Placement,
+    Workload,
+    plan_placement,
+)
+from etude.core.stages import RolloutStageConfig
+from etude.core.types import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the run's file does not say, or says otherwise."""
+
+    gpus: int
+    gpu: str
+    parameters: float | None
+    """In place of the size of the file's model."""
+    active: float | None
+    weight_bytes: float
+    tool_s: float
+    """Of a session, in tools and grading."""
+
+
+def plan(config: RunConfig, options: Options, console: Console) -> dict[str, Json]:
+    """Print the plan, and return what `--json` prints."""
+    model, work = model_size(config, options), workload(config, options)
+    found = place(model, work, options)
+    for line in lines(model, work, found, options):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return asdict(found) | {"ratio": found.ratio, "advice": found.advice}
+
+
+def place(model: ModelSize, work: Workload, options: Options) -> Placement:
+    try:
+        return plan_placement(model, work, GPUS[options.gpu], options.gpus)
+    except ValueError as e:
+        raise EtudeError(
+            f"{e}; give more with --gpus, a larger kind with --gpu ({', '.join(GPUS)}), or "
+            f"--weight-bytes 1 for engines in fp8"
+        ) from e
+
+
+def model_size(config: RunConfig, options: Options) -> ModelSize:
+    """Of the model of the file; `--parameters` and `--active` stand for one that is not there, of
+    the same keys and values."""
+    from etude.trainer.estimate import size_of_model  # brings torch
+
+    size = replace(size_of_model(config), weight_bytes=options.weight_bytes)
+    if options.parameters is None:
+        return size
+    # keys and values grow about as the square root of the weights that a token meets
+    active = options.active or options.parameters
+    grown = size.kv_bytes * (active / size.active) ** 0.5
+    return replace(size, parameters=options.parameters, active=active, kv_bytes=grown)
+
+
+def rollout_stage(config: RunConfig) -> RolloutStageConfig:
+    for stage in config.stage:
+        if isinstance(stage, RolloutStageConfig):
+            return stage
+    raise EtudeError("the run has no stage of kind rl or distill: nothing is sampled in it")
+
+
+def workload(config: RunConfig, options: Options) -> Workload:
+    """Sessions are taken to be half as long as they may be, as in `etude run --dry-run`."""
+    stage, harness = rollout_stage(config), config.harness
+    turns = max(1, harness.max_turns // 2)
+    length = max(2, config.model.max_context // 2)
+    sampled = min(turns * harness.max_tokens, length // 2)
+    return Workload(
+        sessions=stage.groups_per_step * stage.group_size,
+        turns=turns,
+        sampled=sampled,
+        read=length - sampled,
+        tool_s=options.tool_s,
+        max_lag=stage.max_lag,
+        max_num_seqs=config.engine.max_num_seqs,
+    )
+
+
+def lines(model: ModelSize, work: Workload, found: Placement, options: Options) -> list[str]:
+    name, gpu = options.gpu.upper(), GPUS[options.gpu]
+    sparse = f", {model.active / 1e9:.3g} B active" if model.active < model.parameters else ""
+    split = (
+        f"all {found.gpus} in turns (colocated)"
+        if found.colocated
+        else f"{found.trainer_gpus} for the trainer, {found.engines} engines of {found.engine_gpus}"
+    )
+    told = [
+        f"model      {model.parameters / 1e9:.3g} B parameters{sparse}; "
+        f"{model.kv_bytes / 1e3:.3g} kB of keys and values a token",
+        f"a step     {work.sessions} sessions of {work.length} tokens, {work.sampled} of them "
+        f"sampled in {work.turns} turns",
+        f"placement  {options.gpus} {name}: {split}",
+        f"memory     {found.trainer_bytes / 1e9:.3g} GB a GPU of the trainer for weights, "
+        f"gradients and state, {found.engine_bytes / 1e9:.3g} GB a GPU of an engine with {found.seqs} "
+        f"requests; each has {gpu.memory_bytes / 1e9:.0f} GB",
+        f"step       {found.step_s:.3g} s: training {found.train_s:.3g} s, sampling "
+        f"{found.rollout_s:.3g} s, one session {found.session_s:.3g} s over "
+        f"{work.max_lag + 1} steps",
+        f"ratio      {found.ratio:.2f} GPUs of engines for each of the trainer (wanted: "
+        f"{WANTED_RATIO:.2f} at most)",
+    ]
+    return told + [f"change     {each}" for each in found.advice]

@@ -1,0 +1,194 @@
+"""`etude simulate`: what a run would do on so many GPUs in so many regions, and whether anything
+breaks when everything goes wrong."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+
+from etude.commands.plan import Options as PlanOptions
+from etude.commands.plan import model_size, place, rollout_stage, workload
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.core.placement import ModelSize, Placement, Workload
+from etude.core.types import Json
+from etude.simulate.scenario import SMALL, Faults, Scenario
+from etude.simulate.simulation import Outcome, Simulation
+
+CHANGED = 0.02
+"""Share of the weights that a delta holds; more than has been seen in rl (docs/benchmarks.md)."""
+LINK_BYTES_S = 10e9 / 8
+"""Of a region, to the store."""
+DECODE_BYTES_S = 2e9
+"""At which each GPU of an engine applies a delta."""
+SWAP_S = 1.0
+GPU_HOURS = 50_000.0
+"""Between two failures of a GPU or of its machine. Meta counted 419 interruptions in 54 days of
+16,384 GPUs (arXiv 2407.21783): one in 50,000 GPU-hours."""
+RESTART_S = 180.0
+"""Until a worker is back with the whole of the weights."""
+PARTITION_S = 24 * 3600.0
+"""Between two outages of a region's link, which last some minutes."""
+MOST_TURNS = 8
+"""Of a simulated session; more are taken together."""
+BEAT_S = 10.0
+"""Between the heartbeats of a large fleet, which is lost after six of them."""
+LARGE = 64
+"""Workers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    plan: PlanOptions
+    regions: int
+    steps: int
+    seeds: int
+    """Schedules of faults; 0: only the run itself."""
+    first_seed: int = 0
+
+
+def simulate(config: RunConfig, options: Options, console: Console) -> dict[str, Json]:
+    """Print what was found, and return what `--json` prints."""
+    model, work = model_size(config, options.plan), workload(config, options.plan)
+    placed = place(model, work, options.plan)
+    if placed.engines < options.regions:
+        raise EtudeError(
+            f"{options.plan.gpus} GPUs make {placed.engines} engines of {placed.engine_gpus}: too "
+            f"few for {options.regions} regions; give more with --gpus, or fewer --regions"
+        )
+    scenario = scenario_of(config, model, work, placed, options)
+    began = time.monotonic()
+    outcome = Simulation(scenario, seed=options.first_seed).run()
+    told = summary(outcome, scenario)
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    say(
+        f"{placed.trainer_gpus} GPUs train; {scenario.regions} regions of "
+        f"{scenario.workers_per_region} engines of {placed.engine_gpus} GPUs sample "
+        f"{work.sessions} sessions a step"
+    )
+    say(
+        f"{outcome.steps} steps in {outcome.seconds / 3600:.2f} h of virtual time (simulated in "
+        f"{time.monotonic() - began:.1f} s): {told['steps_per_hour']:.1f} steps/hour, trainer "
+        f"{told['trainer_busy']:.0%} busy, engines {told['engine_busy']:.0%}, lag "
+        f"{outcome.lag_max} of {scenario.max_lag}"
+    )
+    versions = max(1, outcome.steps)
+    say(
+        f"weights: deltas of {scenario.delta_bytes / 1e9:.3g} GB, "
+        f"{outcome.store_bytes / versions / 1e9:.3g} GB read from the store a version"
+    )
+    say(f"it met: {_counted(outcome.faults)}")
+    violations = _report("the run", outcome, say)
+    if options.seeds:
+        violations += play_schedules(config, options, console)
+    return {"seeds": options.seeds, "violations": violations} | told
+
+
+def summary(outcome: Outcome, scenario: Scenario) -> dict[str, float]:
+    seconds = max(outcome.seconds, 1e-9)
+    return {
+        "steps_per_hour": round(3600 * outcome.steps / seconds, 3),
+        "trainer_busy": round(outcome.trainer_busy_s / seconds, 4),
+        "engine_busy": round(outcome.engine_busy_s / max(outcome.engine_s, 1e-9), 4),
+        "lag_max": outcome.lag_max,
+    }
+
+
+def scenario_of(
+    config: RunConfig, model: ModelSize, work: Workload, placed: Placement, options: Options
+) -> Scenario:
+    """The run of the file at full size, with the faults that such a fleet has."""
+    stage, per_region = rollout_stage(config), placed.engines // options.regions
+    turns = min(work.turns, MOST_TURNS)
+    delta = model.parameters * model.weight_bytes * CHANGED
+    is_large = placed.engines > LARGE
+    beat_s = BEAT_S if is_large else 1.0
+    gpus_s = GPU_HOURS * 3600
+    return Scenario(
+        steps=options.steps,
+        groups_per_step=stage.groups_per_step,
+        group_size=stage.group_size,
+        max_lag=stage.max_lag,
+        reorder_window=stage.reorder_window,
+        concurrency=max(config.harness.concurrency, placed.engines * placed.seqs),
+        regions=options.regions,
+        workers_per_region=per_region,
+        max_num_seqs=placed.seqs,
+        heartbeat_s=beat_s,
+        heartbeat_timeout_s=max(config.heartbeat_timeout_s, 6 * beat_s if is_large else 0.0),
+        turns=turns,
+        turn_s=placed.turn_s * work.turns / turns,
+        tool_s=work.tool_s / turns,
+        train_s=placed.train_s + (placed.rollout_s if placed.colocated else 0.0),
+        publish_s=delta / LINK_BYTES_S,
+        download_s=delta / LINK_BYTES_S,
+        swap_s=SWAP_S + delta / placed.engine_gpus / DECODE_BYTES_S,
+        delta_bytes=int(delta),
+        faults=Faults(
+            worker_crash_s=gpus_s / (placed.engines * placed.engine_gpus),
+            worker_hang_s=4 * gpus_s / (placed.engines * placed.engine_gpus),
+            trainer_crash_s=gpus_s / placed.trainer_gpus,
+            partition_s=PARTITION_S / options.regions,
+            restart_s=RESTART_S,
+            lasting_s=300.0,
+            lost=1e-4,
+        ),
+    )
+
+
+def storm_of(config: RunConfig) -> Scenario:
+    """A small fleet with the window of the file, in which everything goes wrong all the time."""
+    stage = rollout_stage(config)
+    groups = min(4, stage.groups_per_step)
+    max_lag = min(4, stage.max_lag)
+    return replace(
+        SMALL,
+        groups_per_step=groups,
+        group_size=min(2, stage.group_size),
+        max_lag=max_lag,
+        reorder_window=min(stage.reorder_window, max_lag * groups + 1),
+        concurrency=groups * 2 * (max_lag + 1),
+    )
+
+
+def play_schedules(config: RunConfig, options: Options, console: Console) -> int:
+    """How many violations there are in all."""
+    storm, violations, faults = storm_of(config), 0, Counter[str]()
+    began = time.monotonic()
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
+        outcome = Simulation(storm, seed).run()
+        faults += outcome.faults
+        violations += _report(
+            f"seed {seed}",
+            outcome,
+            lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
+        )
+        if sys.stderr.isatty() and seed % 100 == 0:
+            print(f"\r{seed - options.first_seed} schedules", end="\r", file=sys.stderr)
+    console.print(
+        f"{options.seeds} schedules of faults in {time.monotonic() - began:.1f} s, {violations} "
+        f"violations; they met: {_counted(faults)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return violations
+
+
+def _counted(faults: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in faults.most_common()) or "nothing"
+
+
+def _report(what: str, outcome: Outcome, say: object) -> int:
+    """A run that does not end is a violation too."""
+    assert callable(say)
+    found = outcome.violations + ([f"stuck: {outcome.stuck}"] if outcome.stuck else [])
+    for each in found:
+        say(f"violation: {what}: {each}")
+    return len(found)

@@ -1,0 +1,215 @@
+"""Placement: how many GPUs the trainer and the engines get, and how long a step takes then. Pure
+arithmetic over the sizes of a model and the data sheet of a GPU; every assumption is a constant
+here.
+
+A step trains on `sessions` sessions. Training is bound by arithmetic, decoding by memory bandwidth:
+an engine reads its weights once for each token that its requests are given together, and the keys
+and values of each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+TRAIN_MFU = 0.35
+"""Share of a GPU's arithmetic that training reaches, communication included."""
+PREFILL_MFU = 0.5
+DECODE_MFU = 0.4
+DECODE_BANDWIDTH = 0.6
+"""Share of the memory's bandwidth that decoding reaches."""
+TRAIN_BYTES = 18
+"""Of a weight: bf16 weight, fp32 gradient, fp32 master and two moments."""
+MEMORY_USED = 0.85
+"""Share of a GPU's memory for weights, state, keys and values; activations have the rest."""
+WANTED_RATIO = 1 / 3
+"""GPUs of engines for each of the trainer, at most, where training is what is paid for."""
+SMALL_FLEET = 16
+"""Above so many GPUs the trainer's come in whole machines."""
+MACHINE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    memory_bytes: float
+    flops: float
+    """bf16, dense, a second."""
+    bandwidth: float
+    """Of its memory, bytes a second."""
+
+
+GPUS = {
+    "a100": Gpu(memory_bytes=80e9, flops=312e12, bandwidth=2.0e12),
+    "h100": Gpu(memory_bytes=80e9, flops=989e12, bandwidth=3.35e12),
+    "h200": Gpu(memory_bytes=141e9, flops=989e12, bandwidth=4.8e12),
+    "b200": Gpu(memory_bytes=180e9, flops=2250e12, bandwidth=8.0e12),
+}
+"""From the makers' data sheets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    parameters: float
+    active: float
+    """Parameters that a token is multiplied with; fewer than all in a sparse model."""
+    kv_bytes: float
+    """Keys and values of one token."""
+    weight_bytes: float = 2.0
+    """Of a weight in an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What one step of rl needs."""
+
+    sessions: int
+    turns: int
+    sampled: int
+    """Tokens of a session that the model says."""
+    read: int
+    """Tokens of a session that it is told: prompts, and what tools answer."""
+    tool_s: float
+    """Of a session, in tools and grading."""
+    max_lag: int
+    max_num_seqs: int
+
+    @property
+    def length(self) -> int:
+        return self.sampled + self.read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    gpus: int
+    trainer_gpus: int
+    engines: int
+    engine_gpus: int
+    """Of each engine."""
+    colocated: bool
+    """Trainer and engines take turns on the same GPUs."""
+    trainer_bytes: float
+    """Of a GPU: weights, gradients and state."""
+    engine_bytes: float
+    """Of a GPU: weights, and the keys and values of `seqs` requests."""
+    seqs: int
+    """Requests that an engine decodes together."""
+    train_s: float
+    rollout_s: float
+    """Of all sessions of a step, by all engines."""
+    session_s: float
+    """Of one session, from its prompt to its grade."""
+    turn_s: float
+    step_s: float
+
+    @property
+    def ratio(self) -> float:
+        """GPUs of engines for each of the trainer."""
+        return self.engines * self.engine_gpus / self.trainer_gpus
+
+    @property
+    def advice(self) -> list[str]:
+        """What to change, the most useful first."""
+        found = []
+        if self.colocated:
+            found.append(
+                "trainer and engines take turns, so neither works while the other does: with more "
+                "GPUs they work at once"
+            )
+        elif self.ratio > WANTED_RATIO:
+            found.append(
+                f"engines have {self.ratio:.2f} GPUs for each of the trainer (wanted: "
+                f"{WANTED_RATIO:.2f} at most): decode in fp8 (--weight-bytes 1), shorten sessions "
+                f"(harness.max_turns, harness.max_tokens), or serve on GPUs with more bandwidth"
+            )
+        if not self.colocated and self.train_s < self.step_s / 2:
+            found.append(
+                f"the trainer works {self.train_s / self.step_s:.0%} of the time: raise "
+                f"stage.rl.groups_per_step, or give the run fewer GPUs"
+            )
+        if not self.colocated and self.session_s > self.rollout_s and self.step_s > self.train_s:
+            found.append(
+                f"one session takes {self.session_s:.0f} s, longer than all engines need for a "
+                f"step's worth: raise max_lag, or shorten the longest sessions"
+            )
+        return found
+
+
+def plan_placement(model: ModelSize, work: Workload, gpu: Gpu, gpus: int) -> Placement:
+    """The split of so many GPUs whose steps are shortest. ValueError if the model does not fit."""
+    room = gpu.memory_bytes * MEMORY_USED
+    least_trainer = max(1, ceil(model.parameters * TRAIN_BYTES / room))
+    engine = _engine_gpus(model, work, room)
+    if max(least_trainer, engine) > gpus:
+        raise ValueError(
+            f"{gpus} GPUs are too few: training needs {least_trainer} of this kind for weights, "
+            f"gradients and state ({model.parameters * TRAIN_BYTES / 1e9:.0f} GB), an engine "
+            f"{engine}"
+        )
+    unit = MACHINE if gpus > SMALL_FLEET else 1
+    splits = range(ceil(least_trainer / unit) * unit, gpus - engine + 1, unit)
+    found = [_placement(model, work, gpu, gpus, trainer, engine) for trainer in splits]
+    found = found or [_colocated(model, work, gpu, gpus, engine)]
+    return min(found, key=lambda each: (each.step_s, -each.trainer_gpus))
+
+
+def _engine_gpus(model: ModelSize, work: Workload, room: float) -> int:
+    """The smallest power of two that holds the weights and a few whole sessions."""
+    needed = model.parameters * model.weight_bytes + 4 * work.length * model.kv_bytes
+    gpus = 1
+    while gpus * room < needed:
+        gpus *= 2
+    return gpus
+
+
+def _placement(
+    model: ModelSize, work: Workload, gpu: Gpu, gpus: int, trainer: int, engine: int,
+    colocated: bool = False,
+) -> Placement:  # fmt: skip
+    engines = (gpus - (0 if colocated else trainer)) // engine
+    seqs = _seqs(model, work, gpu, engine)
+    token_s = decode_s(model, work, gpu, engine, seqs)
+    read_s = work.read * 2 * model.active / (engine * gpu.flops * PREFILL_MFU)
+    # prefill takes the engine from its other requests; decoding is shared by all of them
+    engine_s = work.sampled * token_s / seqs + read_s
+    rollout_s = work.sessions * engine_s / engines
+    session_s = work.sampled * token_s + read_s * seqs + work.tool_s
+    flops = 6 * model.active * work.sessions * work.length
+    train_s = flops / (trainer * gpu.flops * TRAIN_MFU)
+    step_s = max(train_s, rollout_s, session_s / (work.max_lag + 1))
+    held = model.parameters * model.weight_bytes + seqs * work.length * model.kv_bytes
+    return Placement(
+        gpus=gpus,
+        trainer_gpus=trainer,
+        engines=engines,
+        engine_gpus=engine,
+        colocated=colocated,
+        trainer_bytes=model.parameters * TRAIN_BYTES / trainer,
+        engine_bytes=held / engine,
+        seqs=seqs,
+        train_s=train_s,
+        rollout_s=rollout_s,
+        session_s=session_s,
+        turn_s=(session_s - work.tool_s) / work.turns,
+        step_s=train_s + rollout_s if colocated else step_s,
+    )
+
+
+def _colocated(model: ModelSize, work: Workload, gpu: Gpu, gpus: int, engine: int) -> Placement:
+    return _placement(model, work, gpu, gpus, gpus, engine, colocated=True)
+
+
+def _seqs(model: ModelSize, work: Workload, gpu: Gpu, engine: int) -> int:
+    """As many requests as the config allows and memory holds."""
+    room = engine * gpu.memory_bytes * MEMORY_USED - model.parameters * model.weight_bytes
+    fit = int(room / (work.length * model.kv_bytes)) if model.kv_bytes else work.max_num_seqs
+    return max(1, min(work.max_num_seqs, fit))
+
+
+def decode_s(model: ModelSize, work: Workload, gpu: Gpu, engine: int, seqs: int) -> float:
+    """For one token of each of `seqs` requests: what is read, or what is computed. Of a sparse
+    model, many requests together read nearly all experts."""
+    weights = min(model.parameters, model.active * seqs) * model.weight_bytes
+    cache = seqs * work.length / 2 * model.kv_bytes
+    read_s = (weights + cache) / (engine * gpu.bandwidth * DECODE_BANDWIDTH)
+    compute_s = 2 * model.active * seqs / (engine * gpu.flops * DECODE_MFU)
+    return max(read_s, compute_s)

@@ -1,0 +1,68 @@
+"""The place of a run: its store, a directory or a bucket, and the folder of this machine that its
+lock and logs lie in."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.core.errors import EtudeError
+from etude.launch.launcher import locked
+from etude.store.objects import Objects, is_bucket
+from etude.store.runs import Run
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """Where a run lies."""
+
+    store: str
+    """A URL."""
+    directory: Path
+    """Of the lock, the logs and the dashboards' files. A run in a directory keeps them there."""
+
+    @classmethod
+    def of(cls, place: str | Path) -> RunPlace:
+        """`place`: a directory, `file:` with one, or the URL of a bucket."""
+        text = str(place).rstrip("/") or "/"
+        if is_bucket(text):
+            return cls(text, Path("runs") / re.sub(r"[^A-Za-z0-9._]+", "-", text))
+        path = Path(re.sub("^file:(//)?", "", text))
+        if "://" in text and not text.startswith("file:"):
+            Objects.open(text, create=False)  # says what a place can be
+        return cls(f"file:{path.absolute()}", path)
+
+    def __str__(self) -> str:
+        """As people write it."""
+        return self.store if is_bucket(self.store) else str(self.directory)
+
+    def open(self) -> Run:
+        """The run that is there."""
+        run = Run.open(self.store, create=False)
+        run.config()
+        return run
+
+    def find(self) -> Run | None:
+        """The store, if there is anything in it; who only looks makes no directory."""
+        if is_bucket(self.store):
+            run = Run.open(self.store)
+            return run if run.objects.exists("config.json") or run.objects.list("") else None
+        return Run.open(self.store, create=False) if self.directory.is_dir() else None
+
+    def check_removable(self) -> None:
+        """Refuse to remove what is not a run, also one that has lost its config."""
+        found = self.find()
+        made_by_launcher = all((self.directory / name).exists() for name in ("lock", "logs"))
+        if found is None or found.objects.exists("config.json") or made_by_launcher:
+            return
+        raise EtudeError(f"{self} is no run of etude: it is not removed; give another --dir")
+
+    def remove(self) -> None:
+        """Everything of the run, while nobody runs it."""
+        if self.directory.exists():
+            with locked(self.directory):
+                shutil.rmtree(self.directory)
+        if is_bucket(self.store):
+            Objects.open(self.store).clear()
