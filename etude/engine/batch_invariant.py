@@ -38,7 +38,7 @@ class BatchInvariantTorchRunner:
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
-        self._used = RoutedExpertsCache(model.config, num_blocks, self._device)
+        self._used = RoutedExpertsCache(model.config, num_blocks, BLOCK_SIZE, self._device)
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:

@@ -130,6 +130,7 @@ class Engine:
         self.version = version
         self.max_context = c.max_position_embeddings
         self.vocab_size = c.vocab_size
+        self._is_recurrent = c.linear is not None
         self._runner = runner or select_runner(model, max_num_seqs, kv_cache_bytes)
         self._block_manager = BlockManager(
             self._runner.num_blocks, self._runner.block_size, prefix_cache=prefix_cache
@@ -225,7 +226,8 @@ class Engine:
             stop_check=stop_check,
             deadline=deadline,
         )
-        if request.speculates:
+        # A draft that is taken back would leave its mark on a recurrent state.
+        if request.speculates and not self._is_recurrent:
             sequence.drafter = NgramDrafter(
                 request.prompt, limit, request.prediction or (), request.drafts
             )

@@ -17,18 +17,44 @@ from etude.model.experts import Routing
 from etude.model.files import hf_state_dict, load_weights
 from etude.model.transformer import ModelConfig, Transformer
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 1024
+
+
+def block_size(config: ModelConfig) -> int:
+    """Tokens of a block. A model with recurrent layers has larger ones, up to where the keys and
+    values of a block weigh as much as the states at its end."""
+    size, state = BLOCK_SIZE, state_bytes(config, 2)
+    while size < MAX_BLOCK_SIZE and size * kv_bytes(config, 2) < state:
+        size *= 2
+    return size
+
+
+def kv_bytes(config: ModelConfig, element_size: int) -> int:
+    """Of the keys and values of one token."""
+    heads, size = config.cached_heads
+    kinds = 1 if config.latent else 2
+    return len(config.cached_layers) * heads * size * kinds * element_size
+
+
+def state_bytes(config: ModelConfig, element_size: int) -> int:
+    """Of the states of recurrent layers at the end of a block."""
+    if (c := config.linear) is None:
+        return 0
+    memory = c.num_value_heads * c.key_head_dim * c.value_head_dim * 4
+    return len(c.layers) * (memory + c.conv_dim * (c.conv_kernel_dim - 1) * element_size)
 
 
 class RoutedExpertsCache:
     """A buffer of the experts that each token was routed to, by slot like its keys and values;
     empty for a model without experts."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, device: torch.device
+    ) -> None:
         self._ids: Tensor | None = None
         if experts := config.experts:
             kind = getattr(torch, experts.id_dtype)
-            places = (num_blocks, BLOCK_SIZE, len(experts.layers), experts.num_experts_per_tok)
+            places = (num_blocks, block_size, len(experts.layers), experts.num_experts_per_tok)
             self._ids = torch.zeros(places, dtype=kind, device=device)
 
     @contextmanager
@@ -52,18 +78,18 @@ class TorchRunner:
     """The reference runner: torch operators over a paged KV cache, on the device of the model."""
 
     overlaps = False
-    block_size = BLOCK_SIZE
 
     def __init__(self, model: Transformer, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.block_size = block_size(model.config)
         self._plain = model
         self._owns_model = False
         self._spare: Transformer | None = None
         self._model = _prepacked(model)
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
-        self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
-        self._used = RoutedExpertsCache(model.config, num_blocks, self._device)
+        self._cache = KVCache(model.config, num_blocks, self.block_size, like=weight)
+        self._used = RoutedExpertsCache(model.config, num_blocks, self.block_size, self._device)
 
     @torch.inference_mode()
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:

@@ -10,7 +10,7 @@ from etude.core.errors import EtudeError
 from etude.engine import native
 from etude.engine.batch import ModelRunner
 from etude.engine.batch_invariant import BatchInvariantTorchRunner
-from etude.engine.runner import BLOCK_SIZE, TorchRunner
+from etude.engine.runner import BLOCK_SIZE, TorchRunner, block_size, kv_bytes, state_bytes
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 
@@ -50,10 +50,8 @@ def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_cache_bytes: int |
             if weight.is_cuda
             else 1 << 30
         )
-    heads, size = c.cached_heads
-    token_bytes = (
-        c.num_hidden_layers * heads * size * weight.element_size() * (1 if c.latent else 2)
-    )
+    width = weight.element_size()
+    token_bytes = kv_bytes(c, width) + state_bytes(c, width) // block_size(c)
     context = c.max_position_embeddings
     return max(context, min(4 * max_num_seqs * context, kv_cache_bytes // token_bytes))
 
@@ -76,10 +74,19 @@ def _say_once(path: str, facts: list[str]) -> None:
         warnings.warn(why, RuntimeWarning, stacklevel=3)
 
 
+def _check_invariant(model: Transformer) -> None:
+    if model.config.linear:
+        raise EtudeError(
+            f"batch-invariant arithmetic is not to be had for {model.config.model_type}: its "
+            f"recurrent layers add up in chunks that depend on how a prompt is cut; leave it off"
+        )
+
+
 def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transformer:
     """The model of a trainer that has the same bits as a batch-invariant engine: on the same
     kernels, or with the same operators."""
     if not has_kernels(model, dtype):
+        _check_invariant(model)
         return model.compute_with(INVARIANT)
     from etude.engine.kernels.transformer import BatchInvariantTransformer
 
@@ -102,9 +109,10 @@ def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | N
         blocks = -(-tokens // CudaRunner.block_size)
         return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant)
     if model.invariant:
+        _check_invariant(model)
         return BatchInvariantTorchRunner(model, -(-tokens // BLOCK_SIZE))
     if not weight.is_cuda and max_num_seqs > 1:
         if not native.unsupported(model.config, weight.dtype):
             return native.CpuRunner(model, -(-tokens // native.BLOCK_SIZE))
         _say_once("native.c does", model.config.beyond(native.CAN))
-    return TorchRunner(model, -(-tokens // BLOCK_SIZE))
+    return TorchRunner(model, -(-tokens // block_size(model.config)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.model import cudnn_attention
+from etude.model.recurrence import Recurrence, Span, StateCache
 from etude.model.scoring import Scoring, attend_hidden, attend_scored
 from etude.model.transformer import ModelConfig
 
@@ -42,6 +43,7 @@ class CausalAttention:
         # a layer that asked `lengths` would be compiled anew for others
         self._packed = lengths is not None
         self._longest = max(self.lengths, default=0)
+        self._recurrence: Recurrence | None = None
         borders = [0, *accumulate(self.lengths)]
         # cuDNN adds up the gradient of queries in any order
         self._cudnn = (
@@ -78,6 +80,14 @@ class CausalAttention:
             return self._together(q.to(v.dtype), k.to(v.dtype), v, scale)
         return _one_by_one(self.lengths, q, k, v, scale)
 
+    def recurrence(self, shape: torch.Size) -> Recurrence:
+        if not self._packed:
+            return CausalAttention([shape[1]] * shape[0], self._borders.device).recurrence(shape)
+        if self._recurrence is None:  # the same for all layers
+            spans = [Span(*ends) for ends in pairwise([0, *accumulate(self.lengths)])]
+            self._recurrence = Recurrence(spans, self._borders.device)
+        return self._recurrence
+
     def _together(self, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
         size, borders, longest = v_TKV.shape[-1], self._borders, self._longest
         if self._cudnn and cudnn_attention.knows(q_THD, v_TKV):
@@ -112,7 +122,8 @@ def _one_by_one(
 
 class KVCache:
     """Keys and values of many sequences, in blocks of `block_size` tokens. With a latent (MLA)
-    values are the beginning of keys, and only those are kept."""
+    values are the beginning of keys, and only those are kept. Recurrent layers have a state at the
+    end of each block instead."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
         """On the device and in the type of `like`."""
@@ -120,12 +131,13 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks, block_size, self.heads, self.size)
-        layers = range(config.num_hidden_layers)
+        layers = config.cached_layers
         # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
         # NaN.
         self.k = [like.new_zeros(shape) for _ in layers]
         self.v = self.k if config.latent else [like.new_zeros(shape) for _ in layers]
         self.contiguous: dict[int, ContiguousCache] = {}  # by capacity
+        self.states = StateCache(config, num_blocks, like) if config.linear else None
 
     def gather(self, by_block: Tensor, blocks_M: Tensor, length: int) -> Tensor:
         """SKD: the first `length` tokens of the sequence in these blocks, from one layer's keys or
@@ -238,6 +250,23 @@ class PagedAttention:
             )
         self.order_N = np.array([*order, *range(num_decode, len(slot_mapping_N))])
         self._slot_mapping_N = torch.from_numpy(slot_mapping_N[self.order_N]).to(device)
+        self._recurrence: Recurrence | None = None
+        if cache.states is not None:
+            spans = [
+                Span(
+                    starts[new],
+                    ends[new],
+                    lengths[place] - (ends[new] - starts[new]),
+                    block_table_BM[place].tolist(),
+                    cache.block_size,
+                )
+                for new, place in enumerate([*order, *range(num_decode, len(starts))])
+            ]
+            self._recurrence = Recurrence(spans, device, cache.states)
+
+    def recurrence(self, shape: torch.Size) -> Recurrence:
+        assert self._recurrence is not None
+        return self._recurrence
 
     def __call__(
         self,

@@ -2,7 +2,8 @@
 
 One `ModelConfig` for every family. What sets a family apart is a few facts about its layers
 (`families`); what a model may have or not have is a part that is None or there: `latent` (MLA),
-`experts` (mixture of experts), `rope_scaling`. `facts` says what one layer computes.
+`linear` (recurrent layers), `experts` (mixture of experts), `rope_scaling`. `facts` says what one
+layer computes.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from etude.model.config_json import read_fields
 from etude.model.config_written import written
 from etude.model.families import FAMILIES, Family
-from etude.model.parts import ExpertsConfig, Facts, LatentConfig, RopeScaling
+from etude.model.parts import ExpertsConfig, Facts, LatentConfig, LinearConfig, RopeScaling
 
-__all__ = ["ExpertsConfig", "Facts", "LatentConfig", "ModelConfig", "RopeScaling"]
+__all__ = ["ExpertsConfig", "Facts", "LatentConfig", "LinearConfig", "ModelConfig", "RopeScaling"]
 
 Can = Mapping[str, Collection[Any]]
 """Values of `Facts` that a path can compute beyond the plain ones, by the names of the facts."""
@@ -45,6 +46,7 @@ class ModelConfig:
     hidden_act: str = "silu"
     tie_word_embeddings: bool = True
     latent: LatentConfig | None = None
+    linear: LinearConfig | None = None
     experts: ExpertsConfig | None = None
     attention_bias: bool = False
     attention_out_bias: bool = False
@@ -97,11 +99,19 @@ class ModelConfig:
             return 1, self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
         return self.num_key_value_heads, self.head_dim
 
+    @property
+    def cached_layers(self) -> tuple[int, ...]:
+        """The layers that leave keys and values in a cache."""
+        recurrent = self.linear.layers if self.linear else ()
+        return tuple(n for n in range(self.num_hidden_layers) if n not in recurrent)
+
     def facts(self, layer: int) -> Facts:
         family, windowed = self.family, layer in self.sliding_layers
         local = windowed and self.local_rope_theta is not None
         return Facts(
+            linear=self.linear is not None and layer in self.linear.layers,
             latent=self.latent is not None,
+            gated_attention=family.gated_attention,
             qkv_bias=family.qkv_bias or self.attention_bias,
             out_bias=self.attention_out_bias,
             qk_norm=family.qk_norm if self.use_qk_norm else None,

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from etude.model.families import DEFAULTS, FAMILIES, HARMLESS, Family
-from etude.model.parts import ExpertsConfig, LatentConfig, RopeScaling
+from etude.model.parts import ExpertsConfig, LatentConfig, LinearConfig, RopeScaling
 from etude.model.quantization import check_quantization
 
 SIZES = (
@@ -70,7 +70,7 @@ ROPE_KEYS = {f.name for f in fields(RopeScaling)} | {
     "partial_rotary_factor",
 }
 """Of a table of rope; what its type has no use for changes nothing."""
-FULL, LOCAL = "full_attention", "sliding_attention"
+FULL, LOCAL, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class _Reader:
@@ -121,6 +121,7 @@ def read_fields(said: object) -> dict[str, Any]:
         "hidden_act": _activation(read),
         **{name: read(name) for name in PLAIN if read.knows(name)},
         "latent": _latent(said, read, family),
+        "linear": _linear(read, family),
         "experts": _experts(read, family),
     }
     if read.knows("qkv_bias"):
@@ -178,6 +179,28 @@ def _latent(said: Mapping[str, Any], read: _Reader, family: Family) -> LatentCon
             raise ValueError(f"config.json: {name} = {said[name]!r} is not supported; {size} is")
     read.asked |= follows.keys()
     return latent
+
+
+def _linear(read: _Reader, family: Family) -> LinearConfig | None:
+    if not family.linear:
+        return None
+    depth, step = range(read("num_hidden_layers")), read("full_attention_interval")
+    told = read("layer_types")
+    if told is None:
+        told = [FULL if (n + 1) % step == 0 else LINEAR for n in depth]
+    if len(told) != len(depth) or not {FULL} <= set(told) <= {FULL, LINEAR}:
+        raise ValueError(
+            f"config.json: layer_types = {told!r} is not supported: {FULL} or {LINEAR} for each of "
+            f"{len(depth)} layers is, {FULL} at least once"
+        )
+    sizes = {f.name: read(f"linear_{f.name}") for f in fields(LinearConfig) if f.name != "layers"}
+    if sizes["num_value_heads"] % sizes["num_key_heads"]:
+        raise ValueError(
+            f"config.json: linear_num_value_heads = {sizes['num_value_heads']} cannot be shared "
+            f"among linear_num_key_heads = {sizes['num_key_heads']}"
+        )
+    layers = tuple(n for n, kind in enumerate(told) if kind == LINEAR)
+    return LinearConfig(layers=layers, **sizes) if layers else None
 
 
 # Windows

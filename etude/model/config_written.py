@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from etude.model.config_json import FULL, LOCAL, PLAIN
+from etude.model.config_json import FULL, LINEAR, LOCAL, PLAIN
 from etude.model.families import DEFAULTS, Family
 from etude.model.parts import ExpertsConfig, RopeScaling
 
@@ -21,6 +21,12 @@ def written(config: Any, family: Family) -> dict[str, Any]:
         said["attention_out_bias"] = config.attention_out_bias
     said |= _windows_written(config, family)
     said |= _rope_written(config, family)
+    if family.linear:
+        recurrent = config.linear.layers if config.linear else ()
+        depth = range(config.num_hidden_layers)
+        said["layer_types"] = [LINEAR if n in recurrent else FULL for n in depth]
+    if config.linear:
+        said |= {f"linear_{k}": v for k, v in asdict(config.linear).items() if k != "layers"}
     if config.latent:
         said |= asdict(config.latent)
         if "rope_interleave" not in known:

@@ -66,6 +66,10 @@ class Family:
     scaled_embeddings: bool = False
     """By the root of the hidden size."""
     latent: bool = False
+    linear: bool = False
+    """Some layers are recurrent: Gated DeltaNet."""
+    gated_attention: bool = False
+    """Queries come with a gate for what attention gives."""
     experts: ExpertKeys | None = None
     fused_files: bool = False
     """Files hold queries, keys and values in one matrix, gate and up in another, as we do."""
@@ -107,6 +111,12 @@ _QWEN_EXPERTS = ExpertKeys(
     layers="every",
     keys=("norm_topk_prob", "router_aux_loss_coef"),
 )
+_QWEN_SHARED_EXPERTS = ExpertKeys(
+    number=("num_experts",),
+    layers="every",
+    keys=("norm_topk_prob", "router_aux_loss_coef", "shared_expert_intermediate_size"),
+)
+_SHARED_EXPERT = ((".shared_experts.", ".shared_expert."),)
 _DEEPSEEK_EXPERTS = ExpertKeys(
     number=("n_routed_experts", "num_local_experts", "num_experts"),
     layers="after",
@@ -179,12 +189,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
         windows="odd",
-        experts=ExpertKeys(
-            number=("num_experts",),
-            layers="every",
-            keys=("norm_topk_prob", "router_aux_loss_coef", "shared_expert_intermediate_size"),
-        ),
-        renames=((".shared_experts.", ".shared_expert."),),
+        experts=_QWEN_SHARED_EXPERTS,
+        renames=_SHARED_EXPERT,
         defaults=_WINDOW
         | _SPARSE
         | {"max_window_layers": 28, "layer_types": None, "qkv_bias": True},
@@ -216,6 +222,25 @@ FAMILIES: dict[str, Family] = {
         },
         harmless=frozenset({"max_window_layers"}),
         defaults=_WINDOW | _SPARSE | {"attention_bias": False},
+    ),
+    "qwen3_next": Family(
+        architecture="Qwen3NextForCausalLM",
+        qk_norm="head",
+        out_bias="attention_bias",
+        centred_norms=True,
+        gated_attention=True,
+        linear=True,
+        experts=_QWEN_SHARED_EXPERTS,
+        renames=_SHARED_EXPERT,
+        defaults=_SPARSE
+        | {
+            "head_dim": 256,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.25,
+            "norm_topk_prob": True,
+            "layer_types": None,
+            "full_attention_interval": 4,
+        },
     ),
     "smollm3": Family(
         architecture="SmolLM3ForCausalLM",

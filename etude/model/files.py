@@ -194,6 +194,7 @@ def _is_unused(name: str, config: ModelConfig) -> bool:
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
         name.endswith("rotary_emb.inv_freq")
+        or name.startswith("mtp.")
         or (name == "lm_head.weight" and config.tie_word_embeddings)
         or (layer is not None and int(layer[1]) >= config.num_hidden_layers)
     )

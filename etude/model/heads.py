@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from etude.model.config import LatentConfig, ModelConfig
 from etude.model.layers import Fused, Linear, RMSNorm
 from etude.model.numerics import PLAIN
+from etude.model.recurrence import Recurrence
 from etude.model.rope import mla_score_scale, rotate, split_halves
 from etude.model.scoring import Scoring
 
@@ -41,6 +42,10 @@ class AttentionBackend(Protocol):
         -> [.., H, V]. Scores are multiplied by `scale`, or by 1 / sqrt(D); `scoring`: what else is
         done to them."""
 
+    def recurrence(self, shape: torch.Size) -> Recurrence:
+        """How tokens of these leading dimensions follow each other, for layers without
+        attention."""
+
 
 class GroupedQueryAttention(nn.Module):
     arithmetic = PLAIN
@@ -48,14 +53,15 @@ class GroupedQueryAttention(nn.Module):
 
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = c.cached_layers.index(layer)
         self.head_dim = c.head_dim
         self.num_q = c.num_attention_heads
         self.num_kv = c.num_key_value_heads
         facts, family = c.facts(layer), c.family
         q = self.num_q * self.head_dim
         kv = self.num_kv * self.head_dim
-        sizes = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.gated = facts.gated_attention
+        sizes = {"q_proj": 2 * q if self.gated else q, "k_proj": kv, "v_proj": kv}
         if family.fused_files:
             sizes = {"qkv_proj": q + 2 * kv}
         self.qkv_proj = Fused(c.hidden_size, sizes, bias=facts.qkv_bias)
@@ -80,12 +86,18 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend) -> Tensor:
         heads = self.qkv_proj(x).view(*x.shape[:-1], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes((self.num_q, self.num_kv, self.num_kv), -2)
+        num_q = 2 * self.num_q if self.gated else self.num_q
+        q, k, v = heads.split_with_sizes((num_q, self.num_kv, self.num_kv), -2)
+        gate = None
+        if self.gated:  # each head's gate is behind its query
+            q, gate = q.unflatten(-2, (self.num_q, 2)).unbind(-2)
         if self.q_norm and self.k_norm:
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotated:
             q, k = rotate(q, cos, sin, self.arithmetic), rotate(k, cos, sin, self.arithmetic)
         mixed = attend(self.layer, q, k, v, self.scale, self.scoring)
+        if gate is not None:
+            mixed = mixed * self.arithmetic.sigmoid(gate)
         return self.o_proj(mixed.flatten(-2))  # type: ignore[no-any-return]
 
     def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:

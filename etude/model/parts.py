@@ -45,6 +45,25 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """Gated DeltaNet: layers that keep a state of one size instead of keys and values."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel_dim: int
+    layers: tuple[int, ...]
+    """The layers that are such; the others have attention."""
+
+    @property
+    def conv_dim(self) -> int:
+        """Queries, keys and values of a token."""
+        keys = self.num_key_heads * self.key_head_dim
+        return 2 * keys + self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     num_experts: int
     num_experts_per_tok: int
@@ -87,7 +106,11 @@ class Facts:
     these (`ModelConfig.beyond`), so that a fact which nobody taught it keeps a model off it.
     """
 
+    linear: bool = False
+    """No attention but a recurrent state (Gated DeltaNet)."""
     latent: bool = False
+    gated_attention: bool = False
+    """What attention gives is multiplied by a sigmoid, for each number of each head."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "row"] | None = None

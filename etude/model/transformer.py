@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from etude.model.config import ModelConfig
+from etude.model.delta_net import GatedDeltaNet
 from etude.model.experts import Routing, SparseMoE
 from etude.model.heads import AttentionBackend, GroupedQueryAttention, LatentAttention
 from etude.model.layers import MLP, Embedding, Linear, RMSNorm
@@ -57,9 +58,14 @@ class Block(nn.Module):
                 self.add_module(name, norm)
 
         add_norms(self._norms[:1])
-        self.self_attn = (
-            LatentAttention(c, c.latent, layer) if c.latent else GroupedQueryAttention(c, layer)
-        )
+        self.self_attn: GroupedQueryAttention | LatentAttention | None = None
+        self.linear_attn: GatedDeltaNet | None = None
+        if c.linear and facts.linear:
+            self.linear_attn = GatedDeltaNet(c, c.linear, layer)
+        elif c.latent:
+            self.self_attn = LatentAttention(c, c.latent, layer)
+        else:
+            self.self_attn = GroupedQueryAttention(c, layer)
         add_norms(self._norms[1:])
         if c.experts and layer in c.experts.layers:
             place = c.experts.layers.index(layer)
@@ -77,8 +83,13 @@ class Block(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend, routing: Routing | None
     ) -> Tensor:
         before, after, before_mlp, after_mlp = self._norms
-        y = self._normed(after, self.self_attn(self._normed(before, x), cos, sin, attend))
-        x = x + self._scaled(y)
+        normed = self._normed(before, x)
+        if self.self_attn is not None:
+            y = self.self_attn(normed, cos, sin, attend)
+        else:
+            assert self.linear_attn is not None
+            y = self.linear_attn(normed, attend)
+        x = x + self._scaled(self._normed(after, y))
         normed = self._normed(before_mlp, x)
         y = self.mlp(normed, routing) if isinstance(self.mlp, SparseMoE) else self.mlp(normed)
         return x + self._scaled(self._normed(after_mlp, y))

@@ -24,9 +24,9 @@ def compile_layers(model: Transformer) -> Transformer:
         model.fused = True
         for block in model.model.layers:
             assert isinstance(block, Block)
-            # Attention with a window or sinks is a loop over sequences on any device, and experts
-            # with biases are one over experts.
-            attention = [] if _loops(block) else [block.self_attn]
+            # Attention with a window or sinks is a loop over sequences on any device, a recurrent
+            # layer is one over chunks, and experts with biases are one over experts.
+            attention = [] if block.self_attn is None or _loops(block) else [block.self_attn]
             parts: list[nn.Module] = [*attention, block.mlp]
             if isinstance(block.mlp, SparseMoE):
                 whole = type(block.mlp.experts) is StackedExperts

@@ -113,17 +113,30 @@ def check_linear(new: Inputs, rows: int, outputs: int, inner: int) -> dict[str, 
     return found
 
 
-def turned(x: Tensor, gain: Tensor | None, rope: Tensor) -> Tensor:
+def turned(
+    x: Tensor, gain: Tensor | None, heads: attention.AttentionLayerParams, positions: Tensor
+) -> Tensor:
     """Heads [N, heads, D] with one row of the table a token."""
+    if heads.rope is None:
+        return x.double()
+    rope = heads.rope[positions]
     x = x.double() if gain is None else rms_norm(x, gain, 1e-6)
     return x * rope[:, 0].double() + x.roll(x.shape[-1] // 2, -1) * rope[:, 1].double()
 
 
-def attended(q_HD: Tensor, k_SKD: Tensor, v_SKD: Tensor, scale: float) -> Tensor:
-    """The last token of a sequence: it sees everything."""
-    group = len(q_HD) // k_SKD.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1).transpose(0, 1) for x in (k_SKD, v_SKD))
-    return torch.softmax((q_HD.double()[:, None] @ k.transpose(1, 2)) * scale, -1).matmul(v)[:, 0]
+def attended(
+    q_HD: Tensor, k_SKD: Tensor, v_SKD: Tensor, heads: attention.AttentionLayerParams
+) -> Tensor:
+    """The last token of a sequence: it sees everything, or what its window holds."""
+    group, low = len(q_HD) // k_SKD.shape[1], -(heads.window or len(k_SKD))
+    k, v = (x[low:].double().repeat_interleave(group, 1).transpose(0, 1) for x in (k_SKD, v_SKD))
+    scores = (q_HD.double()[:, None] @ k.transpose(1, 2)) * heads.scale
+    if heads.softcap:
+        scores = heads.softcap * torch.tanh(scores / heads.softcap)
+    if heads.sinks_H is not None:
+        scores = torch.cat((heads.sinks_H.double()[:, None, None], scores), -1)
+        v = F.pad(v, (0, 0, 1, 0))
+    return torch.softmax(scores, -1).matmul(v)[:, 0]
 
 
 @dataclass
@@ -161,8 +174,14 @@ class Sequences:
 
 
 def random_heads(
-    new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int
+    new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int, odd: bool
 ) -> attention.AttentionLayerParams:
+    """`odd`: with a window, capped scores and sinks, for heads that come normed and turned."""
+    if odd:
+        sinks = new.normal(queries)
+        return attention.AttentionLayerParams(
+            queries, keys, size, 0.3, 1e-6, None, None, None, 37, 1.5, sinks
+        )
     gains = (new.normal(size), new.normal(size)) if normed else (None, None)
     angle = torch.rand(positions, size // 2, device=new.device, generator=new.generator) * 6
     cos, sin = angle.cos(), angle.sin()
@@ -173,9 +192,15 @@ def random_heads(
 
 
 def check_decode(
-    new: Inputs, queries: int, keys: int, size: int, lengths: list[int], splits: int
+    new: Inputs,
+    queries: int,
+    keys: int,
+    size: int,
+    lengths: list[int],
+    splits: int,
+    odd: bool = False,
 ) -> dict[str, float]:
-    heads = random_heads(new, queries, keys, size, normed=splits > 1, positions=max(lengths))
+    heads = random_heads(new, queries, keys, size, splits > 1, max(lengths), odd)
     all = Sequences(new, lengths, heads)
     rows = len(lengths)
     qkv = new.normal(rows, (queries + 2 * keys) * size)
@@ -205,26 +230,30 @@ def check_decode(
     real = [row for row in range(rows) if lengths[row]]
     q, k, v = qkv.unflatten(-1, (-1, size)).split((queries, keys, keys), 1)
     last = torch.tensor([lengths[row] - 1 for row in range(rows)], device=new.device)
-    q, k = (
-        turned(x, gain, heads.rope[last]) for x, gain in ((q, heads.q_gain_D), (k, heads.k_gain_D))
-    )
+    q, k = (turned(x, gain, heads, last) for x, gain in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
     written = slots[real].long()
     found = {
         "keys": error(all.at(all.k, written), k[real]),
         "values": error(all.at(all.v, written), v[real]),
     }
     expected = [
-        attended(q[row], all.at(all.k, all.slots(row)), all.at(all.v, all.slots(row)), heads.scale)
+        attended(q[row], all.at(all.k, all.slots(row)), all.at(all.v, all.slots(row)), heads)
         for row in real
     ]
     return found | {"attention": error(out[real], torch.stack(expected).flatten(1))}
 
 
 def check_prefill(
-    new: Inputs, queries: int, keys: int, size: int, lengths: list[int], fresh: list[int]
+    new: Inputs,
+    queries: int,
+    keys: int,
+    size: int,
+    lengths: list[int],
+    fresh: list[int],
+    odd: bool = False,
 ) -> dict[str, float]:
     """`fresh` of the last tokens of each sequence are new."""
-    heads = random_heads(new, queries, keys, size, normed=True, positions=max(lengths))
+    heads = random_heads(new, queries, keys, size, True, max(lengths), odd)
     all = Sequences(new, lengths, heads)
     starts = [sum(fresh[:row]) for row in range(len(fresh))]
     ends = [start + count for start, count in zip(starts, fresh, strict=True)]
@@ -254,14 +283,12 @@ def check_prefill(
         heads, qkv, all.k, all.v, all.table, all.stride, new.ints(ends), new.ints(lengths),
         *new.ints(tiles).T.contiguous(), out, page_size=all.page_size,
     )  # fmt: skip
-    q, k = (
-        turned(x, g, heads.rope[positions]) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D))
-    )
+    q, k = (turned(x, g, heads, positions) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
     expected = [
         attended(
             q[n],
             *(all.at(x, all.slots(row)[: int(positions[n]) + 1]) for x in (all.k, all.v)),
-            heads.scale,
+            heads,
         )
         for row in range(len(fresh))
         for n in range(starts[row], ends[row])
@@ -353,6 +380,9 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "decode": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 16, 70, 129], 1),
     "decode, split": lambda new: check_decode(new, 6, 2, 32, [1, 0, 33, 17, 70, 330], 4),
     "prefill": lambda new: check_prefill(new, 4, 2, 32, [40, 75, 3], [40, 70, 2]),
+    "decode, odd": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 38, 70, 129], 1, True),
+    "decode, odd, split": lambda new: check_decode(new, 6, 2, 32, [1, 0, 37, 330], 4, True),
+    "prefill, odd": lambda new: check_prefill(new, 4, 2, 32, [40, 175, 3], [40, 100, 2], True),
     "head": lambda new: check_head(new, 5, 96, 500),
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
 }
@@ -369,6 +399,10 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "decode, one": lambda new: check_decode(new, 16, 8, 128, [333], 16),
     "prefill": lambda new: check_prefill(new, 32, 8, 128, [256, 700, 300, 33], [256, 200, 20, 33]),
     "prefill, 0.6B": lambda new: check_prefill(new, 16, 8, 128, [256, 700], [256, 130]),
+    "decode, odd": lambda new: check_decode(new, 64, 8, 64, [1, 0, 300, 38, 900], 1, True),
+    "decode, odd, split": lambda new: check_decode(new, 8, 4, 256, [1, 0, 37, 3300], 16, True),
+    "prefill, odd": lambda new: check_prefill(new, 64, 8, 64, [400, 175], [300, 100], True),
+    "prefill, odd, wide": lambda new: check_prefill(new, 8, 4, 256, [400, 75], [300, 5], True),
     "head 1": lambda new: check_head(new, 1, 1024, 151936),
     "head 70": lambda new: check_head(new, 70, 1024, 151936),
     "experts": lambda new: check_experts(new, 64, 128, 8, 2048, 768),

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 import torch
 
+from etude.core.errors import EtudeError
 from etude.core.sampling import Sample
 from etude.engine import native, select
 from etude.engine.batch_invariant import BatchInvariantTorchRunner
@@ -27,7 +28,7 @@ from tests.small_model import ROUNDING, Asked, add, request
 SERVED = [
     *("llama biases", "llama longrope", "qwen2 window", "mistral", "mixtral window", "qwen2_moe"),
     *("smollm3 window", "phi3 window", "granite", "olmo3 yarn", "gemma2", "gemma3_text linear"),
-    *("glm4_moe large", "gpt_oss", "deepseek_v2 groups", "olmo2", "seed_oss"),
+    *("glm4_moe large", "gpt_oss", "deepseek_v2 groups", "olmo2", "seed_oss", "qwen3_next"),
 ]
 BIT_BY_BIT = ["olmo3 yarn", "gemma2", "gemma3_text", "gpt_oss"]
 
@@ -77,9 +78,8 @@ def test_a_token_has_the_logprob_of_the_model_definition(name: str) -> None:
         )
         for id in range(7)
     ]  # fmt: skip
-    engine = Engine(
-        models[0], runner=TorchRunner(models[0], 9), max_num_seqs=4, max_batched_tokens=9
-    )
+    runner = TorchRunner(models[0], 9)
+    engine = Engine(models[0], runner=runner, max_num_seqs=4, max_batched_tokens=9)
     for version, model in enumerate(models):
         if version:
             engine.load_weights(version, hf_state_dict(model, torch.float32))
@@ -120,3 +120,30 @@ def test_a_model_that_no_fast_path_takes_says_why() -> None:
     with pytest.warns(RuntimeWarning, match=r"native\.c does not compute .*sinks True"):
         runner = select.select_runner(model, 4, 1 << 20)
     assert isinstance(runner, TorchRunner)
+
+
+def test_a_state_is_found_behind_a_beginning_that_the_same_pass_computes() -> None:
+    """Whoever shares it waits for no other pass; and drafts are left out, as nothing could take
+    them back."""
+    model = random_model("qwen3_next")
+    beginning = [1 + n % 7 for n in range(70)]
+    asked = [
+        request(str(id), [*beginning, 9 + id], max_tokens=12, seed=id, prediction=(1, 2, 3))
+        for id in range(3)
+    ]
+    engine = Engine(model, runner=TorchRunner(model, 40), max_num_seqs=4, max_batched_tokens=400)
+    for each in asked:
+        add(engine, each)
+    engine.step()
+    assert engine.stats().cached_tokens == 2 * 64
+    done = run(engine, [])
+    for each in asked:
+        found = expected(model, each, done[each.id])
+        assert list(done[each.id].logprobs) == pytest.approx(found, abs=ROUNDING)
+    assert engine.stats().draft_tokens == 0
+
+
+def test_invariant_arithmetic_is_refused_where_it_cannot_be_kept() -> None:
+    model = random_model("qwen3_next").compute_with(INVARIANT)
+    with pytest.raises(EtudeError, match="recurrent layers"):
+        select.select_runner(model, 4, 1 << 20)

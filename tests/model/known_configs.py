@@ -77,6 +77,32 @@ QWEN3_MOE = QWEN3 | {
     "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
 }
+QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 10_000_000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+}
 LLAMA = {
     "model_type": "llama",
     "attention_bias": False,
@@ -311,8 +337,10 @@ KNOWN: dict[str, dict[str, Any]] = {
     | {"num_experts": 160, "moe_intermediate_size": 2560, "rope_theta": 10_000_000}
     | {"max_window_layers": 62, "quantization_config": FP8, "qkv_bias": False}
     | {"shared_expert_intermediate_size": 0, "use_qk_norm": True},
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": shape(48, 2048, 5120, (16, 2), 151936, 262144)
-    | {"model_type": "qwen3_next", "linear_num_value_heads": 32},
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": shape(48, 2048, 5120, (16, 2), 151936, 262144) | QWEN3_NEXT,
+    "Qwen/Qwen3-Coder-Next": shape(48, 2048, 5120, (16, 2), 151936, 262144)
+    | QWEN3_NEXT
+    | {"rope_theta": 5_000_000},
     "mistralai/Mistral-7B-Instruct-v0.1": shape(32, 4096, 14336, (32, 8), 32000, 32768)
     | MISTRAL
     | {"sliding_window": 4096, "rope_theta": 10_000.0},
@@ -400,7 +428,6 @@ KNOWN: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": {"model_type": "llama4", "text_config": {}},
 }
 REFUSED = {
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": "model_type is 'qwen3_next'",
     "google/gemma-3-27b-it": "model_type is 'gemma3'",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
     "microsoft/Phi-4-mini-instruct": "longrope",

@@ -25,6 +25,7 @@ NAMES = {
     "qwen2_moe": "Qwen2-MoE",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3-MoE, Qwen3-Coder",
+    "qwen3_next": "Qwen3-Next, Qwen3-Coder-Next",
     "smollm3": "SmolLM3",
     "phi3": "Phi-3, Phi-4",
     "granite": "Granite 3",
@@ -55,6 +56,11 @@ preemption and after a swap of weights.
 like Llama's, and beyond those what the columns say; any other model runs on torch's operators,
 with a warning that names the facts. Windows, sinks and capped scores are computed by torch on
 every device; blocks of the KV cache that no window reaches any more are kept.
+
+**Recurrent layers** (Gated DeltaNet) keep a state of one size instead of keys and values. It is
+kept at the end of each block of the KV cache, so that it is found by whoever begins behind a cached
+block, and goes with the block when that is freed. Blocks of such models are larger, up to 1,024
+tokens. Drafts are not used for them, and batch-invariant arithmetic is refused.
 
 **Weights** in bf16, fp16 or fp32; in FP8 (e4m3, with a scale for each block, each row or each
 tensor: `fp8`, `fbgemm_fp8`, `compressed-tensors` of `float-quantized`) and MXFP4 (gpt-oss).
@@ -128,7 +134,6 @@ BY_HAND = (
     "fetched."
 )
 REASONS = {
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": "linear attention, whose state no engine here keeps",
     "google/gemma-3-27b-it": "sees images; the text-only 1B and 270M are read",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "chunked attention and images",
     "microsoft/Phi-4-mini-instruct": "longrope beyond 4096 tokens; read with "

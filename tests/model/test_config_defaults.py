@@ -68,6 +68,8 @@ MUST_BE_SAID = {
         "v_head_dim",
     ),
     *("factor", "low_freq_factor", "high_freq_factor"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
 }
 """Sizes, and what a stretched rope cannot be without. Nothing else may be asked for."""
 

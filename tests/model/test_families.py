@@ -63,6 +63,17 @@ GLM = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
+NEXT = {
+    **EXPERTS,
+    "head_dim": 32,
+    "num_experts": 6,
+    "shared_expert_intermediate_size": 40,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -109,6 +120,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "use_sliding_window": True,
         "sliding_window": 8,
+    },
+    "qwen3_next": {
+        **NEXT,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "qwen3_next dense": {
+        **NEXT,
+        "mlp_only_layers": [0, 1, 2],
+        "full_attention_interval": 2,
+        "attention_bias": True,
+        "hidden_act": "gelu_pytorch_tanh",
+        "linear_conv_kernel_dim": 2,
+        "linear_num_key_heads": 4,
+        "norm_topk_prob": False,
     },
     "mistral": {"sliding_window": 11},
     "mistral whole": {"sliding_window": None, "head_dim": 16},
@@ -202,6 +227,12 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def mean(family: str, name: str) -> float:
+    """Of the weights of a tensor; those of norms are around what changes nothing."""
+    centred = family.startswith(("gemma", "qwen3_next")) and "linear_attn" not in name
+    return 1.0 if "norm" in name and not centred else 0.0
+
+
 @pytest.fixture(params=MODELS, scope="module")
 def theirs(request: pytest.FixtureRequest) -> Any:
     """A model of transformers with weights that matter: none is left at a value that hides it."""
@@ -213,8 +244,7 @@ def theirs(request: pytest.FixtureRequest) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            shift = 1.0 if "norm" in name and not family.startswith("gemma") else 0.0
-            tensor.normal_(shift, 0.2 if tensor.ndim > 1 else 0.3, generator=generator)
+            tensor.normal_(mean(family, name), 0.2 if tensor.ndim > 1 else 0.3, generator=generator)
     return model
 
 
@@ -388,7 +418,11 @@ def test_bf16_stays_near_fp32(theirs: Any, tmp_path: Path) -> None:
     replay = Routing(routing.chosen().unflatten(0, (2, 40))) if exact.config.experts else None
     logits = rough.logits(rough(tokens(), positions, CausalAttention(), replay))
     assert logits.dtype == torch.float32
-    assert (logits - expected).std() < 0.03 * expected.std()
+    wrong = (logits - expected).square().mean((0, 2)).sqrt()
+    # The norm behind a recurrent state makes a read of nearly nothing as large as any other, and
+    # what was rounded of it: there the usual token is asked for.
+    typical = wrong.median() if exact.config.linear else wrong.square().mean().sqrt()
+    assert typical < 0.03 * expected.std()
 
 
 @pytest.mark.parametrize(
@@ -433,6 +467,7 @@ def test_tensors_that_files_carry_in_vain_are_left_out() -> None:
     extra = (
         "lm_head.weight",
         "model.layers.3.eh_proj.weight",
+        "mtp.fc.weight",
         "model.layers.0.self_attn.rotary_emb.inv_freq",
     )
     again = build_model(small, tensors | {name: torch.ones(1) for name in extra})

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from etude.engine.runner import block_size
 from etude.model.config import ModelConfig
 from etude.model.config_json import pin_context
 from etude.model.rope import attention_factor
@@ -52,6 +53,9 @@ def test_what_some_facts_come_to() -> None:
     assert [n for n in range(36) if smol.facts(n).rope is None] == list(range(3, 36, 4))
     oss = read("openai/gpt-oss-20b")
     assert oss.facts(0).sinks and oss.facts(0).window == 128 and oss.facts(1).window is None
+    following = read("Qwen/Qwen3-Next-80B-A3B-Instruct")
+    assert following.cached_layers == tuple(range(3, 48, 4)) and block_size(following) == 1024
+    assert following.facts(0).linear and not following.facts(3).linear
     assert read("zai-org/GLM-4.6").rotary_dim == 64
     assert read("mistralai/Devstral-Small-2505").facts(0).window is None
 

@@ -17,12 +17,13 @@ from etude.model.attention import CausalAttention
 from etude.model.config import ModelConfig
 from etude.model.families import FAMILIES, HARMLESS
 from etude.model.files import build_model, read_directory
-from tests.model.test_families import LONGROPE, MODELS, SHAPE, SMALL, YARN
+from tests.model.test_families import LONGROPE, MODELS, SHAPE, SMALL, YARN, mean
 
 BASES = [
     *("llama", "mistral", "mixtral window", "qwen2 window", "qwen2_moe window", "qwen3 window"),
     *("qwen3_moe window", "smollm3 window", "phi3 window", "granite", "olmo2", "olmo3", "seed_oss"),
     *("gemma2", "gemma3_text", "glm4_moe large", "gpt_oss", "deepseek_v2 groups", "deepseek_v3"),
+    *("qwen3_next",),
 ]
 BY_KEY: dict[str, list[Any]] = {
     "hidden_act": ["gelu_pytorch_tanh", "relu"],
@@ -31,7 +32,13 @@ BY_KEY: dict[str, list[Any]] = {
     "scoring_func": ["softmax", "sigmoid"],
     "num_key_value_heads": [1, 6],
     "head_dim": [20],
-    "layer_types": [["full_attention"] * 3, ["sliding_attention"] * 3],
+    "layer_types": [
+        ["full_attention"] * 3,
+        ["sliding_attention"] * 3,
+        ["full_attention", "linear_attention", "linear_attention"],
+    ],
+    "linear_num_value_heads": [2, 5],
+    "linear_num_key_heads": [4, 1],
     "no_rope_layers": [[0, 1, 1], [1, 1, 1]],
     "mlp_only_layers": [[], [2]],
     "partial_rotary_factor": [1.0, 0.5],
@@ -99,7 +106,7 @@ def their_model(said: dict[str, Any]) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            shift = 1.0 if "norm" in name and not said["model_type"].startswith("gemma") else 0.0
+            shift = mean(said["model_type"], name)
             tensor.normal_(shift, 0.2 if tensor.ndim > 1 else 0.3, generator=generator)
     return model
 

@@ -15,7 +15,7 @@ from etude.model.files import build_model, hf_tensors, read_directory
 from etude.train.distributed import SINGLE_PROCESS
 from etude.train.optimizer import OPTIMIZER
 from tests.engine.test_served_families import SERVED, random_model
-from tests.model.test_families import MODELS, SHAPE, SMALL, tokens
+from tests.model.test_families import MODELS, SHAPE, SMALL, mean, tokens
 
 LENGTHS = [13, 1, 30, 21]
 
@@ -68,8 +68,7 @@ def theirs(name: str) -> Any:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
-            shift = 1.0 if "norm" in key and not name.startswith("gemma") else 0.0
-            tensor.normal_(shift, 0.15, generator=generator)
+            tensor.normal_(mean(name, key), 0.15, generator=generator)
     return model.eval()
 
 

@@ -25,11 +25,15 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _rotated(row, gain, turn, inside, eps, D: tl.constexpr, NORM: tl.constexpr):
+def _rotated(
+    row, gain, turn, inside, eps, D: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr = True
+):
     """Heads [.., D] whose pointers are `row`, normalised and turned; `turn` points at the
     position's row of the table: cosines, then sines with the sign that the swap of the halves
-    needs."""
+    needs. Without TURN both was done before."""
     d = tl.arange(0, D)[None, :]
+    if not TURN:
+        return tl.load(row + d, mask=inside, other=0).to(tl.float32)
     # The other half of the pair is loaded a second time: that is cheaper than to move it between
     # threads.
     other = (d + D // 2) % D
@@ -69,10 +73,20 @@ def _places(table, position, seen, kh, K: tl.constexpr, PAGE: tl.constexpr, D: t
 
 
 @triton.jit
-def _see(q, k, v, visible, top, total, acc):
+def _capped(score, CAP: tl.constexpr):
+    """Scores, which are multiples of log2(e), bent to stay below CAP; 0: as they are."""
+    if CAP > 0:
+        score = (CAP * LOG2E) * (2 * tl.sigmoid(score * (2 / (CAP * LOG2E))) - 1)
+    return score
+
+
+@triton.jit
+def _see(q, k, v, visible, top, total, acc, WINDOW: tl.constexpr, CAP: tl.constexpr):
     """Online softmax over one more block of tokens."""
-    score = tl.where(visible, tl.dot(q, tl.trans(k)), -float("inf"))
+    score = tl.where(visible, _capped(tl.dot(q, tl.trans(k)), CAP), -float("inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
+    if WINDOW > 0:  # a row may see none of the first blocks
+        new_top = tl.maximum(new_top, -1e30)
     p = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     return new_top, total * shrink + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
@@ -82,6 +96,7 @@ def _see(q, k, v, visible, top, total, acc):
 def _attend(
     q, k_cache, v_cache, table, kh, start, end, limit, top, total, acc,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens start .. end; `limit` is the last position that each row sees."""
     for first in range(start, end, BLOCK):
@@ -91,7 +106,9 @@ def _attend(
         k = tl.load(k_cache + place, mask=seen[:, None], other=0)
         v = tl.load(v_cache + place, mask=seen[:, None], other=0)
         visible = seen[None, :] & (position[None, :] <= limit[:, None])
-        top, total, acc = _see(q, k, v, visible, top, total, acc)
+        if WINDOW > 0:
+            visible &= position[None, :] > limit[:, None] - WINDOW
+        top, total, acc = _see(q, k, v, visible, top, total, acc, WINDOW, CAP)
     return top, total, acc
 
 
@@ -135,18 +152,32 @@ def _merge(
 
 
 @triton.jit
+def _sunk(sinks, head, inside, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """What the softmax of each row begins with: nothing, or the score of its head that gives
+    nothing."""
+    if SINKS:
+        top = tl.load(sinks + head, mask=inside, other=0).to(tl.float32) * LOG2E
+        return top, tl.full([ROWS], 1.0, tl.float32)
+    return tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@triton.jit
 def _decode(
-    qkv, q_gain, k_gain, rope, k_cache, v_cache, table, lengths, slots, out, part, stats, counter,
-    stride, scale, eps, H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv, q_gain, k_gain, rope, sinks, k_cache, v_cache, table, lengths, slots, out, part, stats,
+    counter, stride, scale, eps, H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kh, sequence, s = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     G: tl.constexpr = H // K
     past = tl.load(lengths + sequence) - 1
-    piece = tl.cdiv(tl.cdiv(past, SPLITS), BLOCK) * BLOCK
-    used = tl.maximum(tl.cdiv(past, tl.maximum(piece, 1)), 1)
-    start, end = s * piece, tl.minimum(past, (s + 1) * piece)
+    low = past * 0
+    if WINDOW > 0:
+        low = tl.maximum(past - WINDOW + 1, 0)
+    piece = tl.cdiv(tl.cdiv(past - low, SPLITS), BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(past - low, tl.maximum(piece, 1)), 1)
+    start, end = low + s * piece, tl.minimum(past, low + (s + 1) * piece)
     mine = table + sequence * tl.load(stride)
     if AHEAD:
         # Older tokens are there already: their loads overlap with the projection.
@@ -164,29 +195,36 @@ def _decode(
     inside = (g < G)[:, None]
     row = qkv + sequence * (H + 2 * K) * D
     turn = rope + past.to(tl.int64) * (2 * D)
-    q = _rotated(row + (kh * G + g)[:, None] * D, q_gain, turn, inside, eps, D, NORM)
+    q = _rotated(row + (kh * G + g)[:, None] * D, q_gain, turn, inside, eps, D, NORM, TURN)
     q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale * LOG2E).to(qkv.dtype.element_ty)
     top, total = tl.full([GP], -float("inf"), tl.float32), tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
     if s == 0:
         one = tl.arange(0, 1)[:, None] * D
-        k = _rotated(row + (H + kh) * D + one, k_gain, turn, one >= 0, eps, D, NORM)
+        k = _rotated(row + (H + kh) * D + one, k_gain, turn, one >= 0, eps, D, NORM, TURN)
         k = k.to(k_cache.dtype.element_ty)
         v = tl.load(row + (H + K + kh) * D + d)
         place = _place(tl.load(slots + sequence), kh, K, PAGE, D)
         tl.store(k_cache + place + one + d[None, :], k)
         tl.store(v_cache + place + d, v)
-        top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)
+        top = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), CAP)
         total += 1.0
         acc += v.to(tl.float32)[None, :]
+        if SINKS:
+            own = top
+            sink, _ = _sunk(sinks, kh * G + g, g < G, GP, SINKS)
+            top = tl.maximum(own, sink)
+            total = tl.exp2(own - top) + tl.exp2(sink - top)
+            acc *= tl.exp2(own - top)[:, None]
     if AHEAD:  # noqa: SIM102 (this is known to the compiler, what follows is not)
         if start < end:
-            top, total, acc = _see(q, first_k, first_v, seen[None, :], top, total, acc)
+            top, total, acc = _see(q, first_k, first_v, seen[None, :], top, total, acc, 0, CAP)
             start += BLOCK
     everything = tl.full([GP], 2147483647, tl.int32)
     top, total, acc = _attend(
-        q, k_cache, v_cache, mine, kh, start, end, everything, top, total, acc, K, D, PAGE, BLOCK
-    )
+        q, k_cache, v_cache, mine, kh, start, end, everything, top, total, acc, K, D, PAGE, BLOCK,
+        0, CAP,
+    )  # fmt: skip
     if SPLITS == 1:
         place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
         tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -201,7 +239,7 @@ def _decode(
 def _write(
     qkv, q_gain, k_gain, rope, k_cache, v_cache, positions, slots, eps, H: tl.constexpr,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    TURN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is turned in place, k and v go to the cache."""
     n = tl.program_id(0).to(tl.int64)
@@ -216,12 +254,12 @@ def _write(
     row = qkv + n * (H + 2 * K) * D + head[:, None] * D
     turn = rope + position * (2 * D)
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
-    if tl.program_id(1) * HEADS < H:
+    if TURN and tl.program_id(1) * HEADS < H:
         q = _rotated(row, q_gain, turn, is_q[:, None], eps, D, NORM)
         tl.debug_barrier()  # a head's halves are read by two threads, and written only now
         tl.store(row + d, q.to(qkv.dtype.element_ty), mask=is_q[:, None])
     if tl.program_id(1) * HEADS + HEADS > H:
-        k = _rotated(row, k_gain, turn, is_k[:, None], eps, D, NORM)
+        k = _rotated(row, k_gain, turn, is_k[:, None], eps, D, NORM, TURN)
         v = tl.load(row + d, mask=is_v[:, None])
         k_place, v_place = (
             _place(slot, head - H, K, PAGE, D),
@@ -233,9 +271,10 @@ def _write(
 
 @triton.jit
 def _prefill(
-    qkv, k_cache, v_cache, table, ends, lengths, tile_sequence, tile_first, out, stride, scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    qkv, sinks, k_cache, v_cache, table, ends, lengths, tile_sequence, tile_first, out, stride,
+    scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS (token, query head) pairs of one key head; `ends` says where a sequence's new tokens
     end."""
@@ -260,10 +299,14 @@ def _prefill(
     )
     q = (q.to(tl.float32) * scale * LOG2E).to(q.dtype)
     last = tl.minimum(length, tl.max(position) + 1)
+    low = last * 0
+    if WINDOW > 0:
+        low = tl.maximum(tl.min(position) - WINDOW + 1, 0)
+    top, total = _sunk(sinks, head, n < end, ROWS, SINKS)
     top, total, acc = _attend(
-        q, k_cache, v_cache, table + sequence * tl.load(stride), kh, 0, last,
-        tl.maximum(position, 0), tl.full([ROWS], -float("inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, D], tl.float32), K, D, PAGE, BLOCK,
+        q, k_cache, v_cache, table + sequence * tl.load(stride), kh, low, last,
+        tl.maximum(position, 0), top, total, tl.zeros([ROWS, D], tl.float32), K, D, PAGE, BLOCK,
+        WINDOW, CAP,
     )  # fmt: skip
     place = (n[:, None].to(tl.int64) * H + head[:, None]) * D + d[None, :]
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -272,7 +315,8 @@ def _prefill(
 @dataclass(frozen=True, slots=True)
 class AttentionLayerParams:
     """The attention parameters of one layer: head counts and size, softmax scale, q and k norms
-    (None without), and the rotary table [P, 2, 1, D]."""
+    (None without), and the rotary table [P, 2, 1, D]; None: queries and keys come normed and
+    turned. Window, cap and sinks as in `model.scoring`."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -281,7 +325,10 @@ class AttentionLayerParams:
     eps: float
     q_gain_D: Tensor | None
     k_gain_D: Tensor | None
-    rope: Tensor
+    rope: Tensor | None
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,16 +359,27 @@ def decode(
 ) -> None:  # fmt: skip
     """Decode attention: one new token a sequence, whose key and value go to `slot_mapping_B`;
     `lengths_B` counts it, 0 is an empty row."""
-    gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
+    given = _given(qkv, params.q_gain_D, params.k_gain_D, params.rope, params.sinks_H)
     # found by measuring: many programs do better as small ones
     warps = 2 if len(lengths_B) * params.num_kv_heads > 1024 else 4
     _decode[(params.num_kv_heads, len(lengths_B), splits.splits)](
-        qkv, *gains, params.rope, k, v, blocks, lengths_B, slot_mapping_B, out, splits.part,
+        qkv, *given, k, v, blocks, lengths_B, slot_mapping_B, out, splits.part,
         splits.stats, splits.counter, stride, params.scale, params.eps, params.num_q_heads,
         params.num_kv_heads, group_rows(params), params.head_dim, page_size, 16 * warps,
-        splits.splits, splits.splits > 1, params.q_gain_D is not None, pdl, num_warps=warps,
-        num_stages=3, launch_pdl=pdl,
+        splits.splits, splits.splits > 1, params.q_gain_D is not None, params.rope is not None,
+        params.window or 0, params.softcap or 0.0, params.sinks_H is not None, pdl,
+        num_warps=warps, num_stages=_stages(params), launch_pdl=pdl,
     )  # fmt: skip
+
+
+def _given(instead: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+    """A kernel takes a pointer also where it reads nothing."""
+    return [instead if tensor is None else tensor for tensor in tensors]
+
+
+def _stages(params: AttentionLayerParams) -> int:
+    """Blocks of keys and values under way: as many as fit beside each other."""
+    return 3 if params.head_dim <= 128 else 2
 
 
 def write(
@@ -336,11 +394,11 @@ def write(
     pdl: bool = False,
 ) -> None:
     """Turns q in place, and puts k and v of the new tokens where they belong."""
-    gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
+    given = _given(qkv, params.q_gain_D, params.k_gain_D, params.rope)
     _write[(len(positions_N), triton.cdiv(params.num_q_heads + 2 * params.num_kv_heads, 8))](
-        qkv, *gains, params.rope, k, v, positions_N, slot_mapping_N, params.eps, params.num_q_heads,
-        params.num_kv_heads, params.head_dim, page_size, 8, params.q_gain_D is not None, pdl,
-        num_warps=2, launch_pdl=pdl,
+        qkv, *given, k, v, positions_N, slot_mapping_N, params.eps, params.num_q_heads,
+        params.num_kv_heads, params.head_dim, page_size, 8, params.q_gain_D is not None,
+        params.rope is not None, pdl, num_warps=2, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -361,8 +419,9 @@ def prefill(
     sequence_T[t], of which first_T[t] is the first. One that begins at the sequence's end is empty;
     a token of slot -1 belongs to nobody."""
     _prefill[(len(sequence_T), params.num_kv_heads)](
-        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, params.scale,
-        params.num_q_heads, params.num_kv_heads, params.head_dim, page_size, PREFILL_ROWS, 64, pdl,
-        num_warps=4,
-        num_stages=3, launch_pdl=pdl,
+        qkv, *_given(qkv, params.sinks_H), k, v, blocks, ends_B, lengths_B, sequence_T, first_T,
+        out, stride, params.scale, params.num_q_heads, params.num_kv_heads, params.head_dim,
+        page_size, PREFILL_ROWS, 64 if params.head_dim <= 128 else 32, params.window or 0,
+        params.softcap or 0.0, params.sinks_H is not None, pdl, num_warps=4,
+        num_stages=_stages(params), launch_pdl=pdl,
     )  # fmt: skip

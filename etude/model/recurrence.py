@@ -1,0 +1,293 @@
+"""Layers that keep a state instead of keys and values: a short convolution and the gated delta rule
+(Gated DeltaNet).
+
+The rule reads a memory of each head, a matrix from keys to values. A token lets it fade, takes out
+what its key finds there, puts in its own value instead, and reads it by its query. Tokens of a
+chunk are taken together: what each of them takes out follows from the others by a triangular
+system (the WY form), and only the memory goes from chunk to chunk.
+
+In the engine the state belongs to a block of the KV cache like its keys and values do: it is the
+one after the last token of the block. So whoever begins behind a cached block finds it there, and
+blocks that are freed, shared or written anew take it along. Chunks end where blocks end.
+
+Shapes: N tokens, B sequences, U chunks, J tokens of a chunk, C channels and W width of the
+convolution, Y keys to look up (states to keep), H heads of the memory, K size of a key, V of a
+value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from etude.model.config import ModelConfig
+
+CHUNK = 64
+"""Tokens that are taken together, at most."""
+NORM_EPS = 1e-6
+
+
+class StateCache:
+    """The states of all recurrent layers after the last token of each block."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, like: Tensor) -> None:
+        c = config.linear
+        assert c is not None
+        tail = (num_blocks, c.conv_kernel_dim - 1, c.conv_dim)
+        memory = (num_blocks, c.num_value_heads, c.key_head_dim, c.value_head_dim)
+        self.tails = [like.new_zeros(tail) for _ in c.layers]
+        self.memories = [like.new_zeros(memory, dtype=torch.float32) for _ in c.layers]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The new tokens of one sequence, `start` to `end` of those of a pass; `first` is the position
+    of the first. `blocks`: those of the sequence, each with `block_size` tokens; none in
+    training."""
+
+    start: int
+    end: int
+    first: int = 0
+    blocks: Sequence[int] = ()
+    block_size: int = CHUNK
+
+    @property
+    def before(self) -> int | None:
+        """The block that holds the state before the first new token; None: there is none."""
+        return self.blocks[(self.first - 1) // self.block_size] if self.first else None
+
+    @property
+    def written(self) -> list[tuple[int, int]]:
+        """The blocks that get a state, with the number of new tokens up to there."""
+        if not self.blocks:
+            return []
+        last = self.first + self.end - self.start
+        places = range(self.first // self.block_size, -(-last // self.block_size))
+        ends = [(self.blocks[n], min((n + 1) * self.block_size, last)) for n in places]
+        return [(block, end - self.first) for block, end in ends]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """What a layer does between its projections, beside the states."""
+
+    weight_CW: Tensor
+    num_key_heads: int
+    key_size: int
+    value_size: int
+    act: Callable[[Tensor], Tensor]
+
+    def heads(self, mixed_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """NHK, NHK, NHV in float32: queries and keys of length 1, the former scaled; all heads that
+        share a key have it."""
+        keys = self.num_key_heads * self.key_size
+        q, k, v = mixed_NC.float().split_with_sizes((keys, keys, mixed_NC.shape[-1] - 2 * keys), -1)
+        v_NHV = v.view(len(v), -1, self.value_size)
+        shared = v_NHV.shape[1] // self.num_key_heads
+        q_NHK, k_NHK = (
+            _unit(x.view(len(x), self.num_key_heads, -1)).repeat_interleave(shared, 1)
+            for x in (q, k)
+        )
+        return q_NHK * self.key_size**-0.5, k_NHK, v_NHV
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+
+
+class Recurrence:
+    """The sequences of a pass, as recurrent layers see them. A sequence that begins behind a block
+    which another one writes in the same pass comes after it, in a wave of its own."""
+
+    def __init__(
+        self, spans: Sequence[Span], device: torch.device | None, states: StateCache | None = None
+    ) -> None:
+        wave_of: dict[int, int] = {}
+        waves: dict[tuple[int, bool], list[Span]] = {}
+        for span in spans:
+            wave = 0 if span.before is None else wave_of.get(span.before, -1) + 1
+            wave_of |= dict.fromkeys((block for block, _ in span.written), wave)
+            # Lone tokens need no chunks.
+            waves.setdefault((wave, span.end - span.start > 1), []).append(span)
+        self._states = states
+        self._device = device
+        self._spans = [waves[key] for key in sorted(waves)]
+        self._waves: list[_Wave] = []
+
+    def __call__(
+        self, place: int, rule: DeltaRule, mixed_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor
+    ) -> Tensor:
+        """NHV: what every token reads, in the recurrent layer number `place`. `decay_NH`: the log
+        of what is left of the memory; `beta_NH`: how much of the new value is put in."""
+        if not self._waves:
+            width = rule.weight_CW.shape[-1]
+            self._waves = [_Wave(spans, width, self._device) for spans in self._spans]
+        states = self._states
+        tails, memories = (states.tails[place], states.memories[place]) if states else (None, None)
+        read = [wave(rule, tails, memories, mixed_NC, decay_NH, beta_NH) for wave in self._waves]
+        if len(read) == 1:
+            return read[0]
+        order_N = torch.cat([wave.tokens for wave in self._waves])
+        joined = torch.cat(read)
+        return torch.empty_like(joined).index_copy(0, order_N, joined)
+
+
+class _Wave:
+    """Sequences none of which waits for another."""
+
+    def __init__(self, spans: Sequence[Span], width: int, device: torch.device | None) -> None:
+        def numbers(values: Sequence[int] | list[list[int]]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        counts = [span.end - span.start for span in spans]
+        begins = [0, *accumulate(counts)]
+        self.tokens = numbers([n for span in spans for n in range(span.start, span.end)])
+        self._before = numbers([span.before or 0 for span in spans])
+        self._is_first = numbers([span.before is None for span in spans]).bool()
+        # For the convolution each sequence stands behind the tail of what was there before.
+        tail, total = width - 1, len(spans) * (width - 1)
+        self._rows = numbers(
+            [
+                row
+                for b, (begin, end) in enumerate(pairwise(begins))
+                for row in (
+                    *range(b * tail, (b + 1) * tail),
+                    *range(total + begin, total + end),
+                )
+            ]
+        )
+        self._ends = numbers(
+            [n + b * tail for b, ends in enumerate(pairwise(begins)) for n in range(*ends)]
+        )
+        self._blocks = numbers([block for span in spans for block, _ in span.written])
+        self._tails = numbers(
+            [
+                [begins[b] + b * tail + upto + n for n in range(tail)]
+                for b, span in enumerate(spans)
+                for _, upto in span.written
+            ]
+        ).view(-1, tail)
+        self._chunks = _Chunks(spans, begins, numbers) if max(counts) > 1 else None
+
+    def __call__(
+        self,
+        rule: DeltaRule,
+        tails: Tensor | None,
+        memories: Tensor | None,
+        mixed_NC: Tensor,
+        decay_NH: Tensor,
+        beta_NH: Tensor,
+    ) -> Tensor:
+        if len(self.tokens) != len(mixed_NC):
+            mixed_NC, decay_NH, beta_NH = (
+                x.index_select(0, self.tokens) for x in (mixed_NC, decay_NH, beta_NH)
+            )
+        width, count = rule.weight_CW.shape[-1], len(self._before)
+        tail_BWC = mixed_NC.new_zeros(count, width - 1, mixed_NC.shape[-1])
+        if tails is not None:
+            tail_BWC = tails[self._before].masked_fill(self._is_first[:, None, None], 0)
+        rows = torch.cat((tail_BWC.flatten(0, 1), mixed_NC)).index_select(0, self._rows)
+        if tails is not None:
+            tails[self._blocks] = rows[self._tails]
+        weight_C1W = rule.weight_CW.unsqueeze(1).float()
+        all_C1 = F.conv1d(rows.T[None].float(), weight_C1W, groups=rows.shape[-1])[0]
+        q, k, v = rule.heads(rule.act(all_C1.T.index_select(0, self._ends)))
+
+        memory_BHKV = v.new_zeros(count, v.shape[1], q.shape[-1], v.shape[-1])
+        if memories is not None:
+            first = self._is_first[:, None, None, None]
+            memory_BHKV = memories[self._before].masked_fill(first, 0)
+        decay_NH, beta_NH = decay_NH.float(), beta_NH.float()
+        if self._chunks is None:
+            read, kept = delta_step(q, k, v, decay_NH, beta_NH, memory_BHKV)
+        else:
+            read, kept = self._chunks(q, k, v, decay_NH, beta_NH, memory_BHKV)
+        if memories is not None:
+            memories[self._blocks] = kept
+        return read
+
+
+def delta_step(
+    q_BHK: Tensor, k_BHK: Tensor, v_BHV: Tensor, decay_BH: Tensor, beta_BH: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token of each sequence: what it reads (BHV), and the memory after it (BHKV)."""
+    memory = memory * decay_BH.exp()[..., None, None]
+    found_BHV = (memory * k_BHK.unsqueeze(-1)).sum(-2)
+    change_BHV = (v_BHV - found_BHV) * beta_BH.unsqueeze(-1)
+    memory = memory + k_BHK.unsqueeze(-1) * change_BHV.unsqueeze(-2)
+    return (memory * q_BHK.unsqueeze(-1)).sum(-2), memory
+
+
+class _Chunks:
+    """Where the tokens of a wave stand in chunks. Chunks of a block begin where it does and are
+    filled up with tokens that neither change the memory nor let it fade."""
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        begins: Sequence[int],
+        numbers: Callable[[Sequence[int] | list[list[int]]], Tensor],
+    ) -> None:
+        size, nobody = min(CHUNK, spans[0].block_size), begins[-1]
+        chunks: list[list[list[int]]] = []  # of each sequence
+        for span, (begin, end) in zip(spans, pairwise(begins), strict=True):
+            tokens = [nobody] * (span.first % size) + list(range(begin, end))
+            tokens += [nobody] * (-len(tokens) % size)
+            chunks.append([tokens[n : n + size] for n in range(0, len(tokens), size)])
+        longest_first = sorted(range(len(spans)), key=lambda b: -len(chunks[b]))
+        steps = [
+            [b for b in longest_first if len(chunks[b]) > step]
+            for step in range(len(chunks[longest_first[0]]))
+        ]
+        self._counts = [len(alive) for alive in steps]
+        self._sequences = numbers(longest_first)
+        order = [(b, step) for step, alive in enumerate(steps) for b in alive]
+        number = {chunk: n for n, chunk in enumerate(order)}
+        self._tokens_UJ = numbers([chunks[b][step] for b, step in order])
+        self._places_N = self._tokens_UJ.flatten().argsort()[:nobody]
+        self._kept = numbers(
+            [
+                number[b, (span.first + upto - 1) // size - span.first // size]
+                for b, span in enumerate(spans)
+                for _, upto in span.written
+            ]
+        )
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory_BHKV: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (self._cut(x).transpose(1, 2) for x in (q, k, v))
+        decay_UHJ, beta_UHJ = (self._cut(x).transpose(1, 2) for x in (decay, beta))
+        faded_UHJ, beta_UHJ1 = decay_UHJ.cumsum(-1), beta_UHJ.unsqueeze(-1)
+        between = faded_UHJ.unsqueeze(-1) - faded_UHJ.unsqueeze(-2)
+        later = torch.ones(between.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        left_UHJJ = between.masked_fill(later, -torch.inf).exp()
+
+        left_UHJ1 = faded_UHJ.exp().unsqueeze(-1)
+        both = torch.cat((v * beta_UHJ1, k * beta_UHJ1 * left_UHJ1), -1)
+        system = (k * beta_UHJ1) @ k.transpose(-1, -2) * left_UHJJ
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        values, taken = solved.split_with_sizes((v.shape[-1], k.shape[-1]), -1)
+        within = q @ k.transpose(-1, -2) * left_UHJJ
+        q = q * left_UHJ1
+        k_UHKJ = (k * (faded_UHJ[..., -1:] - faded_UHJ).exp().unsqueeze(-1)).transpose(-1, -2)
+        whole = left_UHJ1[..., -1:, :]
+
+        memory, read, kept = memory_BHKV[self._sequences], [], []
+        parts = (x.split(self._counts) for x in (q, within, values, taken, k_UHKJ, whole))
+        for q_n, within_n, values_n, taken_n, k_n, whole_n in zip(*parts, strict=True):
+            memory = memory[: len(q_n)]
+            new = values_n - taken_n @ memory
+            read.append(q_n @ memory + within_n @ new)
+            memory = memory * whole_n + k_n @ new
+            kept.append(memory)
+        read_UJHV = torch.cat(read).transpose(1, 2)
+        return read_UJHV.flatten(0, 1)[self._places_N], torch.cat(kept)[self._kept]
+
+    def _cut(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[self._tokens_UJ]
