@@ -38,8 +38,9 @@ from etude.core.sampling import Request
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.cuda import CudaRunner
 from etude.engine.engine import Engine, FinishedRequest
-from etude.model.config import ExpertsConfig, ModelConfig
-from etude.model.rope import table
+from etude.engine.runner import block_size, state_bytes
+from etude.model.config import ExpertsConfig, LinearConfig, ModelConfig
+from etude.model.rope import local_table, table
 from etude.model.transformer import Transformer
 
 PROMPT, NEW = 256, 128
@@ -77,7 +78,67 @@ SHAPES = {
             norm_topk_prob=True,
         ),
     ),
+    "windowed-0.6b": _qwen3(
+        1024, 28, 16, 8, 3072, tied=True, sliding_window=128, sliding_layers=tuple(range(0, 28, 2))
+    ),
+    "gemma-0.6b": _qwen3(
+        1024,
+        28,
+        16,
+        8,
+        3072,
+        tied=True,
+        model_type="gemma3_text",
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=128.0,
+        local_rope_theta=1e4,
+        sliding_window=128,
+        sliding_layers=tuple(n for n in range(28) if n % 6 != 5),
+    ),
+    "hybrid-0.6b": _qwen3(
+        1024,
+        28,
+        16,
+        8,
+        3072,
+        tied=True,
+        model_type="qwen3_next",
+        partial_rotary_factor=0.25,
+        linear=LinearConfig(
+            num_key_heads=8,
+            num_value_heads=16,
+            key_head_dim=128,
+            value_head_dim=128,
+            conv_kernel_dim=4,
+            layers=tuple(n for n in range(28) if n % 4 != 3),
+        ),
+    ),
+    "gpt-oss-20b": _qwen3(
+        2880,
+        24,
+        64,
+        8,
+        2880,
+        tied=False,
+        model_type="gpt_oss",
+        head_dim=64,
+        attention_bias=True,
+        attention_out_bias=True,
+        sliding_window=128,
+        sliding_layers=tuple(range(0, 24, 2)),
+        experts=ExpertsConfig(
+            num_experts=32,
+            num_experts_per_tok=4,
+            moe_intermediate_size=2880,
+            layers=tuple(range(24)),
+            norm_topk_prob=True,
+            router_bias=True,
+            swiglu_limit=7.0,
+        ),
+    ),
 }
+"""Those of public models; and beside the dense one of 0.6B others of its size: with windows in
+every second layer, with the layers of Gemma 3, and with recurrent layers as in Qwen3-Next."""
 BATCHES = (1, 64, 256)
 
 
@@ -86,6 +147,8 @@ def random_model(config: ModelConfig) -> Transformer:
         model = Transformer(config).to(torch.bfloat16)
     model = model.to_empty(device="cuda").requires_grad_(False)
     model.rope = table(config).cuda()
+    if (local := local_table(config)) is not None:
+        model.local_rope = local.cuda()
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             parameter.fill_(1.0)
@@ -115,17 +178,18 @@ class CountingRunner:
 
     overlaps = True
 
-    def __init__(self, runner: CudaRunner) -> None:
+    def __init__(self, runner: CudaRunner, config: ModelConfig) -> None:
         self.runner = runner
+        self.config = config
         self.num_blocks = runner.num_blocks
         self.block_size = runner.block_size
-        self.passes = self.tokens_read = 0
+        self.passes = self.bytes_read = 0
         self.slot_mapping: Ints = np.zeros(0, np.int64)
 
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         if batch.num_decode:
             self.passes += 1
-            self.tokens_read += int(batch.seq_lens_B[: batch.num_decode].sum())
+            self.bytes_read += cache_bytes(self.config, batch.seq_lens_B[: batch.num_decode])
             self.slot_mapping = batch.slot_mapping_N[: batch.num_decode]
         return self.runner.launch(batch)
 
@@ -139,8 +203,17 @@ class CountingRunner:
         return self.runner.weights()
 
     def reset(self) -> None:
-        self.passes = self.tokens_read = 0
+        self.passes = self.bytes_read = 0
         self.runner.trace = []
+
+
+def cache_bytes(c: ModelConfig, lengths_B: Ints) -> int:
+    """What a pass with one new token of each sequence reads of keys and values, and reads and
+    writes of states."""
+    windows = [c.facts(layer).window or c.max_position_embeddings for layer in c.cached_layers]
+    seen = sum(int(lengths_B.clip(max=window).sum()) for window in windows)
+    token_bytes = 2 * c.num_key_value_heads * c.head_dim * 2
+    return seen * token_bytes + 2 * len(lengths_B) * state_bytes(c, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +223,17 @@ class Served:
     prompt_seconds: float
     """Of the device, on prompts."""
     passes: int
-    tokens_read: int
-    """Sum over the passes of the lengths of all sequences that drew."""
+    bytes_read: int
+    """Sum over the passes of what they read beside the weights."""
 
 
-def serve(engine: Engine, counting: CountingRunner, batch: int, num_tokens: int) -> Served:
+def serve(
+    engine: Engine,
+    counting: CountingRunner,
+    batch: int,
+    num_tokens: int,
+    prompt_tokens: int = PROMPT,
+) -> Served:
     """Keeps `batch` requests under way until all of the first ones are gone and `num_tokens` more
     were drawn."""
     rng = np.random.default_rng(0)
@@ -163,7 +242,7 @@ def serve(engine: Engine, counting: CountingRunner, batch: int, num_tokens: int)
 
     def add(new: int) -> None:
         nonlocal added
-        prompt = tuple(rng.integers(0, vocabulary, PROMPT).tolist())
+        prompt = tuple(rng.integers(0, vocabulary, prompt_tokens).tolist())
         request = Request(prompt=prompt, max_tokens=new, seed=added, experts_from=0)
         engine.add(request, str(added))
         added += 1
@@ -191,7 +270,7 @@ def serve(engine: Engine, counting: CountingRunner, batch: int, num_tokens: int)
         sum(start.elapsed_time(end) for size, start, end in trace if size.tiles and end is not None)
         / 1e3
     )
-    return Served(seconds, tokens, prompts, counting.passes, counting.tokens_read)
+    return Served(seconds, tokens, prompts, counting.passes, counting.bytes_read)
 
 
 def weight_bytes(model: Transformer, active: float) -> float:
@@ -217,11 +296,11 @@ def active_experts(counting: CountingRunner) -> float:
 
 
 def engine_figures(
-    model: Transformer, batch: int, bytes_per_s: float, num_tokens: int
+    model: Transformer, batch: int, bytes_per_s: float, num_tokens: int, prompt_tokens: int = PROMPT
 ) -> dict[str, float]:
-    c = model.config
-    blocks = 2 * batch * ((PROMPT + NEW) // CudaRunner.block_size + 1) + 64
-    counting = CountingRunner(CudaRunner(model, blocks, batch))
+    size = max(CudaRunner.block_size, block_size(model.config))
+    blocks = 2 * batch * ((prompt_tokens + NEW) // size + 1) + 64
+    counting = CountingRunner(CudaRunner(model, blocks, batch), model.config)
     engine = Engine(
         model,
         max_num_seqs=batch,
@@ -229,12 +308,8 @@ def engine_figures(
         prefix_cache=False,
         runner=counting,
     )
-    served = serve(engine, counting, batch, num_tokens)
-    token_bytes = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * 2
-    total = (
-        served.passes * weight_bytes(model, active_experts(counting))
-        + served.tokens_read * token_bytes
-    )
+    served = serve(engine, counting, batch, num_tokens, prompt_tokens)
+    total = served.passes * weight_bytes(model, active_experts(counting)) + served.bytes_read
     ideal = total / bytes_per_s
     return {
         "tokens_per_s": served.tokens / served.seconds,
@@ -281,14 +356,19 @@ def transformers_figures(config: ModelConfig, batches: Sequence[int]) -> dict[st
 
 
 def run(
-    shapes: Sequence[str], batches: Sequence[int], compare: bool, rounds: int = 2
+    shapes: Sequence[str],
+    batches: Sequence[int],
+    compare: bool,
+    rounds: int = 2,
+    prompt_tokens: int = PROMPT,
 ) -> dict[str, float]:
     bytes_per_s = bandwidth()
     figures = {"copy_bytes_per_s": bytes_per_s}
     for shape in shapes:
         model = random_model(SHAPES[shape])
         for batch in batches:
-            found = engine_figures(model, batch, bytes_per_s, rounds * NEW * batch)
+            drawn = rounds * NEW * batch
+            found = engine_figures(model, batch, bytes_per_s, drawn, prompt_tokens)
             figures |= {f"{shape}.b{batch}.{name}": value for name, value in found.items()}
             _note(found, f"{shape}.b{batch}")
             _free()
@@ -320,8 +400,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
     options = parser.parse_args()
-    figures = run(options.shapes, options.batches, compare=not options.alone)
+    figures = run(
+        options.shapes, options.batches, compare=not options.alone, prompt_tokens=options.prompt
+    )
     if options.json:
         print(json.dumps(figures, indent=2))
     else:

@@ -67,7 +67,9 @@ def on_device(shape: str) -> Rate:
         blocks = (
             2 * batch * ((engine_cuda.PROMPT + engine_cuda.NEW) // CudaRunner.block_size + 1) + 64
         )
-        counting = engine_cuda.CountingRunner(CudaRunner(model, blocks, batch, invariant=invariant))
+        counting = engine_cuda.CountingRunner(
+            CudaRunner(model, blocks, batch, invariant=invariant), model.config
+        )
         engine = Engine(
             model,
             max_num_seqs=batch,

@@ -16,22 +16,34 @@ of `attention.prefill`, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
+from etude.engine.graph_inputs import (
+    GraphShape,
+    HostGraphInputs,
+    InputLayout,
+    PinnedBuffers,
+    as_words,
+    decode_inputs,
+    fits,
+    sampling_inputs,
+)
 from etude.engine.kernels import attention, batch_invariant
-from etude.engine.kernels.network import KernelNetwork
+from etude.engine.kernels.delta import DecodeRecurrence
+from etude.engine.kernels.modules import ModuleNetwork
+from etude.engine.kernels.network import Context, KernelNetwork, unsupported
+from etude.engine.runner import block_size
 from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
 from etude.engine.staged_weights import stage_weights
 from etude.model.files import hf_state_dict
+from etude.model.recurrence import Recurrence, Span, StateCache
 from etude.model.transformer import Transformer
 
 DECODE_GRAPH_SIZES = (
@@ -58,85 +70,8 @@ DECODE_GRAPH_SIZES = (
 PREFILL_GRAPH_SIZES = (64, 128, 256, 512, 1024, 2048)
 DRAFT_GRAPH_SIZES = (16, 32, 64, 128, 256, 512, 2048)
 """Sizes of the prefill part with drafts: every token of a draft is a row to sample."""
-NOWHERE = 1 << 30
 NUM_HOST_BUFFERS = 4
 """Host buffers in turn; the engine has at most two passes under way."""
-
-
-@dataclass(frozen=True, slots=True)
-class GraphShape:
-    """The shape that a CUDA graph is captured for: N tokens, B sequences, R rows and T tiles.
-    Without tiles it is a decode graph, and N = B = R."""
-
-    tokens: int
-    sequences: int
-    rows: int
-    tiles: int = 0
-
-
-class InputLayout:
-    """The layout of a graph's inputs in a buffer of 32-bit words; every field begins at a multiple
-    of 16 bytes."""
-
-    def __init__(self, shape: GraphShape) -> None:
-        n = shape.tokens
-        b = shape.sequences
-        r = shape.rows
-        t = shape.tiles
-        fields = {
-            "tokens": n,
-            "slot_mapping": n,
-            "lengths": b,
-            "temperature": r,
-            "u": 2 * r,
-            "stride": 1,
-        }
-        if t:
-            fields |= {"positions": n, "ends": b, "logits_indices": r, "sequence": t, "first": t}
-        self._spans: dict[str, slice] = {}
-        self.fixed = 0
-        """The offset of the block table, which is of any width."""
-        for name, count in fields.items():
-            self._spans[name] = slice(self.fixed, self.fixed + count)
-            self.fixed += -(-count // 4) * 4
-
-    def fill(
-        self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], block_table_BM: Ints
-    ) -> int:
-        """Write the inputs into the buffer, and return the number of words. Padding is 0; but
-        padded tokens have slot -1, and padded tiles begin behind everything."""
-        words[: self.fixed] = 0
-        words[self._spans["slot_mapping"]] = -1
-        if "first" in self._spans:
-            words[self._spans["first"]] = NOWHERE
-        for name, value in values.items():
-            start = self._spans[name].start
-            words[start : start + value.nbytes // 4] = value.view(np.int32)
-        words[self._spans["stride"]] = block_table_BM.shape[1]
-        words[self.fixed : self.fixed + block_table_BM.size] = block_table_BM.reshape(-1)
-        return self.fixed + block_table_BM.size
-
-    def views(self, words: Tensor) -> dict[str, Tensor]:
-        found = {name: words[span] for name, span in self._spans.items()} | {
-            "blocks": words[self.fixed :]
-        }
-        return found | {
-            "temperature": found["temperature"].view(torch.float32),
-            "u": found["u"].view(torch.float64),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class HostGraphInputs:
-    """The inputs of one graph, still on the host: the decode or the prefill part of a batch."""
-
-    values: dict[str, NDArray[Any]]
-    block_table_BM: Ints
-    num_tokens: int
-    num_sequences: int
-    num_tiles: int
-    row_indices_R: Ints
-    """The rows of the batch that this part samples, in order."""
 
 
 class CudaRunner:
@@ -150,18 +85,18 @@ class CudaRunner:
     ) -> None:
         """Capture the graphs. `invariant`: with batch-invariant kernels, which give a token the
         same bits in any batch."""
+        c = model.config
         self.num_blocks = num_blocks
+        if c.linear:
+            self.block_size = max(self.block_size, block_size(c))
         self.max_num_seqs = max_num_seqs
         self._max_rows = max_num_seqs + MAX_DRAFT_TOKENS
         self._model = model.eval()
-        self._network = (batch_invariant.BatchInvariantNetwork if invariant else KernelNetwork)(
-            model
-        )
+        self._network = _network(model, invariant)
         self._invariant = invariant
-        c = model.config
         weight = model.model.embed_tokens.weight.detach()
         shape = (
-            c.num_hidden_layers,
+            len(c.cached_layers),
             num_blocks,
             c.num_key_value_heads,
             self.block_size,
@@ -169,11 +104,14 @@ class CudaRunner:
         )
         self._k = weight.new_zeros(shape)
         self._v = weight.new_zeros(shape)
+        # One block more, for rows that belong to nobody.
+        self._states = StateCache(c, num_blocks + 1, weight) if c.linear else None
+        self._recurrence: Recurrence | None = None  # of the prefill part of a pass
         self.expert_ids: Tensor | None = None
         if c.experts:
             kind = getattr(torch, c.experts.id_dtype)
             places = (
-                num_blocks * self.block_size,
+                num_blocks * self.block_size + 1,  # one for tokens that belong to nobody
                 len(c.experts.layers),
                 c.experts.num_experts_per_tok,
             )
@@ -184,7 +122,7 @@ class CudaRunner:
         self._logits = weight.new_empty(num_rows, c.vocab_size, dtype=torch.float32)
         self._words = torch.zeros(2, self._num_words(), dtype=torch.int32, device=weight.device)
         self._host_buffers = [
-            _PinnedBuffers(self._words, self._results) for _ in range(NUM_HOST_BUFFERS)
+            PinnedBuffers(self._words, self._results) for _ in range(NUM_HOST_BUFFERS)
         ]
         self._next_buffer = 0
         self._last_place_R: Ints = np.zeros(0, np.int64)
@@ -219,6 +157,8 @@ class CudaRunner:
         ]
         drafts = [(n, min(n, self.max_num_seqs), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
         both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
+        if self._states:  # chunks of a recurrent layer are laid out by the host
+            both = []
         return [GraphShape(n, n, n) for n in singles] + [
             self._prefill_shape(*each) for each in both
         ]
@@ -244,10 +184,11 @@ class CudaRunner:
         tokens_N = np.where(batch.tokens_N < 0, self._fed_back(batch.tokens_N), batch.tokens_N)
         parts = [
             part
-            for part in (_decode_inputs(batch, tokens_N), self._prefill_inputs(batch, tokens_N))
+            for part in (decode_inputs(batch, tokens_N), self._prefill_inputs(batch, tokens_N))
             if part is not None
         ]
         shapes = [self._upload(part, host) for part in parts]
+        self._recurrence = self._prefill_recurrence(batch)
         for shape in shapes:
             begin = self._mark()
             if shape in self._graphs:
@@ -271,6 +212,23 @@ class CudaRunner:
             sampled.tokens, dtype=torch.int32, device=where.device
         )
         return lambda: sampled
+
+    def _prefill_recurrence(self, batch: ForwardBatch) -> Recurrence | None:
+        begin = batch.num_decode  # of the sequences, and of the tokens
+        if self._states is None or begin == len(batch.query_starts_B):
+            return None
+        ends_B = np.append(batch.query_starts_B[1:], len(batch.tokens_N)) - begin
+        spans = [
+            Span(start - begin, end, length - (end - start + begin), row.tolist(), self.block_size)
+            for start, end, length, row in zip(
+                batch.query_starts_B.tolist(),
+                ends_B.tolist(),
+                batch.seq_lens_B.tolist(),
+                batch.block_table_BM,
+                strict=True,
+            )
+        ]
+        return Recurrence(spans[begin:], self._words.device, self._states)
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.trace is None:
@@ -305,7 +263,7 @@ class CudaRunner:
             "ends": ends_B, "logits_indices": batch.logits_indices_R[row_R] - begin,
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
-        packed = _packed(values) | _sampling_inputs(batch, row_R)
+        packed = as_words(values) | sampling_inputs(batch, row_R)
         return HostGraphInputs(
             packed,
             batch.block_table_BM[begin:],
@@ -315,12 +273,12 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, part: HostGraphInputs, host: _PinnedBuffers) -> GraphShape:
+    def _upload(self, part: HostGraphInputs, host: PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles
         )
-        shape = next((shape for shape in self._shapes if _fits(wanted, shape)), wanted)
+        shape = next((shape for shape in self._shapes if fits(wanted, shape)), wanted)
         which = 1 if part.num_tiles else 0
         words = host.words[which]
         count = InputLayout(shape).fill(words.numpy(), part.values, part.block_table_BM)
@@ -332,8 +290,13 @@ class CudaRunner:
         got = InputLayout(shape).views(self._words[which])
         pdl = self._words.is_cuda
         attend = self._prefill_attention(got) if shape.tiles else self._decode_attention(got)
+        context = Context(got["positions"], attend, self._recurrence)
+        if self._states and not shape.tiles:
+            places = got["lengths"], got["blocks"], got["stride"]
+            recur = DecodeRecurrence(self._states, *places, self.block_size)
+            context = replace(context, recur=recur)
         hidden_NE = self._network.hidden(
-            got["tokens"], got["slot_mapping"], self._results[0], attend, self.expert_ids, pdl
+            got["tokens"], got["slot_mapping"], self._results[0], context, self.expert_ids, pdl
         )
         if shape.tiles:
             hidden_NE = hidden_NE.index_select(0, got["logits_indices"])
@@ -407,7 +370,7 @@ class CudaRunner:
             return None
         # Beside the passes under way: those that wrote what is asked for were read back.
         with torch.cuda.stream(self._copies):
-            by_block = self.expert_ids.view(
+            by_block = self.expert_ids[:-1].view(
                 self.num_blocks, self.block_size, *self.expert_ids.shape[1:]
             )
             where = torch.from_numpy(blocks).to(self.expert_ids.device)
@@ -422,66 +385,8 @@ class CudaRunner:
         return hf_state_dict(self._model)
 
 
-class _PinnedBuffers:
-    """The pinned host memory of one pass, and the event after which it may be used again."""
-
-    def __init__(self, words: Tensor, results: Tensor) -> None:
-        self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
-        self.results = torch.zeros(results.shape, dtype=results.dtype, pin_memory=words.is_cuda)
-        self._done = torch.cuda.Event() if words.is_cuda else None  # type: ignore[no-untyped-call]
-
-    def take(self, results: Tensor) -> None:
-        self.results.copy_(results, non_blocking=True)
-        if self._done:
-            self._done.record()
-
-    def wait(self) -> None:
-        if self._done:
-            self._done.synchronize()
-
-    def read(self, place_R: Ints) -> SamplerOutput:
-        self.wait()
-        tokens, logprobs = self.results[0].numpy(), self.results[1].numpy().view(np.float32)
-        return SamplerOutput(
-            tokens=tokens[place_R].tolist(), logprobs=logprobs[place_R].tolist(), top_logprobs=[]
-        )
-
-
-def _fits(wanted: GraphShape, shape: GraphShape) -> bool:
-    return (
-        bool(wanted.tiles) == bool(shape.tiles)
-        and wanted.tokens <= shape.tokens
-        and wanted.sequences <= shape.sequences
-        and wanted.rows <= shape.rows
-        and wanted.tiles <= shape.tiles
-    )
-
-
-def _packed(values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int32]]:
-    return {name: np.ascontiguousarray(value, np.int32) for name, value in values.items()}
-
-
-def _sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]]:
-    """The temperature and u of the rows. Padded rows take the likeliest token, which is not
-    read."""
-    return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
-
-
-def _decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None:
-    count = batch.num_decode
-    if not count:
-        return None
-    row_R = np.arange(count)  # each of them is sampled
-    values = {
-        "tokens": tokens_N[:count],
-        "slot_mapping": batch.slot_mapping_N[:count],
-        "lengths": batch.seq_lens_B[:count],
-    }
-    return HostGraphInputs(
-        _packed(values) | _sampling_inputs(batch, row_R),
-        batch.block_table_BM[:count],
-        count,
-        count,
-        0,
-        row_R,
-    )
+def _network(model: Transformer, invariant: bool) -> KernelNetwork | ModuleNetwork:
+    """The one that fuses the most of the model's layers."""
+    if invariant:
+        return batch_invariant.BatchInvariantNetwork(model)
+    return ModuleNetwork(model) if unsupported(model.config) else KernelNetwork(model)

@@ -56,15 +56,17 @@ def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_cache_bytes: int |
     return max(context, min(4 * max_num_seqs * context, kv_cache_bytes // token_bytes))
 
 
-def has_kernels(model: Transformer, dtype: torch.dtype) -> bool:
+def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> bool:
     """Whether the model runs on our CUDA kernels when it computes in `dtype`."""
     if not model.model.embed_tokens.weight.is_cuda or dtype != torch.bfloat16:
         return False
     # brings Triton, which is there only with a CUDA build of torch
-    from etude.engine.kernels.network import CAN, unsupported
+    from etude.engine.kernels import modules, network
 
-    _say_once("our CUDA kernels do", model.config.beyond(CAN))
-    return not unsupported(model.config)
+    unfused = network.unsupported(model.config, network.INVARIANT_CAN if invariant else network.CAN)
+    found = unfused if invariant or not unfused else modules.unsupported(model.config)
+    _say_once("our CUDA kernels do", found)
+    return not found
 
 
 def _say_once(path: str, facts: list[str]) -> None:
@@ -85,7 +87,7 @@ def _check_invariant(model: Transformer) -> None:
 def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transformer:
     """The model of a trainer that has the same bits as a batch-invariant engine: on the same
     kernels, or with the same operators."""
-    if not has_kernels(model, dtype):
+    if not has_kernels(model, dtype, invariant=True):
         _check_invariant(model)
         return model.compute_with(INVARIANT)
     from etude.engine.kernels.transformer import BatchInvariantTransformer
@@ -103,10 +105,10 @@ def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | N
         model.model.embed_tokens.weight,
         kv_cache_tokens(model, max_num_seqs, kv_cache_bytes),
     )
-    if has_kernels(model, weight.dtype):
+    if has_kernels(model, weight.dtype, invariant=model.invariant):
         from etude.engine.cuda import CudaRunner
 
-        blocks = -(-tokens // CudaRunner.block_size)
+        blocks = -(-tokens // max(CudaRunner.block_size, block_size(model.config)))
         return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant)
     if model.invariant:
         _check_invariant(model)

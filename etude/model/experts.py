@@ -245,15 +245,25 @@ class ClampedExperts(StackedExperts):
             yield f"experts.{name}", tensor
 
     def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
-        return _one_by_one(x_ME, ends_X, self._one)
+        if not x_ME.is_cuda or x_ME.dtype != torch.bfloat16 or self.arithmetic is not PLAIN:
+            return _one_by_one(x_ME, ends_X, self._one)
+        grouped_mm: Any = F.grouped_mm
+        rows_M = torch.arange(len(x_ME), device=x_ME.device)
+        expert_M = torch.searchsorted(ends_X, rows_M, right=True)
+        both = grouped_mm(x_ME, self.gate_up_proj, offs=ends_X.int())
+        act = self._gated(both + self.gate_up_proj_bias[expert_M])
+        y_ME: Tensor = grouped_mm(act, self.down_proj, offs=ends_X.int())
+        return y_ME + self.down_proj_bias[expert_M]
 
     def _one(self, expert: int, x_nE: Tensor) -> Tensor:
-        linear, sigmoid = self.arithmetic.linear, self.arithmetic.sigmoid
+        linear = self.arithmetic.linear
         both = linear(x_nE, self.gate_up_proj[expert].T, self.gate_up_proj_bias[expert])
+        return linear(self._gated(both), self.down_proj[expert].T, self.down_proj_bias[expert])
+
+    def _gated(self, both: Tensor) -> Tensor:
         gate = both[..., 0::2].clamp(max=self.limit)
         up = both[..., 1::2].clamp(-self.limit, self.limit)
-        act = (up + 1) * (gate * sigmoid(gate * self.alpha))
-        return linear(act, self.down_proj[expert].T, self.down_proj_bias[expert])
+        return (up + 1) * (gate * self.arithmetic.sigmoid(gate * self.alpha))
 
 
 def _one_by_one(x_ME: Tensor, ends_X: Tensor, compute: Callable[[int, Tensor], Tensor]) -> Tensor:

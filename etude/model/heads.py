@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from etude.model.config import LatentConfig, ModelConfig
 from etude.model.layers import Fused, Linear, RMSNorm
 from etude.model.numerics import PLAIN
-from etude.model.recurrence import Recurrence
+from etude.model.recurrence import Recur
 from etude.model.rope import mla_score_scale, rotate, split_halves
 from etude.model.scoring import Scoring
 
@@ -42,7 +42,7 @@ class AttentionBackend(Protocol):
         -> [.., H, V]. Scores are multiplied by `scale`, or by 1 / sqrt(D); `scoring`: what else is
         done to them."""
 
-    def recurrence(self, shape: torch.Size) -> Recurrence:
+    def recurrence(self, shape: torch.Size) -> Recur:
         """How tokens of these leading dimensions follow each other, for layers without
         attention."""
 

@@ -100,6 +100,12 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 
+Recur = Callable[[int, DeltaRule, Tensor, Tensor, Tensor], Tensor]
+"""(number of the recurrent layer, its rule, mixed_NC, decay_NH, beta_NH) -> what every token reads,
+NHV. `decay_NH`: the log of what is left of the memory; `beta_NH`: how much of the new value is put
+in."""
+
+
 class Recurrence:
     """The sequences of a pass, as recurrent layers see them. A sequence that begins behind a block
     which another one writes in the same pass comes after it, in a wave of its own."""
@@ -122,8 +128,7 @@ class Recurrence:
     def __call__(
         self, place: int, rule: DeltaRule, mixed_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor
     ) -> Tensor:
-        """NHV: what every token reads, in the recurrent layer number `place`. `decay_NH`: the log
-        of what is left of the memory; `beta_NH`: how much of the new value is put in."""
+        """As `Recur` says."""
         if not self._waves:
             width = rule.weight_CW.shape[-1]
             self._waves = [_Wave(spans, width, self._device) for spans in self._spans]

@@ -7,7 +7,6 @@ start as NaN, so that whatever a kernel leaves unwritten shows.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,14 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from etude.engine.cuda import CudaRunner
-from etude.engine.engine import Engine, FinishedRequest
+from etude.engine.engine import Engine
 from etude.engine.kernels import attention, experts, head, linear, norm
-from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
-from etude.model.experts import Routing
-from etude.model.files import hf_state_dict
-from etude.model.transformer import init_from_scratch
+from tests.engine.engine_checks import ENGINES, check_engine
 from tests.small_model import add, drain, request, sharp
 
 
@@ -410,64 +405,6 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
 }
 
 
-def check_engine(experts: ExpertsConfig | None) -> dict[str, float]:
-    """A whole engine on a GPU, with prompts in pieces, shared prefixes and every way to draw, on
-    weights that were put in place of others: its log-probs against those of the same weights in
-    float64, experts replayed."""
-    config = ModelConfig(
-        model_type="qwen3_moe" if experts else "qwen3", vocab_size=5000, hidden_size=256,
-        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        intermediate_size=512, max_position_embeddings=2048, experts=experts,
-    )  # fmt: skip
-    model, before = (
-        init_from_scratch(config, seed=torch.seed() % 1000)
-        .to("cuda", torch.bfloat16)
-        .requires_grad_(False)
-        for _ in range(2)
-    )
-    engine = Engine(
-        before,
-        max_num_seqs=24,
-        max_batched_tokens=200,
-        runner=CudaRunner(before, num_blocks=200, max_num_seqs=24),
-    )
-    engine.load_weights(1, {name: tensor.cpu() for name, tensor in hf_state_dict(model).items()})
-    prefix = torch.randint(0, 5000, (130,)).tolist()
-    requests = {}
-    for i in range(40):
-        own = torch.randint(0, 5000, (1 + 17 * i,)).tolist()
-        asked = requests[str(i)] = request(
-            str(i), (prefix if i % 3 == 0 else []) + own, max_tokens=5 + i,
-            temperature=(i % 4) / 2, stop_token_ids=(), top_k=7 if i == 9 else 0,
-            top_p=0.9 if i == 10 else 1.0,
-        )  # fmt: skip
-        add(engine, asked)
-    exact = copy.deepcopy(model).double()
-    differences = []
-    while not engine.idle:
-        for event in engine.step():
-            if not isinstance(event, FinishedRequest) or event.id in ("9", "10"):
-                continue
-            asked, sample = requests[event.id], event.sample
-            row = torch.tensor([asked.prompt + sample.tokens], device="cuda")
-            routing = None
-            if experts and sample.experts:
-                used = torch.frombuffer(bytearray(sample.experts), dtype=torch.uint8)
-                routing = Routing(used.view(1, row.shape[1] - 1, len(experts.layers), -1).cuda())
-            positions = torch.arange(row.shape[1] - 1, device="cuda")[None]
-            logits = exact.logits(exact(row[:, :-1], positions, CausalAttention(), routing))[
-                0, len(asked.prompt) - 1 :
-            ]
-            expected = torch.log_softmax(logits / (asked.temperature or 1.0), -1)
-            expected = expected.gather(1, row[0, len(asked.prompt) :, None])[:, 0].cpu()
-            differences.append((torch.tensor(sample.logprobs) - expected).abs())
-    assert len(differences) == 38
-    return {
-        "mean": float(torch.cat(differences).mean()) / 3,
-        "largest": float(torch.cat(differences).max()) / 30,
-    }
-
-
 def check_operators() -> dict[str, float]:
     """A model that the kernels do not know runs on a GPU too: its log-probs against those of the
     CPU."""
@@ -517,15 +454,8 @@ def main() -> None:
         found = check(Inputs("cuda", torch.bfloat16))
         print(f"{name:16}", *(f"{what} {value:.1e}" for what, value in found.items()), flush=True)
         assert all(value < 1e-2 for value in found.values())  # NaN fails too
-    experts = ExpertsConfig(
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=128,
-        layers=(1, 2, 3),
-        norm_topk_prob=True,
-    )
-    for kind in (None, experts):
-        print("engine", "with experts" if kind else "", check_engine(kind), flush=True)
+    for name, config in ENGINES.items():
+        print("engine", name, check_engine(config), flush=True)
     print("engine without kernels", check_operators(), flush=True)
 
 

@@ -16,7 +16,7 @@ from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
 from etude.engine.kernels.transformer import BatchInvariantTransformer
-from etude.model.config import ExpertsConfig
+from etude.model.config import ExpertsConfig, LinearConfig
 from etude.model.experts import Routing
 from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
@@ -40,9 +40,41 @@ EXPERTS = ExpertsConfig(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1,), norm_topk_prob=True
 )
 MODELS = {
-    "qwen3": SMALL,
+    "qwen3": replace(SMALL, sliding_window=5, sliding_layers=(0,)),
     "qwen2": replace(SMALL, model_type="qwen2", tie_word_embeddings=False),
     "qwen3_moe": replace(SMALL, model_type="qwen3_moe", num_hidden_layers=2, experts=EXPERTS),
+    "gpt_oss": replace(
+        SMALL,
+        model_type="gpt_oss",
+        attention_bias=True,
+        attention_out_bias=True,
+        sliding_window=5,
+        sliding_layers=(0,),
+        experts=replace(EXPERTS, layers=(0,), router_bias=True, swiglu_limit=2.0),
+    ),
+    "qwen3_next": replace(
+        SMALL,
+        model_type="qwen3_next",
+        num_hidden_layers=2,
+        linear=LinearConfig(
+            num_key_heads=1,
+            num_value_heads=2,
+            key_head_dim=4,
+            value_head_dim=5,
+            conv_kernel_dim=3,
+            layers=(0,),
+        ),
+    ),
+    "gemma2": replace(
+        SMALL,
+        model_type="gemma2",
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=20.0,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=9.0,
+        sliding_window=4,
+        sliding_layers=(0,),
+    ),
 }
 
 

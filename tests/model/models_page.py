@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from etude.engine.kernels.modules import CAN as MODULES_CAN
 from etude.engine.kernels.network import CAN as KERNELS_CAN
 from etude.engine.native import CAN as NATIVE_CAN
 from etude.model.config import Facts, ModelConfig
@@ -53,9 +54,11 @@ and the engine's log-probs with the definition's, in batches, in pieces, from th
 preemption and after a swap of weights.
 
 **Fast paths** state what they can compute. `native.c` (CPU) and the CUDA kernels compute layers
-like Llama's, and beyond those what the columns say; any other model runs on torch's operators,
-with a warning that names the facts. Windows, sinks and capped scores are computed by torch on
-every device; blocks of the KV cache that no window reaches any more are kept.
+like Llama's, and beyond those what the columns say. On a CUDA device in bf16 other layers with
+keys and values have attention on our kernels (windows, sinks and capped scores too) and the rest on
+torch's operators, in captured graphs: "attention". What is left runs on torch's operators one by
+one, with a warning that names the facts: latent and recurrent layers, heads whose size is no power
+of two, and anything batch-invariant that is not like Llama's.
 
 **Recurrent layers** (Gated DeltaNet) keep a state of one size instead of keys and values. It is
 kept at the end of each block of the KV cache, so that it is found by whoever begins behind a cached
@@ -104,10 +107,11 @@ def path_of(model_type: str) -> tuple[str, str]:
     """For the CPU and for CUDA: of which variants of the family."""
     variants = [config(name) for name in MODELS if name.split()[0] == model_type]
     said = []
-    for can in (NATIVE_CAN, KERNELS_CAN):
+    for can in (NATIVE_CAN, KERNELS_CAN, MODULES_CAN):
         count = sum(not c.beyond(can) for c in variants)
         said.append("no" if not count else "yes" if count == len(variants) else "in part")
-    return said[0], said[1]
+    native, fused, modules = said
+    return native, fused if fused == "yes" else f"{fused}, attention" if modules != "no" else fused
 
 
 def page() -> str:
@@ -128,7 +132,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-IN_PART = '"In part": models of the family without the facts that the path does not compute.'
+IN_PART = '"In part": whole layers, of models without the facts that the path does not compute.'
 BY_HAND = (
     "Their config.json was written down by hand (`tests/model/known_configs.py`); no weights were "
     "fetched."

@@ -37,7 +37,7 @@ from etude.engine.kernels.attention import (
     group_rows,
 )
 from etude.engine.kernels.linear import GemmConfig
-from etude.engine.kernels.network import Attend, KernelNetwork, expert_parts
+from etude.engine.kernels.network import INVARIANT_CAN, Context, KernelNetwork, expert_parts
 from etude.model.experts import SparseMoE
 
 BLOCK = 64
@@ -284,16 +284,19 @@ def router_logits(x_NE: Tensor, layer: SparseMoE, pdl: bool = False) -> Tensor:
 class BatchInvariantNetwork(KernelNetwork):
     """The forward pass on batch-invariant kernels."""
 
+    can = INVARIANT_CAN
+
     def hidden(
         self,
         tokens_N: Tensor,
         slot_mapping_N: Tensor,
         sampled: Tensor,
-        attend: Attend,
+        context: Context,
         record: Tensor | None,
         pdl: bool,
     ) -> Tensor:
-        return self._rows(self._embedded(tokens_N, sampled), slot_mapping_N, attend, record, pdl)
+        x_NE = self._embedded(tokens_N, sampled)
+        return self._rows(x_NE, slot_mapping_N, context.attend, record, pdl)
 
     def _product(self, x_NC: Tensor, w: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
         return product(x_NC, w, bias, pdl)

@@ -10,9 +10,11 @@ Shapes: B rows, E hidden size, V vocabulary, T tiles.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn import functional as F
 from triton.language.extra import cuda as gpu
 
 TILE = 128
@@ -125,6 +127,17 @@ def logits(
         x_BE, w_VE, temperature_B, out_BV, stats_BT2, rows, len(w_VE), size, tiles, bb, TILE, be,
         pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
+
+
+def tile_stats(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
+    """What `logits` notes of each tile, of logits that were computed elsewhere."""
+    rows, vocabulary = logits_BV.shape
+    warm_B1 = torch.where(temperature_B == 0, 1.0, temperature_B)[:, None]
+    padded = F.pad(logits_BV / warm_B1, (0, -vocabulary % TILE), value=-torch.inf)
+    tiles_BTN = padded.view(rows, -1, TILE)
+    top_BT1 = tiles_BTN.amax(-1, keepdim=True)
+    total_BT1 = (tiles_BTN - top_BT1).exp().sum(-1, keepdim=True)
+    return torch.cat((top_BT1, total_BT1), -1)
 
 
 def sample(

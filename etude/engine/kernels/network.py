@@ -10,8 +10,9 @@ experts of a token, X experts, k experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,11 @@ from torch.nn import functional as F
 
 from etude.core.errors import EtudeError
 from etude.engine.kernels import attention, experts, head, linear, norm
+from etude.model.config import Can
 from etude.model.experts import SparseMoE
 from etude.model.heads import GroupedQueryAttention
 from etude.model.layers import MLP
+from etude.model.recurrence import Recur
 from etude.model.transformer import Block, ModelConfig, Transformer
 
 FEW_ROWS, SMALL_MATRIX = 64, 8 << 20
@@ -33,15 +36,45 @@ Attend = Callable[[int, Tensor], Tensor]
 sees."""
 
 
-CAN = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
-"""What these kernels, and those of `transformer`, compute beyond a plain layer; a model with any
-other fact is not run on them."""
+@dataclass(frozen=True, slots=True)
+class Context:
+    """How the new tokens of a pass see those before them."""
+
+    positions_N: Tensor
+    attend: Attend
+    recur: Recur | None = None
+    """Of recurrent layers."""
 
 
-def unsupported(c: ModelConfig) -> list[str]:
+class Everything(Collection[Any]):
+    """All values of a fact."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+INVARIANT_CAN: Can = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
+"""What these kernels, and those of `batch_invariant` and `transformer`, compute beyond a plain
+layer; a model with any other fact is not run on them."""
+CAN: Can = {**INVARIANT_CAN, "window": Everything()}
+"""The same without the batch-invariant ones."""
+
+
+def unsupported(c: ModelConfig, can: Can = CAN) -> list[str]:
     """Why these kernels do not run a model, in words; empty if they do."""
+    return c.beyond(can) + odd_heads(c)
+
+
+def odd_heads(c: ModelConfig) -> list[str]:
+    """Heads of a size that no kernel of attention takes."""
     odd = c.head_dim & (c.head_dim - 1) != 0 or c.head_dim < 16
-    return c.beyond(CAN) + ([f"head_dim {c.head_dim}"] if odd else [])
+    return [f"head_dim {c.head_dim}"] if odd else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +92,11 @@ class Layer:
 class KernelNetwork:
     """The forward pass of a `Transformer` on Triton kernels, on the parameters of that model."""
 
+    can = CAN
+
     def __init__(self, model: Transformer) -> None:
         c = model.config
-        if found := unsupported(c):
+        if found := unsupported(c, self.can):
             raise EtudeError(
                 f"the kernels cannot run {c.model_type} with {', '.join(found)}; `select_runner` "
                 f"finds one that can"
@@ -78,7 +113,7 @@ class KernelNetwork:
         tokens_N: Tensor,
         slot_mapping_N: Tensor,
         sampled: Tensor,
-        attend: Attend,
+        context: Context,
         record: Tensor | None,
         pdl: bool,
     ) -> Tensor:
@@ -86,8 +121,8 @@ class KernelNetwork:
         the experts used. With `pdl` a kernel may begin while the one before it ends."""
         x_NE = self._embedded(tokens_N, sampled)
         if len(x_NE) == 1 and not self.config.experts:
-            return self._one_row(x_NE, attend, pdl)
-        return self._rows(x_NE, slot_mapping_N, attend, record, pdl)
+            return self._one_row(x_NE, context.attend, pdl)
+        return self._rows(x_NE, slot_mapping_N, context.attend, record, pdl)
 
     def sample(
         self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor,
@@ -248,7 +283,7 @@ def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
         input_gain=block.input_layernorm.weight.detach(),
         qkv=heads.qkv_proj,
         attention_params=attention.AttentionLayerParams(
-            heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope
+            heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope, heads.window
         ),
         out=heads.o_proj.weight.detach(),
         mlp_gain=block.post_attention_layernorm.weight.detach(),

@@ -1,0 +1,163 @@
+"""The inputs of a captured graph: what it reads from the host, packed into one buffer.
+
+Shapes as in `cuda`: N new tokens, B sequences, M blocks of the longest of them, R rows that are
+sampled, T tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
+
+NOWHERE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """The shape that a CUDA graph is captured for: N tokens, B sequences, R rows and T tiles.
+    Without tiles it is a decode graph, and N = B = R."""
+
+    tokens: int
+    sequences: int
+    rows: int
+    tiles: int = 0
+
+
+class InputLayout:
+    """The layout of a graph's inputs in a buffer of 32-bit words; every field begins at a multiple
+    of 16 bytes."""
+
+    def __init__(self, shape: GraphShape) -> None:
+        n = shape.tokens
+        b = shape.sequences
+        r = shape.rows
+        t = shape.tiles
+        fields = {
+            "tokens": n,
+            "positions": n,
+            "slot_mapping": n,
+            "lengths": b,
+            "temperature": r,
+            "u": 2 * r,
+            "stride": 1,
+        }
+        if t:
+            fields |= {"ends": b, "logits_indices": r, "sequence": t, "first": t}
+        self._spans: dict[str, slice] = {}
+        self.fixed = 0
+        """The offset of the block table, which is of any width."""
+        for name, count in fields.items():
+            self._spans[name] = slice(self.fixed, self.fixed + count)
+            self.fixed += -(-count // 4) * 4
+
+    def fill(
+        self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], block_table_BM: Ints
+    ) -> int:
+        """Write the inputs into the buffer, and return the number of words. Padding is 0; but
+        padded tokens have slot -1, and padded tiles begin behind everything."""
+        words[: self.fixed] = 0
+        words[self._spans["slot_mapping"]] = -1
+        if "first" in self._spans:
+            words[self._spans["first"]] = NOWHERE
+        for name, value in values.items():
+            start = self._spans[name].start
+            words[start : start + value.nbytes // 4] = value.view(np.int32)
+        words[self._spans["stride"]] = block_table_BM.shape[1]
+        words[self.fixed : self.fixed + block_table_BM.size] = block_table_BM.reshape(-1)
+        return self.fixed + block_table_BM.size
+
+    def views(self, words: Tensor) -> dict[str, Tensor]:
+        found = {name: words[span] for name, span in self._spans.items()} | {
+            "blocks": words[self.fixed :]
+        }
+        return found | {
+            "temperature": found["temperature"].view(torch.float32),
+            "u": found["u"].view(torch.float64),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class HostGraphInputs:
+    """The inputs of one graph, still on the host: the decode or the prefill part of a batch."""
+
+    values: dict[str, NDArray[Any]]
+    block_table_BM: Ints
+    num_tokens: int
+    num_sequences: int
+    num_tiles: int
+    row_indices_R: Ints
+    """The rows of the batch that this part samples, in order."""
+
+
+class PinnedBuffers:
+    """The pinned host memory of one pass, and the event after which it may be used again."""
+
+    def __init__(self, words: Tensor, results: Tensor) -> None:
+        self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
+        self.results = torch.zeros(results.shape, dtype=results.dtype, pin_memory=words.is_cuda)
+        self._done = torch.cuda.Event() if words.is_cuda else None  # type: ignore[no-untyped-call]
+
+    def take(self, results: Tensor) -> None:
+        self.results.copy_(results, non_blocking=True)
+        if self._done:
+            self._done.record()
+
+    def wait(self) -> None:
+        if self._done:
+            self._done.synchronize()
+
+    def read(self, place_R: Ints) -> SamplerOutput:
+        self.wait()
+        tokens, logprobs = self.results[0].numpy(), self.results[1].numpy().view(np.float32)
+        return SamplerOutput(
+            tokens=tokens[place_R].tolist(), logprobs=logprobs[place_R].tolist(), top_logprobs=[]
+        )
+
+
+def fits(wanted: GraphShape, shape: GraphShape) -> bool:
+    return (
+        bool(wanted.tiles) == bool(shape.tiles)
+        and wanted.tokens <= shape.tokens
+        and wanted.sequences <= shape.sequences
+        and wanted.rows <= shape.rows
+        and wanted.tiles <= shape.tiles
+    )
+
+
+def as_words(values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int32]]:
+    return {name: np.ascontiguousarray(value, np.int32) for name, value in values.items()}
+
+
+def sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]]:
+    """The temperature and u of the rows. Padded rows take the likeliest token, which is not
+    read."""
+    return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
+
+
+def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None:
+    count = batch.num_decode
+    if not count:
+        return None
+    row_R = np.arange(count)  # each of them is sampled
+    values = {
+        "tokens": tokens_N[:count],
+        "positions": batch.positions_N[:count],
+        "slot_mapping": batch.slot_mapping_N[:count],
+        "lengths": batch.seq_lens_B[:count],
+    }
+    return HostGraphInputs(
+        as_words(values) | sampling_inputs(batch, row_R),
+        batch.block_table_BM[:count],
+        count,
+        count,
+        0,
+        row_R,
+    )

@@ -1,0 +1,141 @@
+"""The forward pass of a `Transformer` by its own modules, with attention on our kernels: for models
+whose layers are not those that `network` fuses.
+
+Products and norms are torch's, one after the other; a captured graph takes from them what they cost
+most at small batches, the launches. Shapes as in `network`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from etude.core.errors import EtudeError
+from etude.engine.kernels import attention, head
+from etude.engine.kernels.network import Context, Everything, odd_heads
+from etude.model.experts import Routing
+from etude.model.heads import GroupedQueryAttention
+from etude.model.recurrence import Recur
+from etude.model.scoring import Scoring
+from etude.model.transformer import Block, ModelConfig, Transformer
+
+ANY = Everything()
+CAN = {
+    **dict.fromkeys(
+        ("linear", "gated_attention", "qkv_bias", "out_bias", "sinks", "partial_rotary"), ANY
+    ),
+    **dict.fromkeys(("qk_norm", "scale", "softcap", "window", "rope"), ANY),
+    **dict.fromkeys(("norms", "centred_norms", "residual_scale", "hidden_act", "mlp_bias"), ANY),
+    **dict.fromkeys(("router", "experts_scale", "shared_experts", "clamped_gates"), ANY),
+    **dict.fromkeys(("embedding_scale", "logits_scale", "logits_softcap"), ANY),
+}
+"""What the modules and the kernels of attention compute beyond a plain layer."""
+
+
+def unsupported(c: ModelConfig) -> list[str]:
+    """Why a model is not run so, in words; empty if it is."""
+    # A loop over experts, whose lengths the host would have to know.
+    loops = c.experts is not None and c.hidden_act != "silu"
+    return c.beyond(CAN) + odd_heads(c) + (["experts with hidden_act"] if loops else [])
+
+
+class _Layer:
+    """What `CudaRunner` asks of a layer."""
+
+    def __init__(self, heads: GroupedQueryAttention, eps: float) -> None:
+        size = heads.head_dim
+        self.attention_params = attention.AttentionLayerParams(
+            heads.num_q,
+            heads.num_kv,
+            size,
+            size**-0.5 if heads.scale is None else heads.scale,
+            eps,
+            None,
+            None,
+            None,
+            heads.window,
+            heads.softcap,
+            None if heads.sinks is None else heads.sinks.detach(),
+        )
+
+
+class ModuleNetwork:
+    """The forward pass of a `Transformer` by its own modules."""
+
+    def __init__(self, model: Transformer) -> None:
+        c = model.config
+        if found := unsupported(c):
+            raise EtudeError(
+                f"the kernels cannot run {c.model_type} with {', '.join(found)}; `select_runner` "
+                f"finds one that can"
+            )
+        self.config = c
+        self._model = model
+        self.layers = [
+            _Layer(block.self_attn, c.rms_norm_eps)
+            for block in model.model.layers
+            if isinstance(block, Block) and isinstance(block.self_attn, GroupedQueryAttention)
+        ]
+
+    def hidden(
+        self,
+        tokens_N: Tensor,
+        slot_mapping_N: Tensor,
+        sampled: Tensor,
+        context: Context,
+        record: Tensor | None,
+        pdl: bool,
+    ) -> Tensor:
+        """As `KernelNetwork.hidden`; `record` has one slot more, for tokens that belong to
+        nobody."""
+        known = sampled.index_select(0, (-1 - tokens_N).clamp(min=0))
+        tokens_N = torch.where(tokens_N < 0, known, tokens_N)
+        routing = None if record is None else Routing()
+        positions_N, attend = context.positions_N, _OnKernels(context)
+        hidden_NE: Tensor = self._model(tokens_N, positions_N, attend, routing)
+        if record is not None and routing is not None:
+            nobody = record.shape[0] - 1
+            slots_N = torch.where(slot_mapping_N < 0, nobody, slot_mapping_N).long()
+            record.index_copy_(0, slots_N, routing.chosen().to(record.dtype))
+        return hidden_NE
+
+    def sample(
+        self, hidden_RE: Tensor, temperature_R: Tensor, u_R: Tensor, logits_RV: Tensor,
+        tokens_R: Tensor, logprobs_R: Tensor, pdl: bool,
+    ) -> None:  # fmt: skip
+        logits_RV.copy_(self._model.logits(hidden_RE))
+        head.sample(
+            logits_RV,
+            head.tile_stats(logits_RV, temperature_R),
+            temperature_R,
+            u_R,
+            tokens_R,
+            logprobs_R,
+            pdl=False,
+        )
+
+
+class _OnKernels:
+    """The attention backend of one pass."""
+
+    latent = False
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __call__(
+        self,
+        layer: int,
+        q_NHD: Tensor,
+        k_NKD: Tensor,
+        v_NKD: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
+    ) -> Tensor:
+        """Scale and scoring are those of the layer, which the kernels were told."""
+        qkv = torch.cat((q_NHD, k_NKD, v_NKD), -2).flatten(-2)
+        return self._context.attend(layer, qkv).view(q_NHD.shape)
+
+    def recurrence(self, shape: torch.Size) -> Recur:
+        assert self._context.recur is not None
+        return self._context.recur
