@@ -57,8 +57,8 @@ def _decoded(
     runner = CudaRunner(model, TOKENS // CudaRunner.block_size + 8, 1)
     engine = Engine(model, max_num_seqs=1, max_batched_tokens=CHUNK, runner=runner)
     engine.add(Request(prompt=prompt[:512], max_tokens=8, seed=0), "warm-up")
-    while engine.num_running:
-        engine.step()
+    while not any(isinstance(event, FinishedRequest) for event in engine.step()):
+        pass
     before = engine.stats().generation_tokens
     began = time.perf_counter()
     engine.add(Request(prompt=prompt, max_tokens=NEW, seed=1), "session")
