@@ -119,7 +119,7 @@ def oci_spec(
 
 def _mounts(mounts: Sequence[Mount], disk_bytes: int) -> list[dict[str, Any]]:
     size = ["nosuid", "nodev", f"size={disk_bytes}", "mode=0755"]
-    found = [
+    found: list[dict[str, Any]] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]},
         {"destination": "/dev/pts", "type": "devpts", "source": "devpts"},

@@ -106,8 +106,8 @@ class GvisorSandboxPool:
         sandbox = CalledSandbox(machine)
         try:
             names = [service.name for service in spec.services]
-            told = {"env": dict(spec.env), "tree": encoded(tree), "services": names}
-            await machine.call("open", **told)
+            env = dict(spec.env)
+            await machine.call("open", env=env, tree=encoded(tree), services=names)
             machine.reading = await start_services(sandbox, spec.services)
             yield sandbox
         finally:
@@ -227,9 +227,8 @@ class _Machine:
         )
         _, errors = await asked.communicate()
         if asked.returncode != 0:
-            raise RolloutFailure(
-                f"sandbox: no checkpoint: {errors.decode(errors='replace')[-500:]}"
-            )
+            said = errors.decode(errors="replace")[-500:]
+            raise RolloutFailure(f"sandbox: no checkpoint of it: {said}")
 
     async def fork(self) -> CalledSandbox:
         """With all that runs in there; of the processes, only services have somebody who reads
