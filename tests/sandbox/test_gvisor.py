@@ -66,7 +66,7 @@ async def test_a_live_database_is_forked_with_what_runs_beside_it(pool: GvisorSa
         await sql(origin, "create table t as select n from generate_series(1, 1000) n")
         await said(origin, "redis-cli", "-h", "cache", "set", "key", "kept")
         await origin.start(["python", "count.py"])
-        while await said(origin, "sh", "-c", "cat count || echo") == "":
+        while await said(origin, "sh", "-c", "cat count 2> /dev/null || echo") == "":
             await asyncio.sleep(0.05)
         forks = [await origin.fork() for _ in range(2)]
         for number, each in enumerate([origin, *forks]):
@@ -87,6 +87,31 @@ async def test_one_that_is_closed_takes_its_forks_not_along(pool: GvisorSandboxP
     await fork.close()
     assert await again.read("a") == "1"
     await again.close()
+
+
+AWAY = f"""
+import os
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.chdir("/")
+        exec({COUNT!r})
+    os._exit(0)
+os.wait()
+import time; time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "patch"])
+async def test_what_a_process_left_ends_with_it(pool: GvisorSandboxPool, end: str) -> None:
+    async with pool.open(SandboxSpec(files={"away.py": AWAY})) as sandbox:
+        process = await sandbox.start(["python", "away.py"])
+        while await said(sandbox, "sh", "-c", "cat count 2> /dev/null || echo") == "":
+            await asyncio.sleep(0.05)
+        await (process.kill() if end == "kill" else sandbox.patch())
+        # it counts in hundredths of seconds, and a command takes several
+        counts = {await said(sandbox, "cat", "count") for _ in range(5)}
+        assert len(counts) == 1
 
 
 async def test_limits_that_it_cannot_hold_are_refused(pool: GvisorSandboxPool) -> None:
