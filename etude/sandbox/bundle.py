@@ -99,7 +99,8 @@ def oci_spec(
             "cwd": "/",
             "noNewPrivileges": True,
             "capabilities": {
-                kind: ["CAP_SYS_ADMIN"] for kind in ("bounding", "effective", "permitted")
+                kind: ["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"]
+                for kind in ("bounding", "effective", "permitted")
             },
             "rlimits": [
                 {"type": _NAMES[kind], "soft": value, "hard": value}
