@@ -9,6 +9,11 @@ a fork costs.
     namespaces.mib_each                     PSS of all their processes, divided by their number
     namespaces.kernel_mib_each              what else the machine has less, by MemAvailable
     namespaces.fork_1gb_ms                  a fork of a working copy of 1 GB
+    gvisor.start_p50_ms, echo_p50_ms        as above, in a sandbox of gVisor (where runsc is there)
+    gvisor.fork_p50_ms                      a fork of one as it runs, until the fork answers
+    gvisor.live_fork_p50_ms                 the same with PostgreSQL (100,000 rows), Redis and a
+                                            Python at work in it, where those are installed
+    host.start_p50_ms, host.echo_p50_ms     as above, by way of a sandbox host on this machine
 
 and beside them what is installed of bubblewrap, crun and runsc, with namespaces, a read-only /usr,
 no network, and `echo` as the command: `NAME.echo_p50_ms` and `echo_p99_ms`, until the process has
@@ -30,6 +35,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.bench._sandbox_tiers import tiers
 from etude.core.sandbox import Limits, SandboxSpec
 from etude.sandbox.namespaces import NamespaceSandboxPool
 
@@ -44,6 +50,7 @@ _UP = "up\n"
 def run() -> dict[str, float]:
     figures = {"load_before": os.getloadavg()[0]}
     figures |= asyncio.run(_namespaces())
+    figures |= tiers()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as directory:
         for name, argv in others(Path(directory)).items():
             times = sorted(_echo_s(argv) for _ in range(_OTHER_STARTS))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from etude.core.errors import EtudeError
 
 if TYPE_CHECKING:
+    from etude.core.sandbox import Tier
     from etude.sandbox.walls import Walls
 
 
@@ -35,11 +36,15 @@ class Probe:
     walls: Walls | None
     refused: str
     """Why there are no walls."""
+    gvisor_refused: str
+    """Why no sandbox of gVisor could be opened; empty: one was."""
     sysctls: Mapping[str, str]
     programs: frozenset[str]
     file_systems: frozenset[str]
 
 
+_QEMU = f"qemu-system-{os.uname().machine}"
+_RUNSC = "apt install -t bookworm-backports runsc"
 _SWITCHES = {
     "user.max_user_namespaces": ("0", "65536"),
     "kernel.unprivileged_userns_clone": ("0", "1"),
@@ -53,8 +58,9 @@ def doctor(*, as_json: bool) -> int:
     found = probe()
     findings = examine(found)
     if as_json:
-        tier = "namespaces" if _holds_namespaces(found) else "process"
-        print(json.dumps({"tier": tier, "findings": [asdict(each) for each in findings]}))
+        print(
+            json.dumps({"tier": _highest(found), "findings": [asdict(each) for each in findings]})
+        )
     else:
         print("\n".join(page(found, findings)))
     return 0 if _holds_namespaces(found) else 1
@@ -63,6 +69,7 @@ def doctor(*, as_json: bool) -> int:
 def probe() -> Probe:
     """Opens a sandbox, which is the only way to know."""
     walls, refused = _walls()
+    programs = ("runsc", "mkfs.btrfs", _QEMU)
     sysctls = {
         name: path.read_text().strip()
         for name in _SWITCHES
@@ -72,8 +79,9 @@ def probe() -> Probe:
     return Probe(
         walls=walls,
         refused=refused,
+        gvisor_refused=_gvisor_refused(),
         sysctls=sysctls,
-        programs=frozenset(name for name in ("runsc", "mkfs.btrfs") if shutil.which(name)),
+        programs=frozenset(name for name in programs if shutil.which(name)),
         file_systems=frozenset(line.split()[-1] for line in lines),
     )
 
@@ -92,6 +100,21 @@ def _walls() -> tuple[Walls | None, str]:
         return asyncio.run(tried()), ""
     except EtudeError as e:
         return None, str(e)
+
+
+def _gvisor_refused() -> str:
+    import asyncio
+
+    from etude.sandbox.gvisor import GvisorSandboxPool
+
+    async def tried() -> None:
+        await GvisorSandboxPool().close()
+
+    try:
+        asyncio.run(tried())
+    except EtudeError as e:
+        return str(e)
+    return ""
 
 
 def examine(found: Probe) -> list[Finding]:
@@ -122,10 +145,17 @@ def examine(found: Probe) -> list[Finding]:
         ),
         Finding(
             name="runsc",
-            there="runsc" in found.programs,
-            found="installed" if "runsc" in found.programs else "not installed",
-            needed_for="the tier gvisor, which this version cannot give yet",
-            fix="apt install -t bookworm-backports runsc",
+            there=not found.gvisor_refused,
+            found=found.gvisor_refused or "a sandbox was opened",
+            needed_for="the tier gvisor",
+            fix=_RUNSC if "runsc" not in found.programs else "run as root, on x86-64 or ARM64",
+        ),
+        Finding(
+            name="qemu",
+            there=_QEMU in found.programs,
+            found="installed" if _QEMU in found.programs else "not installed",
+            needed_for="the tier vm, which this version cannot give yet",
+            fix="apt install qemu-system-arm qemu-system-x86",
         ),
         _btrfs(found),
     ]
@@ -183,6 +213,12 @@ def _holds_namespaces(found: Probe) -> bool:
     return found.walls is not None and found.walls.seccomp
 
 
+def _highest(found: Probe) -> Tier:
+    if not found.gvisor_refused:
+        return "gvisor"
+    return "namespaces" if _holds_namespaces(found) else "process"
+
+
 def page(found: Probe, findings: list[Finding]) -> list[str]:
     lines = []
     for each in findings:
@@ -194,4 +230,8 @@ def page(found: Probe, findings: list[Finding]) -> list[str]:
         lines.append(f"tier namespaces: {found.walls}")
     else:
         lines.append("tier namespaces: not held here; process is, which has no walls")
-    return [*lines, "tiers gvisor, vm: not in this version"]
+    if found.gvisor_refused:
+        lines.append("tier gvisor: not held here")
+    else:
+        lines.append("tier gvisor: a kernel for each sandbox, in a program; forks with processes")
+    return [*lines, "tier vm: not in this version"]

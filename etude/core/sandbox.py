@@ -177,8 +177,8 @@ class Sandbox(Protocol):
         """Changes the working copy so. Links are replaced, never followed."""
 
     async def fork(self) -> Sandbox:
-        """Another sandbox whose working copy starts as this one's is now. Only files are copied:
-        processes stay here."""
+        """Another sandbox whose working copy starts as this one's is now. Processes stay here, and
+        go on there as well where a backend can copy them."""
 
     async def close(self) -> None:
         """Kills every process in it and removes its files. May be called twice."""

@@ -99,7 +99,8 @@ def oci_spec(
             "cwd": "/",
             "noNewPrivileges": True,
             "capabilities": {
-                kind: ["CAP_SYS_ADMIN"] for kind in ("bounding", "effective", "permitted")
+                kind: ["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"]
+                for kind in ("bounding", "effective", "permitted")
             },
             "rlimits": [
                 {"type": _NAMES[kind], "soft": value, "hard": value}
@@ -119,7 +120,7 @@ def oci_spec(
 
 def _mounts(mounts: Sequence[Mount], disk_bytes: int) -> list[dict[str, Any]]:
     size = ["nosuid", "nodev", f"size={disk_bytes}", "mode=0755"]
-    found = [
+    found: list[dict[str, Any]] = [
         {"destination": "/proc", "type": "proc", "source": "proc"},
         {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]},
         {"destination": "/dev/pts", "type": "devpts", "source": "devpts"},

@@ -11,7 +11,7 @@ from etude.core.errors import RolloutFailure
 from etude.core.sandbox import CommandResult, Patch, Sandbox
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.link import decoded, encoded
-from etude.sandbox.served import TOLD
+from etude.sandbox.served import TOLD, lasting
 from etude.sandbox.spec import check_env
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class CalledProcess:
             if self._ended:
                 return b""
             # a reader that is cancelled has taken nothing: the next waits for the same answer
-            self._reading = self._reading or asyncio.ensure_future(self._read())
+            self._reading = self._reading or lasting(self._read())
             data = await self._unless_closed(self._reading)
             self._reading = None
             self._ended = not data

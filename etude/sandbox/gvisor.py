@@ -39,6 +39,7 @@ _ENGINE = (
     "--host-uds=none",
     "--file-access-mounts=exclusive",  # what is mounted does not change
 )
+_HOME = "etude-gvisor-"
 _STARTING = 4
 """Sandboxes in the making at once: each takes a processor for a while."""
 
@@ -57,7 +58,8 @@ class GvisorSandboxPool:
         check_walled(mounts)
         self.reply_timeout_s = reply_timeout_s
         self._mounts = mounts
-        self._home = Path(tempfile.mkdtemp(prefix="etude-gvisor-"))
+        _sweep()
+        self._home = Path(tempfile.mkdtemp(prefix=f"{_HOME}{os.getpid()}-"))
         self._engine = [runsc, f"--root={self._home}/state", *_ENGINE]
         self._names = itertools.count(1)
         self._templates: dict[int, asyncio.Task[Path]] = {}
@@ -106,8 +108,8 @@ class GvisorSandboxPool:
         sandbox = CalledSandbox(machine)
         try:
             names = [service.name for service in spec.services]
-            told = {"env": dict(spec.env), "tree": encoded(tree), "services": names}
-            await machine.call("open", **told)
+            env = dict(spec.env)
+            await machine.call("open", env=env, tree=encoded(tree), services=names)
             machine.reading = await start_services(sandbox, spec.services)
             yield sandbox
         finally:
@@ -227,9 +229,8 @@ class _Machine:
         )
         _, errors = await asked.communicate()
         if asked.returncode != 0:
-            raise RolloutFailure(
-                f"sandbox: no checkpoint: {errors.decode(errors='replace')[-500:]}"
-            )
+            said = errors.decode(errors="replace")[-500:]
+            raise RolloutFailure(f"sandbox: no checkpoint of it: {said}")
 
     async def fork(self) -> CalledSandbox:
         """With all that runs in there; of the processes, only services have somebody who reads
@@ -264,6 +265,14 @@ class _Machine:
             *self._pool.argv(*words), stdin=null, stdout=null, stderr=null
         )
         await ran.wait()
+
+
+def _sweep() -> None:
+    """Remove what pools left whose process was killed: files. Their sandboxes ended with it."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
+        owner = left.name.removeprefix(_HOME).partition("-")[0]
+        if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 async def _ends(process: asyncio.subprocess.Process) -> bool:

@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.core.sandbox import CommandResult
 from etude.sandbox import kernel
 from etude.sandbox.command import PROGRAMS, environment
-from etude.sandbox.limits import TERMINAL_SIZE  # noqa: F401  (loaded before the source is hidden)
 from etude.sandbox.link import decoded
 from etude.sandbox.places import WORK
 from etude.sandbox.process import ProcessSandbox
@@ -40,6 +40,7 @@ _ORDINARY = (
     "unshare", "--user", "--map-user=1000", "--map-group=1000", "--mount-proc", "--pid", "--fork",
     "--kill-child", "--",
 )  # fmt: skip
+_NOT_EXECUTED = "unshare: failed to execute "
 
 
 class MachineSandbox(ProcessSandbox):
@@ -60,6 +61,14 @@ class MachineSandbox(ProcessSandbox):
 
     def _launched_beside(self, argv: Sequence[str], pty: bool) -> list[str]:
         return [*_ORDINARY, *(["setsid", "--ctty"] if pty else []), *self._with_python(argv)]
+
+    async def run(self, argv: Sequence[str], *, timeout_s: float, **told: Any) -> CommandResult:
+        """A program that cannot be executed is told as everywhere: by its own name."""
+        ran = await super().run(argv, timeout_s=timeout_s, **told)
+        if ran.exit_code in (126, 127) and ran.output.startswith(_NOT_EXECUTED):
+            why = ran.output.removeprefix(_NOT_EXECUTED)
+            return CommandResult(127, why, ran.report)
+        return ran
 
     async def _kill_all(self) -> None:
         for process in list(self._processes):

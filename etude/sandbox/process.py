@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -261,7 +262,7 @@ class ProcessSandbox:
                     continue
                 target = self._inside(path)
                 tree.make_parents(str(self._root), str(target.relative_to(self._root)))
-                target.write_bytes(content)
+                _write(target, content)
                 if mode != FILE:
                     target.chmod(stat.S_IMODE(mode))
             except OSError as e:
@@ -346,6 +347,16 @@ class ProcessSandbox:
             for pid in strays:
                 _kill(pid)
             await asyncio.sleep(0.01)
+
+
+def _write(target: Path, content: bytes) -> None:
+    # without O_NONBLOCK a named pipe would hold this process for ever
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
+    descriptor = os.open(target, flags, 0o644)
+    with open(descriptor, "wb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a plain file")
+        file.write(content)
 
 
 def _last(file: IO[bytes], limit: int) -> bytes:

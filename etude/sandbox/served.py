@@ -11,12 +11,13 @@ import asyncio
 import base64
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Process, Sandbox
 from etude.sandbox.link import decoded, encoded
 
+T = TypeVar("T")
 TOLD = (FileNotFoundError, ValueError, EtudeError, RolloutFailure)
 """Errors that are an answer; any other is a mistake of ours."""
 LOOK_S = 20.0
@@ -116,7 +117,7 @@ class _ServedProcess:
 
     async def read(self) -> bytes | None:
         """None if there is none yet."""
-        self._reading = self._reading or _task(self.process.read())
+        self._reading = self._reading or lasting(self.process.read())
         done, _ = await asyncio.wait({self._reading}, timeout=LOOK_S)
         if not done:
             return None
@@ -124,13 +125,14 @@ class _ServedProcess:
         return reading.result()
 
     async def wait(self) -> int | None:
-        self._waiting = self._waiting or _task(self.process.wait())
+        self._waiting = self._waiting or lasting(self.process.wait())
         done, _ = await asyncio.wait({self._waiting}, timeout=LOOK_S)
         return self._waiting.result() if done else None
 
 
-def _task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+def lasting(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that outlives the one who asked; when nobody asks again, nobody is told why it
+    failed."""
     task = asyncio.ensure_future(work)
-    # when nobody asks any more, nobody is to be told why it failed
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return task

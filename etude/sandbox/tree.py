@@ -203,6 +203,9 @@ def _apply_entry(base: int, path: str, entry: tuple[int, bytes] | None) -> None:
 
 
 def _enter(directory: int, name: str) -> int:
+    # O_NOFOLLOW is not enough everywhere: with O_DIRECTORY, gVisor follows the link all the same
+    if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -18,13 +21,15 @@ WALLS = Walls(seccomp=True, landlock=7, own_users=True, cgroup="v2", cgroup_refu
 ALL = Probe(
     walls=WALLS,
     refused="",
+    gvisor_refused="",
     sysctls={"user.max_user_namespaces": "96373"},
-    programs=frozenset({"runsc", "mkfs.btrfs"}),
+    programs=frozenset({"runsc", "mkfs.btrfs", f"qemu-system-{os.uname().machine}"}),
     file_systems=frozenset({"ext4", "btrfs"}),
 )
 NOTHING = Probe(
     walls=None,
     refused="unshare(0x10000000): Operation not permitted",
+    gvisor_refused="isolation gvisor needs runsc, which is not installed",
     sysctls={"kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0"},
     programs=frozenset(),
     file_systems=frozenset({"ext4"}),
@@ -37,6 +42,7 @@ def test_a_machine_that_has_everything() -> None:
     told = page(ALL, findings)
     assert not any("missing" in line for line in told)
     assert f"tier namespaces: {WALLS}" in told
+    assert any(line.startswith("tier gvisor: a kernel") for line in told)
 
 
 def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
@@ -48,18 +54,18 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
         "sysctl -w user.max_user_namespaces=65536 && sysctl -w kernel.unprivileged_userns_clone=1"
     )
     assert findings["runsc"].fix == "apt install -t bookworm-backports runsc"
+    assert "qemu-system-" in findings["qemu"].fix
     assert findings["btrfs"].fix == "modprobe btrfs && apt install btrfs-progs"
     told = "\n".join(page(NOTHING, list(findings.values())))
     assert "tier namespaces: not held here" in told and "sysctl -w" in told
+    assert "tier gvisor: not held here" in told
 
 
 def test_an_ordinary_user_is_told_what_is_in_the_way_of_a_cgroup() -> None:
     walls = Walls(
         seccomp=True, landlock=0, own_users=False, cgroup="", cgroup_refused="/sys/x: it is full"
     )
-    probe = Probe(
-        walls=walls, refused="", sysctls={}, programs=frozenset(), file_systems=frozenset()
-    )
+    probe = replace(NOTHING, walls=walls, refused="", sysctls={})
     findings = {each.name: each for each in examine(probe)}
     assert findings["user namespaces"].there and not findings["Landlock"].there
     assert findings["cgroups"].found == "/sys/x: it is full"
@@ -71,9 +77,17 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     possible = refusal() is None
     assert code == (0 if possible else 1)
-    assert told["tier"] == ("namespaces" if possible else "process")
+    held = {each["name"]: each["there"] for each in told["findings"]}
+    lower = "namespaces" if possible else "process"
+    assert told["tier"] == ("gvisor" if held["runsc"] else lower)
     assert main(["doctor"]) == code
     assert capsys.readouterr().out.count("\n") > len(told["findings"])
+
+
+def test_a_tier_that_cannot_be_had_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(EtudeError, match="gvisor needs runsc.*apt install"):
+        open_sandbox_pool("gvisor")
 
 
 def test_a_run_does_not_start_below_the_tier_that_it_accepts() -> None:

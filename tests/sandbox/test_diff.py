@@ -112,7 +112,8 @@ except OSError: pass
 """
     async with pool.open(SandboxSpec(files={"s.py": script})) as sandbox:
         await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
-        for work in (sandbox.diff, sandbox.fork):
+        # a fork of gVisor walks through no directory
+        for work in (sandbox.diff, *([sandbox.fork] if pool.tier != "gvisor" else [])):
             with pytest.raises(ValueError, match="nested too deep"):
                 await work()
         await sandbox.run(["rm", "-rf", "d" * 20], timeout_s=LONG_S)
@@ -120,6 +121,8 @@ except OSError: pass
 
 
 async def test_holes_stay_holes_in_a_fork(pool: SandboxPool) -> None:
+    if pool.tier == "gvisor":
+        pytest.skip("its files in memory tell of no holes")
     script = """
 import os
 for n in range(400):

@@ -18,6 +18,7 @@ from etude.core.sandbox import SandboxPool, SandboxSpec
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 from tests.namespaces import need_namespaces
+from tests.sandbox.conftest import OTHERS, open_pool
 from tests.sandbox.test_isolation import LONG_S
 
 HELPERS = r"""
@@ -165,6 +166,23 @@ ATTEMPTS = {
 }
 
 
+OF_THE_KERNEL_INSIDE = {
+    "a tun device",
+    "the disk by a node of its own",
+    "the log of the kernel",
+    "a user namespace",
+    "a user namespace by clone",
+    "a better priority",
+    "the memory of another",
+    "a keyring",
+    "shared memory",
+    "a message queue",
+}
+"""What gVisor grants, of things that it has made up itself: a tun device without a network, a node
+that no disk is behind, a log of its own, priorities among the processes of one sandbox, none of the
+bytes of a process that is not there. On the machine's kernel each would be a step towards it."""
+
+
 class Canary:
     """What a sandbox must not reach: ports, sockets, a file, an environment and a process."""
 
@@ -243,12 +261,22 @@ def canary() -> Iterator[Canary]:
 
 
 @pytest.fixture(scope="module")
-def shared_pool() -> Iterator[SandboxPool]:
-    """One for all attempts: that none of them hurts the next is part of the question."""
+def namespaces_pool() -> Iterator[SandboxPool]:
     need_namespaces()
     opened = NamespaceSandboxPool()
     yield opened
     asyncio.run(opened.close())
+
+
+@pytest.fixture(params=["namespaces", *OTHERS])
+async def shared_pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
+    """One for all attempts at a tier: that none of them hurts the next is part of the question."""
+    if request.param == "namespaces":
+        yield request.getfixturevalue("namespaces_pool")
+        return
+    opened = open_pool(request, request.param)
+    yield opened
+    await opened.close()
 
 
 async def tried(pool: SandboxPool, script: str) -> str:
@@ -256,9 +284,11 @@ async def tried(pool: SandboxPool, script: str) -> str:
         return (await sandbox.run(["python", "s.py"], timeout_s=LONG_S)).output
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=ATTEMPTS.keys())
-async def test_no_way_out(shared_pool: SandboxPool, canary: Canary, attempt: str) -> None:
-    told = await tried(shared_pool, canary.script(attempt))
+@pytest.mark.parametrize("name", ATTEMPTS)
+async def test_no_way_out(shared_pool: SandboxPool, canary: Canary, name: str) -> None:
+    if shared_pool.tier == "gvisor" and name in OF_THE_KERNEL_INSIDE:
+        pytest.skip("it is the kernel of the sandbox that grants it, and it leads to nothing else")
+    told = await tried(shared_pool, canary.script(ATTEMPTS[name]))
     # a refusal, not a mistake in the attempt
     assert "escaped" not in told and "SyntaxError" not in told and "NameError" not in told, told
     assert canary.visitors() == 0
@@ -266,7 +296,8 @@ async def test_no_way_out(shared_pool: SandboxPool, canary: Canary, attempt: str
 
 
 def test_there_are_many() -> None:
-    assert len(ATTEMPTS) >= 40
+    assert set(ATTEMPTS) > OF_THE_KERNEL_INSIDE
+    assert len(ATTEMPTS) - len(OF_THE_KERNEL_INSIDE) >= 40
 
 
 @pytest.fixture

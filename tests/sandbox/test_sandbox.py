@@ -108,6 +108,9 @@ async def test_what_is_no_text_file_is_an_error_and_never_a_wait(pool: SandboxPo
         for path in ("pipe", "dir", "binary", "huge"):
             with pytest.raises(ValueError):
                 await sandbox.read(path)
+        for path in ("pipe", "dir"):
+            with pytest.raises(ValueError):
+                await sandbox.write(path, "")
 
 
 async def test_text_that_cannot_be_encoded_leaves_the_file_as_it_was(pool: SandboxPool) -> None:
