@@ -10,6 +10,18 @@ from etude.core.sandbox import TIERS, Limits, Tier
 from etude.core.schema import Config, Count, Place, Positive
 
 
+class BudgetConfig(Config):
+    """The most that all sandboxes of a run may take together; those for which there is no room
+    wait. None: no bound."""
+
+    cpus: Positive | None = None
+    """Processors. A sandbox without a limit of its own counts as one."""
+    memory_mib: Count | None = None
+    """Memory, by the limits of the sandboxes, whatever they use of it."""
+    disk_mib: Count | None = None
+    """Working copies and temporary files, by their limits."""
+
+
 class SandboxConfig(Config):
     """The isolation of sandboxes, what they show of this machine, and their limits."""
 
@@ -38,6 +50,7 @@ class SandboxConfig(Config):
     """Size of the working copy, and of the temporary files."""
     max_processes: Count | None = None
     """Processes of a sandbox at the same time."""
+    budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")
     def _isolation_holds_the_tier(self) -> SandboxConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import time
@@ -28,6 +29,7 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox import SandboxPool, SandboxSpec
+from etude.core.sandbox_config import BudgetConfig
 from etude.core.stages import RolloutStageConfig
 from etude.core.tasks_config import PULL, TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
@@ -45,6 +47,7 @@ from etude.run.rollout import RolloutRunner, SessionDesk
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
 from etude.sandbox.egress import Outside, log_to
+from etude.sandbox.fleet import Need
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
 from etude.store.runs import Run
@@ -320,6 +323,16 @@ def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review |
     )
 
 
+def _budget(config: BudgetConfig) -> Need | None:
+    if config == BudgetConfig():
+        return None
+    return Need(
+        cpus=config.cpus or math.inf,
+        memory_bytes=(config.memory_mib or math.inf) * 2**20,
+        disk_bytes=(config.disk_mib or math.inf) * 2**20,
+    )
+
+
 @contextlib.asynccontextmanager
 async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment, SandboxPool]]:
     """The environment of a run over a pool of its sandboxes, both closed at the end."""
@@ -331,6 +344,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
         mounts=[*sandbox.mounts, *config.tasks.mounts],
         limits=sandbox.limits,
         image=sandbox.image,
+        budget=_budget(sandbox.budget),
         outside=Outside(log=log_to(sandbox.network_log)) if sandbox.network_log else Outside(),
     )
     async with contextlib.AsyncExitStack() as stack:

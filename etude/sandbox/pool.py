@@ -9,6 +9,8 @@ from dataclasses import replace
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
 from etude.sandbox.egress import Outside
+from etude.sandbox.fleet import Need
+from etude.sandbox.fleet_pool import with_budget
 from etude.sandbox.image import default_store
 from etude.sandbox.imaged import ImagedPool
 from etude.sandbox.link import REPLY_TIMEOUT_S
@@ -36,14 +38,17 @@ def open_sandbox_pool(
     limits: Limits = _NO_LIMITS,
     image: str = "",
     outside: Outside = _QUIET,
+    budget: Need | None = None,
 ) -> SandboxPool:
     """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
     picks a weaker isolation than it was asked for. The caller closes the pool.
 
     `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits` and
     `image`: of sandboxes whose task does not say otherwise. `outside`: the network, for those
-    whose task names hosts."""
+    whose task names hosts. `budget`: of all sandboxes together."""
     pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts), outside)
+    if budget:
+        pool = with_budget(pool, budget)
     default = SandboxSpec(limits=limits, image=image)
     pool.check(default)
     return pool if default == SandboxSpec() else _DefaultPool(pool, default)
