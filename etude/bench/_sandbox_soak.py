@@ -91,11 +91,10 @@ async def _one_owner(rng: random.Random, footprint: Footprint, done: Counter[str
         env={**os.environ, "TMPDIR": str(footprint.directory)},
     )
     assert owner.stdout is not None
-    opened = asyncio.create_task(_count(owner.stdout))
-    ends_by_itself = rng.random() < 0.2
-    patience = rng.uniform(1.0, 8.0)
-    began = time.monotonic()
-    while owner.returncode is None and (ends_by_itself or time.monotonic() - began < patience):
+    opened: list[bytes] = []
+    counting = asyncio.create_task(_collect(owner.stdout, opened))
+    dies_after = rng.randrange(1, _PER_OWNER * 5 // 4)  # or ends by itself
+    while owner.returncode is None and len(opened) < dies_after:
         agents = footprint.look({owner.pid})
         if agents and rng.random() < 0.3:
             done["agents"] += _kill(rng.choice(agents))
@@ -107,14 +106,13 @@ async def _one_owner(rng: random.Random, footprint: Footprint, done: Counter[str
     if owner.returncode is None:
         done["controllers"] += _kill(owner.pid)
     await owner.wait()
-    return await opened
+    await counting
+    return len(opened)
 
 
-async def _count(lines: asyncio.StreamReader) -> int:
-    count = 0
-    while await lines.readline():
-        count += 1
-    return count
+async def _collect(lines: asyncio.StreamReader, into: list[bytes]) -> None:
+    while line := await lines.readline():
+        into.append(line)
 
 
 def _kill(pid: int) -> bool:
