@@ -32,7 +32,7 @@ from etude.sandbox.reaper import Footprint, sweep
 
 _AT_ONCE = 24
 _PER_OWNER = 120
-_LOOK_S = 0.05
+_LOOK_S = 0.2
 _GONE_S = 120.0
 _SCRIPTS = (
     ["sh", "-c", "echo a > f; sleep 0.05"],
@@ -96,10 +96,10 @@ async def _one_owner(rng: random.Random, footprint: Footprint, done: Counter[str
     dies_after = rng.randrange(1, _PER_OWNER * 5 // 4)  # or ends by itself
     while owner.returncode is None and len(opened) < dies_after:
         agents = footprint.look({owner.pid})
-        if agents and rng.random() < 0.3:
+        if agents and rng.random() < 0.5:
             done["agents"] += _kill(rng.choice(agents))
         alive = [pid for pid in footprint.zygotes if os.path.exists(f"/proc/{pid}")]
-        if alive and rng.random() < 0.03:
+        if opened and alive and rng.random() < 0.1:
             done["hosts"] += _kill(rng.choice(alive))
         await asyncio.sleep(_LOOK_S)
     footprint.look({owner.pid})

@@ -60,6 +60,7 @@ class Footprint:
 
     def look(self, owners: set[int]) -> list[int]:
         """Remember what there is now; the processes of sandboxes among it."""
+        host = os.readlink("/proc/self/ns/user")
         seen: list[int] = []
         for pid, owner in _marked():
             if owner not in owners:
@@ -68,7 +69,10 @@ class Footprint:
                 if _parent(pid) == owner:
                     self.zygotes.add(pid)
                     continue
-                self.namespaces.add(os.readlink(f"/proc/{pid}/ns/user"))
+                # a fork of the zygote is on its way there for a moment
+                if (namespace := os.readlink(f"/proc/{pid}/ns/user")) == host:
+                    continue
+                self.namespaces.add(namespace)
                 if (user := os.stat(f"/proc/{pid}").st_uid) > 1 << 20:
                     self.own_users.add(user)
                 seen.append(pid)
