@@ -29,7 +29,7 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox import SandboxPool, SandboxSpec
-from etude.core.sandbox_config import BudgetConfig
+from etude.core.sandbox_config import BudgetConfig, SandboxConfig
 from etude.core.stages import RolloutStageConfig
 from etude.core.tasks_config import PULL, TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task, Trajectory
@@ -46,7 +46,7 @@ from etude.run.pull import PullEnvironment
 from etude.run.rollout import RolloutRunner, SessionDesk
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
-from etude.sandbox.egress import Outside, log_to
+from etude.sandbox.egress import Outside, forget, log_to
 from etude.sandbox.fleet import Need
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.rollouts import RolloutLog
@@ -323,6 +323,14 @@ def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review |
     )
 
 
+def _outside(config: SandboxConfig) -> Outside:
+    mirrors = {host: to.rpartition(":") for host, to in config.mirrors.items()}
+    return Outside(
+        log=log_to(config.network_log) if config.network_log else forget,
+        mirrors={host: (address, int(port)) for host, (address, _, port) in mirrors.items()},
+    )
+
+
 def _budget(config: BudgetConfig) -> Need | None:
     if config == BudgetConfig():
         return None
@@ -345,7 +353,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
         limits=sandbox.limits,
         image=sandbox.image,
         budget=_budget(sandbox.budget),
-        outside=Outside(log=log_to(sandbox.network_log)) if sandbox.network_log else Outside(),
+        outside=_outside(sandbox),
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)

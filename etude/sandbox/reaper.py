@@ -22,6 +22,8 @@ SWEEP_S = 60.0
 """Between two looks: half of the time within which nothing may be left."""
 _MARK = re.compile(rb"/etude-(\d+)-\w+\0")
 _CGROUPS = Path("/sys/fs/cgroup")
+_OWN_USERS = 1_879_048_192
+"""From here on are those that the zygote gives to sandboxes."""
 
 
 def mountpoint_prefix() -> str:
@@ -54,33 +56,33 @@ class Footprint:
 
     directory: Path
     """The temporary files of these owners, and of nobody else."""
+    owners: set[int] = field(default_factory=set)
     zygotes: set[int] = field(default_factory=set)
-    namespaces: set[str] = field(default_factory=set)
     own_users: set[int] = field(default_factory=set)
 
     def look(self, owners: set[int]) -> list[int]:
         """Remember what there is now; the processes of sandboxes among it."""
+        self.owners |= owners
         host = os.readlink("/proc/self/ns/user")
         seen: list[int] = []
         for pid, owner in _marked():
             if owner not in owners:
                 continue
             with contextlib.suppress(OSError):
-                if _parent(pid) == owner:
+                if _parent_of(pid) == owner:
                     self.zygotes.add(pid)
                     continue
                 # a fork of the zygote is on its way there for a moment
-                if (namespace := os.readlink(f"/proc/{pid}/ns/user")) == host:
+                if os.readlink(f"/proc/{pid}/ns/user") == host:
                     continue
-                self.namespaces.add(namespace)
-                if (user := os.stat(f"/proc/{pid}").st_uid) > 1 << 20:
+                if (user := os.stat(f"/proc/{pid}").st_uid) >= _OWN_USERS:
                     self.own_users.add(user)
                 seen.append(pid)
         return seen
 
     def left(self) -> dict[str, int]:
         """Of each kind, what is still there."""
-        processes = [pid for pid in _pids() if self._is_ours(pid)]
+        processes = self._processes()
         mounts = Path("/proc/self/mountinfo").read_text()
         kinds = {
             link
@@ -103,14 +105,15 @@ class Footprint:
             "loop_devices": len(loops),
         }
 
-    def _is_ours(self, pid: int) -> bool:
-        with contextlib.suppress(OSError):
-            if pid in self.zygotes and b"etude.sandbox.zygote" in _command(pid):
-                return True
-            if os.readlink(f"/proc/{pid}/ns/user") in self.namespaces:
-                return True
-            return os.stat(f"/proc/{pid}").st_uid in self.own_users
-        return False
+    def _processes(self) -> set[int]:
+        """Ours by their command line, what descends from them, and whatever has the user of one of
+        our sandboxes. Namespaces would not do: their numbers are given again."""
+        found = {pid for pid, owner in _marked() if owner in self.owners}
+        parents = {pid: parent for pid in _pids() if (parent := _parent_of(pid)) is not None}
+        more = found
+        while more := {pid for pid, parent in parents.items() if parent in more} - found:
+            found |= more
+        return found | {pid for pid in parents if _user(pid) in self.own_users}
 
 
 def _marked() -> Iterator[tuple[int, int]]:
@@ -126,8 +129,16 @@ def _command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def _parent_of(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _user(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{pid}").st_uid
+    return None
 
 
 def _pids() -> list[int]:
