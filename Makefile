@@ -43,6 +43,9 @@ test-vllm: $(DEV) models/smollm2-135m .venv-vllm/.installed ## a worker over a r
 	@$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
+soak-sandboxes: $(RUNTIME) ## 10,000 sandboxes with random kills of agents, hosts and controllers; what is left (N=10000)
+	@$(BIN)/etude bench sandboxes --soak $(or $(N),10000)
+
 wheels: .venv-wheels/.installed ## sdist and wheels (x86-64, ARM64) in dist/, tried in fresh environments of Python 3.11 to 3.13
 	@.venv-wheels/bin/python -m tests.wheels
 

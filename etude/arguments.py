@@ -357,6 +357,10 @@ def _add_inspection(add: AddCommand) -> None:
     )
     doctor_parser.add_argument("run", nargs="?", metavar="RUN", help="(default: this machine)")
 
+    _add_bench(add)
+
+
+def _add_bench(add: AddCommand) -> None:
     bench_parser = add("bench", "run a benchmark", json_text="end with one line of JSON")
     bench_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     bench_parser.epilog = "benchmarks:\n" + "\n".join(
@@ -385,6 +389,24 @@ def _add_inspection(add: AddCommand) -> None:
     )
     bench_parser.add_argument(
         "--kills", action="store_const", const=True, help="gateway: kill it all the time, and count"
+    )
+    bench_parser.add_argument(
+        "--simulate",
+        action="store_const",
+        const=True,
+        help="sandboxes: 100,000 over 200 hosts, under virtual time",
+    )
+    bench_parser.add_argument(
+        "--soak",
+        type=at_least_one,
+        metavar="N",
+        help="sandboxes: open N with random kills, and count what is left",
+    )
+    bench_parser.add_argument(
+        "--repositories",
+        type=at_least_one,
+        metavar="FORKS",
+        help="sandboxes: three packages of PyPI as images; test, fork, edit and grade each",
     )
     bench_parser.add_argument(
         "--gigabytes", type=float, metavar="N", help="dash: whole groups of that size in all"

@@ -333,8 +333,13 @@ def bench(args: argparse.Namespace) -> int:
             f"there is no benchmark {args.name}: choose one of {', '.join(BENCHMARKS)}"
         )
     module = importlib.import_module(f"etude.bench.{args.name}")
+    of_sandboxes = ("simulate", "soak", "repositories")
     names = ("pairs", "model", "steps", "repo", "sessions", "shards", "kills", "gigabytes")
-    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    options = {
+        name: value
+        for name in (*names, *of_sandboxes)
+        if (value := getattr(args, name)) is not None
+    }
     if foreign := options.keys() - inspect.signature(module.run).parameters.keys():
         raise EtudeError(f"the benchmark {args.name} has no option --{foreign.pop()}")
     figures: dict[str, float] = module.run(**options)

@@ -70,6 +70,7 @@ EDGES: dict[str, set[str]] = {
     "run.trials": {"engine", "model", "train"},
     "run.operators": {"model"},
     "bench": MIDDLE | {"commands", "launch", "run", "trainer"},
+    "bench._sandbox_repositories": {"factory"},
     "dash": {"store"},
     "factory": {"rewards", "sandbox"},
     "dash.fleet": {"weights.manifest"},

@@ -20,6 +20,10 @@ no network, and `echo` as the command: `NAME.echo_p50_ms` and `echo_p99_ms`, unt
 ended. They start an engine for each sandbox and have no working copy, so they are a measure, not a
 rival. `load_before` is the machine's load (1 minute) at the start: time is that of the wall clock,
 and whatever else runs is in it.
+
+Instead of these, `--simulate` has 100,000 sandboxes over 200 hosts under virtual time
+(`_sandbox_fleet`), `--soak N` opens N with random kills and counts what is left (`_sandbox_soak`),
+and `--repositories FORKS` has real packages as images (`_sandbox_repositories`).
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.bench._sandbox_fleet import simulated
+from etude.bench._sandbox_repositories import forked_repositories
+from etude.bench._sandbox_soak import soaked
 from etude.bench._sandbox_tiers import tiers
 from etude.core.sandbox import Limits, SandboxSpec
 from etude.sandbox.namespaces import NamespaceSandboxPool
@@ -47,7 +54,15 @@ _GB = 1000 * 1000 * 1000
 _UP = "up\n"
 
 
-def run() -> dict[str, float]:
+def run(
+    simulate: bool = False, soak: int | None = None, repositories: int | None = None
+) -> dict[str, float]:
+    if simulate:
+        return simulated()
+    if soak is not None:
+        return asyncio.run(soaked(soak))
+    if repositories is not None:
+        return asyncio.run(forked_repositories(repositories))
     figures = {"load_before": os.getloadavg()[0]}
     figures |= asyncio.run(_namespaces())
     figures |= tiers()

@@ -10,6 +10,18 @@ from etude.core.sandbox import TIERS, Limits, Tier
 from etude.core.schema import Config, Count, Place, Positive
 
 
+class BudgetConfig(Config):
+    """The most that all sandboxes of a run may take together; those for which there is no room
+    wait. None: no bound."""
+
+    cpus: Positive | None = None
+    """Processors. A sandbox without a limit of its own counts as one."""
+    memory_mib: Count | None = None
+    """Memory, by the limits of the sandboxes, whatever they use of it."""
+    disk_mib: Count | None = None
+    """Working copies and temporary files, by their limits."""
+
+
 class SandboxConfig(Config):
     """The isolation of sandboxes, what they show of this machine, and their limits."""
 
@@ -34,6 +46,9 @@ class SandboxConfig(Config):
     network_log: Annotated[str | None, Place.PATH] = None
     """File for a line of JSON about each request that sandboxes make to hosts of their task's
     `network`. Without a list of hosts a task has no network."""
+    mirrors: dict[str, Annotated[str, Field(pattern=r"^[^:]+:\d+$")]] = {}
+    """Hosts in place of which a server of your own is asked, such as a package index frozen at a
+    date: `{"pypi.org" = "10.0.0.5:443"}`. The one way to a private address."""
     cpus: Positive | None = None
     """Processors that a sandbox may use; this and the next three hold for tasks that do not say
     otherwise, and None is what the backend gives by default (docs/sandboxes.md)."""
@@ -43,6 +58,8 @@ class SandboxConfig(Config):
     """Size of the working copy, and of the temporary files."""
     max_processes: Count | None = None
     """Processes of a sandbox at the same time."""
+    budget: BudgetConfig = BudgetConfig()
+    """What all sandboxes of the run may take together."""
 
     @model_validator(mode="after")
     def _isolation_holds_the_tier(self) -> SandboxConfig:

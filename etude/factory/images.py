@@ -41,6 +41,11 @@ _GLIBCS = (17, 24, 27, 28, 31, 34, 35, 36)
 
 def build_image(spec: ImageSpec, store: ImageStore, say: Say) -> Image:
     """Build an image, or what is missing of it. `say` is told of every step."""
+    with store.building():
+        return _built(spec, store, say)
+
+
+def _built(spec: ImageSpec, store: ImageStore, say: Say) -> Image:
     build = _Build(spec, store, say)
     if spec.debian:
         build.add("debian", asdict(spec.debian), _debian(spec.debian, say))

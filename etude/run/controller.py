@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import sys
 import time
@@ -30,6 +31,7 @@ from etude.core.liveness import DisturbanceTracker
 from etude.core.protocols import Agent, Environment
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox import SandboxPool, SandboxSpec
+from etude.core.sandbox_config import BudgetConfig, SandboxConfig
 from etude.core.stages import RlConfig, RolloutStageConfig
 from etude.core.tasks_config import PULL, TasksConfig
 from etude.core.types import EVAL_SPLITS, Group, Task
@@ -46,7 +48,8 @@ from etude.run.pull import PullEnvironment
 from etude.run.rollout import RolloutRunner, SessionDesk, SessionRecorder
 from etude.run.service import ServiceClient, ServiceEnvironment
 from etude.run.task_record import keep_record
-from etude.sandbox.egress import Outside, log_to
+from etude.sandbox.egress import Outside, forget, log_to
+from etude.sandbox.fleet import Need
 from etude.sandbox.mounts import mount_programs
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.store.runs import Run
@@ -369,6 +372,24 @@ def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review |
     )
 
 
+def _outside(config: SandboxConfig) -> Outside:
+    mirrors = {host: to.rpartition(":") for host, to in config.mirrors.items()}
+    return Outside(
+        log=log_to(config.network_log) if config.network_log else forget,
+        mirrors={host: (address, int(port)) for host, (address, _, port) in mirrors.items()},
+    )
+
+
+def _budget(config: BudgetConfig) -> Need | None:
+    if config == BudgetConfig():
+        return None
+    return Need(
+        cpus=config.cpus or math.inf,
+        memory_bytes=(config.memory_mib or math.inf) * 2**20,
+        disk_bytes=(config.disk_mib or math.inf) * 2**20,
+    )
+
+
 @contextlib.asynccontextmanager
 async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment, SandboxPool]]:
     """The environment of a run over a pool of its sandboxes, both closed at the end."""
@@ -381,7 +402,8 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
         limits=sandbox.limits,
         hosts=sandbox.hosts,
         image=sandbox.image,
-        outside=Outside(log=log_to(sandbox.network_log)) if sandbox.network_log else Outside(),
+        budget=_budget(sandbox.budget),
+        outside=_outside(sandbox),
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)

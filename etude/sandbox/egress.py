@@ -60,11 +60,15 @@ class Passage:
 Log = Callable[[Passage], None]
 
 
+def forget(passage: Passage) -> None:
+    """A `Log` that keeps nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
     """How a pool deals with what its sandboxes want of the network."""
 
-    log: Log = lambda passage: None
+    log: Log = forget
     mirrors: Mapping[str, Address] = field(default_factory=dict)
     """Hosts in place of which a server of one's own is asked, the one way to a private address:
     package indexes as they were on a day, for instance."""

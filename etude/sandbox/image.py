@@ -103,11 +103,15 @@ class ImageStore:
         _write(self._record(image.name), json.dumps(asdict(image), indent=1))
 
     def remove(self, name: str) -> int:
-        """The bytes that are free now. Layers that another image has stay."""
-        image = self.find(name)
-        self._record(image.name).unlink()
+        """The bytes that are free now. Layers that another image has stay; those of earlier builds,
+        which no image has any more, go as well. It waits for builds."""
+        with self._locked("all", fcntl.LOCK_EX):
+            return self._remove(name)
+
+    def _remove(self, name: str) -> int:
+        self._record(self.find(name).name).unlink()
         kept = {digest for each in self.list() for digest in (*each.layers, each.work)}
-        gone = {*image.layers, image.work} - kept - {""}
+        gone = {path.name for path in (self.root / "layers").glob("*")} - kept
         for step in (self.root / "steps").glob("*"):
             if step.read_text() in gone:
                 step.unlink()
@@ -125,13 +129,21 @@ class ImageStore:
         digest = path.read_text() if path.is_file() else ""
         return digest if digest and self.layer(digest).is_dir() else None
 
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """While it lasts, no layer is removed."""
+        return self._locked("all", fcntl.LOCK_SH)
+
+    def one_at_a_time(self, step: str) -> contextlib.AbstractContextManager[None]:
+        """Of all builds of this machine, whoever runs them."""
+        return self._locked(step, fcntl.LOCK_EX)
+
     @contextlib.contextmanager
-    def one_at_a_time(self, step: str) -> Iterator[None]:
-        """Of all builds of this machine, whoever runs them; the kernel lets go when one dies."""
+    def _locked(self, name: str, kind: int) -> Iterator[None]:
+        """The kernel lets go when a process dies."""
         locks = self.root / "locks"
         locks.mkdir(parents=True, exist_ok=True)
-        with (locks / step).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with (locks / name).open("w") as lock:
+            fcntl.flock(lock, kind)
             yield
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.mounts import Mount, check_walled
 from etude.sandbox.namespace_sandbox import NamespaceSandbox
 from etude.sandbox.places import WORK, WORKDIRS
+from etude.sandbox.reaper import SWEEP_S, mountpoint_prefix, sweep
 from etude.sandbox.spec import check_spec, opening_tree
 from etude.sandbox.tree import Tree
 from etude.sandbox.walls import Walls
@@ -77,6 +79,8 @@ class NamespaceSandboxPool:
         self._owed_s = 0.0  # by a zygote that was replaced for its silence, until that is told
         self._opening = asyncio.Semaphore(_OPENING)
         self._closed = False
+        self._swept = time.monotonic()
+        sweep()
         self._launch()
 
     def _launch(self) -> None:
@@ -85,7 +89,7 @@ class NamespaceSandboxPool:
         self._asked: float | None = None
         # The zygote mounts its root over this directory in a mount namespace of its own, and lets
         # go of it.
-        with theirs, tempfile.TemporaryDirectory(prefix="etude-") as mountpoint:
+        with theirs, tempfile.TemporaryDirectory(prefix=mountpoint_prefix()) as mountpoint:
             self._zygote = subprocess.Popen(
                 _zygote_argv(theirs.fileno(), mountpoint, self._shown()),
                 pass_fds=[theirs.fileno()],
@@ -256,6 +260,9 @@ class NamespaceSandboxPool:
         """To be called again and again: the zygote is asked for a sign of life each time, and has
         given it by the next."""
         now = asyncio.get_running_loop().time()
+        if time.monotonic() - self._swept >= SWEEP_S:
+            self._swept = time.monotonic()
+            sweep()
         # It has said nothing; or it is dead, and will be replaced when one is needed.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             if self._asked is not None:

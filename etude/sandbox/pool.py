@@ -10,6 +10,8 @@ from dataclasses import replace
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
 from etude.sandbox.egress import Outside
+from etude.sandbox.fleet import Need
+from etude.sandbox.fleet_pool import with_budget
 from etude.sandbox.gvisor import GvisorSandboxPool
 from etude.sandbox.image import default_store
 from etude.sandbox.imaged import ImagedPool
@@ -40,13 +42,15 @@ def open_sandbox_pool(
     hosts: Sequence[str] = (),
     image: str = "",
     outside: Outside = _QUIET,
+    budget: Need | None = None,
 ) -> SandboxPool:
     """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
     picks a weaker isolation than it was asked for. The caller closes the pool.
 
     `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits` and
     `image`: of sandboxes whose task does not say otherwise. `hosts`: URLs of machines that they are
-    to be on instead of this one. `outside`: the network, for those whose task names hosts."""
+    to be on instead of this one. `outside`: the network, for those whose task names hosts.
+    `budget`: of all sandboxes together."""
     pool: SandboxPool
     if hosts:
         from etude.sandbox.remote import TOKEN_VARIABLE, RemoteSandboxPool
@@ -55,6 +59,8 @@ def open_sandbox_pool(
         pool = RemoteSandboxPool(hosts, isolation, token=token, reply_timeout_s=reply_timeout_s)
     else:
         pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts), outside)
+    if budget:
+        pool = with_budget(pool, budget)
     default = SandboxSpec(limits=limits, image=image)
     pool.check(default)
     return pool if default == SandboxSpec() else _DefaultPool(pool, default)

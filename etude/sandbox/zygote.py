@@ -18,6 +18,7 @@ code.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -57,7 +58,8 @@ def main(control: socket.socket, mountpoint: str, told: str) -> None:
     except OSError as e:
         error = str(e.strerror)
     said = {"error": error} if error else {"walls": zygote.walls}
-    control.sendall(json.dumps(said).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):  # the owner is gone, which is noticed below
+        control.sendall(json.dumps(said).encode() + b"\n")
     while not error and zygote.serve_one():
         pass
     if cgroups:

@@ -95,7 +95,11 @@ def test_what_only_one_image_has_goes_with_it(
     store = ImageStore(tmp_path / "store")
     one = build_image(spec_of(place, commits[0], name="one"), store, quiet)
     build_image(spec_of(place, commits[0], name="two"), store, quiet)
-    assert store.remove("one") == 0 and store.layer(one.work).is_dir()
+    build_image(spec_of(place, commits[1], name="one"), store, quiet)
+    build_image(spec_of(place, commits[0], name="one"), store, quiet)
+    assert len(list((store.root / "layers").iterdir())) == 2
+    assert store.remove("one") > 0 and store.layer(one.work).is_dir()
+    assert len(list((store.root / "layers").iterdir())) == 1
     assert store.remove("two") > 0 and not store.layer(one.work).exists()
     with pytest.raises(EtudeError, match="etude images build"):
         store.find("two")

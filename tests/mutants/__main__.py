@@ -66,6 +66,8 @@ ELSEWHERE = ("engine/kernels/", "engine/cuda.py", "model/cudnn_attention.py", "s
 # is run.
 WALLED = (
     "sandbox/zygote.py",
+    "sandbox/root.py",
+    "sandbox/output.py",
     "sandbox/guest.py",
     "sandbox/command.py",
     "sandbox/keeper.py",

@@ -1,0 +1,161 @@
+"""What sandboxes leave behind, if anything: found by what can be seen of them, not by what we
+remember.
+
+Every process of a pool ends when its socket to the owner ends, however the owner died. Only one
+that was stopped does not notice, and a directory stays that was to be removed after a moment. So
+every pool sweeps the machine for what belongs to owners that are gone: when it is opened, and once
+in a while as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SWEEP_S = 60.0
+"""Between two looks: half of the time within which nothing may be left."""
+_MARK = re.compile(rb"/etude-(\d+)-\w+\0")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_USERS = 1_879_048_192
+"""From here on are those that the zygote gives to sandboxes."""
+
+
+def mountpoint_prefix() -> str:
+    """Of the directory that a zygote of this process begins with. It stays in the command line of
+    all processes of its sandboxes that are ours."""
+    return f"etude-{os.getpid()}-"
+
+
+def sweep() -> int:
+    """Kill what owners left that are gone, and remove their directories; how much it was."""
+    found = 0
+    for pid, owner in _marked():
+        if not _alive(owner):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+                found += 1
+    for place in Path(tempfile.gettempdir()).glob("etude-*-*"):
+        name = place.name.split("-")[1]
+        if name.isdigit() and not _alive(int(name)):
+            with contextlib.suppress(OSError):  # not empty, or not ours
+                place.rmdir()
+                found += 1
+    return found
+
+
+@dataclass(slots=True)
+class Footprint:
+    """What pools of some owners have on this machine, remembered while they live: afterwards it can
+    be proven that nothing of it is there."""
+
+    directory: Path
+    """The temporary files of these owners, and of nobody else."""
+    owners: set[int] = field(default_factory=set)
+    zygotes: set[int] = field(default_factory=set)
+    own_users: set[int] = field(default_factory=set)
+
+    def look(self, owners: set[int]) -> list[int]:
+        """Remember what there is now; the processes of sandboxes among it."""
+        self.owners |= owners
+        host = os.readlink("/proc/self/ns/user")
+        seen: list[int] = []
+        for pid, owner in _marked():
+            if owner not in owners:
+                continue
+            with contextlib.suppress(OSError):
+                if _parent_of(pid) == owner:
+                    self.zygotes.add(pid)
+                    continue
+                # a fork of the zygote is on its way there for a moment
+                if os.readlink(f"/proc/{pid}/ns/user") == host:
+                    continue
+                if (user := os.stat(f"/proc/{pid}").st_uid) >= _OWN_USERS:
+                    self.own_users.add(user)
+                seen.append(pid)
+        return seen
+
+    def left(self) -> dict[str, int]:
+        """Of each kind, what is still there."""
+        processes = self._processes()
+        mounts = Path("/proc/self/mountinfo").read_text()
+        kinds = {
+            link
+            for pid in processes
+            for name in ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")
+            if (link := _read_link(f"/proc/{pid}/ns/{name}"))
+        }
+        loops = [
+            each
+            for each in Path("/sys/block").glob("loop*/loop/backing_file")
+            if str(self.directory) in each.read_text()
+        ]
+        names = {f"etude-{pid}" for pid in self.zygotes}
+        return {
+            "processes": len(processes),
+            "namespaces": len(kinds),
+            "mounts": mounts.count(str(self.directory)) + mounts.count(" nsfs "),
+            "cgroups": sum(path.name in names for path in _cgroups()),
+            "files": sum(1 for _ in self.directory.rglob("*")),
+            "loop_devices": len(loops),
+        }
+
+    def _processes(self) -> set[int]:
+        """Ours by their command line, what descends from them, and whatever has the user of one of
+        our sandboxes. Namespaces would not do: their numbers are given again."""
+        found = {pid for pid, owner in _marked() if owner in self.owners}
+        parents = {pid: parent for pid in _pids() if (parent := _parent_of(pid)) is not None}
+        more = found
+        while more := {pid for pid, parent in parents.items() if parent in more} - found:
+            found |= more
+        return found | {pid for pid in parents if _user(pid) in self.own_users}
+
+
+def _marked() -> Iterator[tuple[int, int]]:
+    """Processes of any pool on this machine, each with the process that owns it."""
+    for pid in _pids():
+        with contextlib.suppress(OSError):
+            command = _command(pid)
+            if b"etude.sandbox.zygote" in command and (mark := _MARK.search(command)):
+                yield pid, int(mark[1])
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _parent_of(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return None
+
+
+def _user(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.stat(f"/proc/{pid}").st_uid
+    return None
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _alive(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}")
+
+
+def _read_link(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(path)
+    return ""
+
+
+def _cgroups() -> Iterator[Path]:
+    for root, names, _ in os.walk(_CGROUPS):
+        yield from (Path(root, name) for name in names)
+        names[:] = [name for name in names if not name.startswith("etude-")]

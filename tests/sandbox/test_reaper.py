@@ -1,0 +1,81 @@
+"""What is left of sandboxes whose owner was killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from etude.sandbox import reaper
+from tests.namespaces import need_namespaces
+
+OWNER = """
+import asyncio
+from etude.core.sandbox import SandboxSpec
+from etude.sandbox.namespaces import NamespaceSandboxPool
+
+async def main():
+    pool = NamespaceSandboxPool()
+    async with pool.open(SandboxSpec()) as sandbox:
+        await sandbox.start(["sleep", "1000"])
+        print("up", flush=True)
+        await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+def test_processes_that_were_stopped_when_their_owner_died_are_reaped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need_namespaces()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        _reap_what_it_left(owner, tmp_path)
+    finally:
+        owner.kill()
+        owner.wait()
+
+
+def _reap_what_it_left(owner: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
+    footprint = reaper.Footprint(tmp_path)
+    seen: list[int] = []
+    # zygote, first process, keeper, and its command, which has become another program
+    while len(seen) != 2 or footprint.left()["processes"] != 4:
+        seen = footprint.look({owner.pid})
+        time.sleep(0.02)
+    for pid in (*seen, *footprint.zygotes):
+        os.kill(pid, signal.SIGSTOP)
+    (tmp_path / f"etude-{owner.pid}-x").mkdir()
+    owner.kill()
+    owner.wait()
+    left = footprint.left()
+    assert left["processes"] == 4 and left["files"] == 1 and left["namespaces"] > 0
+    assert reaper.sweep() >= 4
+    while footprint.left()["processes"]:  # the kernel takes its time
+        time.sleep(0.02)
+    left = footprint.left()
+    left.pop("cgroups")  # the next pool sweeps them
+    assert left == dict.fromkeys(left, 0)
+
+
+def test_a_sweep_leaves_alone_what_has_an_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = tmp_path / f"{reaper.mountpoint_prefix()}x"
+    full = tmp_path / "etude-999999999-x"
+    for place in (mine, full / "inner", tmp_path / "etude-git-x"):
+        place.mkdir(parents=True)
+    reaper.sweep()
+    assert mine.is_dir() and full.is_dir() and (tmp_path / "etude-git-x").is_dir()
