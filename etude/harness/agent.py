@@ -54,7 +54,7 @@ class Opening:
 
     messages: list[Message]
     tools: AgentTools
-    parts: tuple[PromptPart, ...] = ()
+    prompt_parts: tuple[PromptPart, ...] = ()
 
 
 class CodingAgent:
@@ -95,7 +95,7 @@ class CodingAgent:
                 raise
         except OutOfContext:
             pass
-        return Transcript(messages=messages, finished=finished, parts=opening.parts)
+        return Transcript(messages=messages, finished=finished, prompt_parts=opening.prompt_parts)
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         """Before the model's first turn."""
