@@ -138,7 +138,7 @@ class Transcript:
     """False if the agent ran out of turns or time of its own."""
     score: Score | None = None
     """What whoever ran the session says that it was worth, if its environment is to hear it."""
-    parts: tuple[PromptPart, ...] = ()
+    prompt_parts: tuple[PromptPart, ...] = ()
     """What the first messages were made of, with what was left out of them."""
 
 
@@ -253,7 +253,7 @@ class Trajectory:
     policy: str = ""
     """Who acted: the run whose weights these were; segments say which versions of them."""
     cost: Cost = Cost()
-    parts: tuple[PromptPart, ...] = ()
+    prompt_parts: tuple[PromptPart, ...] = ()
     """As of its `Transcript`, so that another choice can be tried on what was there."""
 
     @property

@@ -67,7 +67,7 @@ class Opening:
 
     messages: list[Message]
     tools: AgentTools
-    parts: tuple[PromptPart, ...] = ()
+    prompt_parts: tuple[PromptPart, ...] = ()
 
 
 class CodingAgent:
@@ -123,7 +123,7 @@ class CodingAgent:
                 raise
         except OutOfContext:
             pass
-        return Transcript(messages=talk.said, finished=finished, parts=opening.parts)
+        return Transcript(messages=talk.said, finished=finished, prompt_parts=opening.prompt_parts)
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         """Before the model's first turn."""

@@ -224,7 +224,7 @@ class RolloutRunner:
             status="done" if transcript.finished else "timeout",
             messages=messages,
             diff=diff[:DIFF_CHARS],
-            parts=transcript.parts,
+            prompt_parts=transcript.prompt_parts,
         )
 
     def _scoring_limit_s(self, task: Task) -> float | None:

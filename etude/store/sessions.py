@@ -36,7 +36,7 @@ class _Conversation:
     source: str = ""
     policy: str = ""
     cost: Cost = Cost()
-    parts: tuple[PromptPart, ...] = ()
+    prompt_parts: tuple[PromptPart, ...] = ()
 
 
 class SessionReader:

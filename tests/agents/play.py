@@ -61,8 +61,15 @@ class Player(Scripted):
 
 @asynccontextmanager
 async def playing(call: dict[str, Any], end: str) -> AsyncIterator[tuple[str, Player]]:
-    """A gateway's URL."""
+    """A gateway's URL, and who plays behind it."""
     player = Player(call, end)
+    async with playing_with(player) as url:
+        yield url, player
+
+
+@asynccontextmanager
+async def playing_with(player: Player) -> AsyncIterator[str]:
+    """A gateway's URL."""
     worker = Worker(player, FILES, "east")  # type: ignore[arg-type]
     with TemporaryDirectory() as directory:
         async with aiohttp.ClientSession() as http:
@@ -74,7 +81,7 @@ async def playing(call: dict[str, Any], end: str) -> AsyncIterator[tuple[str, Pl
                 served(create_app(gateway.routes(), None)) as url,
             ):
                 await post(http, f"{url}/workers", {"url": at, "region": "east", "version": 0})
-                yield url, player
+                yield url
 
 
 async def recorded(url: str, session: str) -> tuple[Segment, ...]:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import shutil
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from etude.cli import main
+from etude.core.harness_config import CodeConfig
 from etude.core.types import Attempt, Transcript
 from etude.factory.build import Options, Status, open_workshop
 from etude.factory.check import check, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
+from etude.harness.code.agent import CodeAgent
 from etude.run.task_folder import TaskFolder, split_of
 from tests.factory.tiny import build_tiny, make_repository
+from tests.harness.test_agent import model, says
 
 LIMIT = 5
 NOTHING = Attempt(transcript=Transcript(messages=[], finished=True), segments=())
@@ -137,6 +142,37 @@ async def test_a_run_can_be_made_of_it(built: tuple[Path, Status]) -> None:
             for path, text in environment.solution(task).items():
                 await sandbox.write(path, text)
             assert (await environment.score(task, sandbox, NOTHING)).reward == 1.0
+
+
+async def test_a_session_of_the_coding_harness_earns_its_reward(built: tuple[Path, Status]) -> None:
+    counts = {"train": 100, "heldout": 100, "novel": 0}
+    async with open_workshop(built[0], Options()) as workshop:
+        environment = TaskFolder(workshop.pool, counts=counts, seed=0, path=str(built[0]))
+        task = next(each for each in tasks_of(built[0]) if each.kind == "bug").as_task()
+        [(path, good)] = environment.solution(task).items()
+        bad = bytes(task.sandbox.files[path]).decode()  # type: ignore[arg-type]
+        names = {"fromfile": f"a/{path}", "tofile": f"b/{path}", "lineterm": ""}
+        diff = "\n".join(difflib.unified_diff(bad.splitlines(), good.splitlines(), **names))
+        script = iter(
+            [
+                says(("read", json.dumps({"path": path})), ("run_tests", "{}")),
+                says(("apply_patch", json.dumps({"patch": diff})), ("run_tests", "{}")),
+                says(("submit", "{}")),
+            ]
+        )
+        limits = {"max_turns": 9, "max_tokens": 9, "timeout_s": 1800.0}
+        async with (
+            model(lambda request: next(script)) as (url, _),
+            aiohttp.ClientSession() as http,
+            environment.open(task) as sandbox,
+        ):
+            agent = CodeAgent(http, code=CodeConfig(diagnostics={}), **limits)
+            transcript = await agent.run(task, sandbox, base_url=url, api_key="key", seed=0)
+            attempt = Attempt(transcript=transcript, segments=())
+            score = await environment.score(task, sandbox, attempt)
+    assert transcript.finished and score.reward == 1.0
+    told = [message["content"] for message in transcript.messages if message["role"] == "tool"]
+    assert "passed" in told[1] and told[2] == f"ok\nchanged {path}"  # its own tests are hidden
 
 
 def test_tasks_that_change_the_same_file_are_on_the_same_side(built: tuple[Path, Status]) -> None:

@@ -65,14 +65,14 @@ async def test_the_prompt_goes_from_what_all_share_to_the_task_and_is_kept_in_pa
     # what was left out is there to be tried again
     short, _, _ = await session([says(("submit", "{}"))], max_tokens=20)
     assert short.messages[0] == {"role": "user", "content": "mend it"}
-    assert short.parts == transcript.parts
-    assert render(short.parts, 4096, counter(3.0)) == transcript.messages[:2]
+    assert short.prompt_parts == transcript.prompt_parts
+    assert render(short.prompt_parts, 4096, counter(3.0)) == transcript.messages[:2]
 
 
 async def test_prompt_dropout_leaves_the_system_prompt_out() -> None:
     transcript, _, _ = await session([says(("submit", "{}"))], dropout=1.0)
     assert [message["role"] for message in transcript.messages[:2]] == ["user", "assistant"]
-    assert [part.name for part in transcript.parts][0] == "system"
+    assert [part.name for part in transcript.prompt_parts][0] == "system"
     dropped = sum(is_dropped(seed, 0.25) for seed in range(2000))
     assert 400 < dropped < 600
     assert not any(is_dropped(seed, 0.0) for seed in range(100))

@@ -39,7 +39,7 @@ class CodeAgent(CodingAgent):
             is_told = any(message.get("role") == "system" for message in task.messages)
             messages = [*([] if is_told else messages), *task.opening]
         workspace = Workspace(sandbox, self._code, Diagnostics(self.diagnostics(sandbox)))
-        return Opening(messages=messages, tools=Toolset(workspace), parts=tuple(parts))
+        return Opening(messages=messages, tools=Toolset(workspace), prompt_parts=tuple(parts))
 
     def diagnostics(self, sandbox: Sandbox) -> DiagnosticSource:
         """Who looks at the edits of a session."""
