@@ -142,16 +142,12 @@ class Curriculum:
         return {task: chance for task, chance in chances.items() if chance >= PROMISING}
 
     def _known(self, version: int) -> list[AskedTask]:
-        """The groups that are settled for certain, in an order that does not depend on which was
-        done first."""
-        settled = [
+        """The groups that are settled for certain."""
+        return [
             asked
-            for asked in self._asked
-            if asked.version < version - self._max_lag
-            and len(asked.rewards) > 1
-            and asked.task in self._families
+            for asked in settled_before(self._asked, version - self._max_lag)
+            if len(asked.rewards) > 1 and asked.task in self._families
         ]
-        return sorted(settled, key=lambda asked: (asked.version, asked.epoch, asked.task))
 
     def _family_chances(self, version: int) -> dict[str, float]:
         """Of each family, the chance that a group of a task of it differs."""
@@ -168,6 +164,13 @@ class Curriculum:
             family: (sum(groups) + PRIOR_GROUPS * overall) / (len(groups) + PRIOR_GROUPS)
             for family, groups in differed.items()
         }
+
+
+def settled_before(groups: Iterable[AskedTask], version: int) -> list[AskedTask]:
+    """The groups that were admitted before this version, in an order that does not depend on which
+    was done first."""
+    settled = [asked for asked in groups if asked.version < version]
+    return sorted(settled, key=lambda asked: (asked.version, asked.epoch, asked.task))
 
 
 def weighted_shuffle(weights: Mapping[str, float], rng: Random) -> list[str]:
