@@ -144,6 +144,11 @@ def _add_runs(add: AddCommand) -> None:
         metavar="N",
         help="attempts at each task, for pass@k (default: 1)",
     )
+    eval_parser.add_argument(
+        "--contamination",
+        action="store_true",
+        help="instead: does it finish names and files of tasks that it should not know?",
+    )
     _add_compare(add)
 
 

@@ -172,6 +172,13 @@ def evaluate(args: argparse.Namespace) -> int:
     from etude.run.evaluate import pass_ks
 
     place, console = _existing(args.run), _console(args.json)
+    if args.contamination:
+        from etude.commands.contamination import contamination
+
+        found = contamination(place.directory, args.version, console)
+        if args.json:
+            print(json.dumps(found))
+        return 0
     report = local.evaluate(
         place, console, version=args.version, split=args.split, samples=args.samples
     )

@@ -104,6 +104,7 @@ class Alarms:
                     "malformed": _malformed(event),
                     "sampling": _untrainable(event),
                     "cheats": _quarantined(event),
+                    "jump": _jumped(event),
                     "reward": self._saturated(event),
                 }
         begun = [
@@ -265,6 +266,17 @@ def _quarantined(event: GroupDone) -> Alarm | None:
         "cheats",
         _first({id: f"suspected of {names}" for id, names in event.quarantined.items()}),
         "the attempt was set aside; look at it in `etude dash`, and say whether it is a cheat",
+    )
+
+
+def _jumped(event: GroupDone) -> Alarm | None:
+    if not event.jump:
+        return None
+    return Alarm(
+        "jump",
+        f"group {event.group}: {event.jump}",
+        "a skill that clicked, or a hole in the grader: read a session of it in `etude dash`, by "
+        "the flag reward_jump",
     )
 
 

@@ -23,6 +23,9 @@ from etude.core.seeds import derive
 
 PROMISING = 0.5
 """A task is asked again before its turn if its group differs with at least this chance."""
+LEARNT = 3.0
+"""What the odds of solving a task are multiplied by once its group was trained on, as on the demo:
+of eight attempts, one becomes three, and seven become all."""
 HALF_LIFE = 16
 """Versions after which what was seen of a task counts half: the policy has changed."""
 FAMILY_MEMORY = 32
@@ -47,8 +50,9 @@ class AskedTask:
 
     @property
     def chance(self) -> float:
-        """That a group of the same task and policy would differ: each attempt is taken to come out
-        nearer to the best or to the worst of the group, as often as they did here."""
+        """That the next group of the task differs: each attempt is taken to come out nearer to the
+        best or to the worst of the group as often as they did here, or more often, if the policy
+        has learnt from this one."""
         if not self.kept:
             hits = 0
         elif (best := max(self.rewards)) == (worst := min(self.rewards)):
@@ -57,6 +61,8 @@ class AskedTask:
             hits = sum(reward > (best + worst) / 2 for reward in self.rewards)
         size = len(self.rewards)
         rate = (hits + 0.5) / (size + 1)
+        if self.kept:
+            rate = LEARNT * rate / (1.0 + (LEARNT - 1.0) * rate)
         return 1.0 - rate**size - (1.0 - rate) ** size
 
 
@@ -142,16 +148,12 @@ class Curriculum:
         return {task: chance for task, chance in chances.items() if chance >= PROMISING}
 
     def _known(self, version: int) -> list[AskedTask]:
-        """The groups that are settled for certain, in an order that does not depend on which was
-        done first."""
-        settled = [
+        """The groups that are settled for certain."""
+        return [
             asked
-            for asked in self._asked
-            if asked.version < version - self._max_lag
-            and len(asked.rewards) > 1
-            and asked.task in self._families
+            for asked in settled_before(self._asked, version - self._max_lag)
+            if len(asked.rewards) > 1 and asked.task in self._families
         ]
-        return sorted(settled, key=lambda asked: (asked.version, asked.epoch, asked.task))
 
     def _family_chances(self, version: int) -> dict[str, float]:
         """Of each family, the chance that a group of a task of it differs."""
@@ -168,6 +170,13 @@ class Curriculum:
             family: (sum(groups) + PRIOR_GROUPS * overall) / (len(groups) + PRIOR_GROUPS)
             for family, groups in differed.items()
         }
+
+
+def settled_before(groups: Iterable[AskedTask], version: int) -> list[AskedTask]:
+    """The groups that were admitted before this version, in an order that does not depend on which
+    was done first."""
+    settled = [asked for asked in groups if asked.version < version]
+    return sorted(settled, key=lambda asked: (asked.version, asked.epoch, asked.task))
 
 
 def weighted_shuffle(weights: Mapping[str, float], rng: Random) -> list[str]:

@@ -251,6 +251,8 @@ class GroupDone:
     """Attempts that were sampled with parameters that the trainer cannot recompute, and which."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Attempts that are suspected of a trick and were set aside, and which trick."""
+    jump: str = ""
+    """What is odd about what it earned (`core.jumps`), if anything is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

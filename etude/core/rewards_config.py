@@ -56,6 +56,9 @@ class RewardsConfig(Config):
     detector: Literal["quarantine", "flag", "off"] = "quarantine"
     """What becomes of an attempt in which the detector finds a known trick (docs/rewards.md):
     it is set aside and not trained on; or only flagged; or nobody looks."""
+    jumps: Literal["quarantine", "flag", "off"] = "flag"
+    """What becomes of attempts at a task, or a family of tasks, whose reward jumps from one version
+    to the next: learning is gradual, and a hole in a grader is found at once."""
     reward: str | None = None
     """The reward as an expression over the parts of the score and `environment`, what the
     environment says: names, numbers, + - * /, min, max and comparisons, which are 1 or 0. None:
@@ -67,6 +70,15 @@ class RewardsConfig(Config):
     @property
     def quarantines(self) -> bool:
         return self.detector == "quarantine"
+
+    @model_validator(mode="after")
+    def _sets_aside(self) -> RewardsConfig:
+        if self.jumps == "quarantine" and not self.quarantines:
+            raise ValueError(
+                'jumps = "quarantine" sets attempts aside, and detector says that none is: make '
+                "both the same"
+            )
+        return self
 
     @field_validator("reward")
     @classmethod

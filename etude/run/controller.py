@@ -25,6 +25,7 @@ from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.expression import Expression
 from etude.core.harness_config import SERVERS
+from etude.core.jumps import RewardJumps
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
@@ -151,6 +152,7 @@ class Controller:
         records = journal.Journal(self.run, entries, recovered.unlisted)
         await records.write(*recovered.entries, flush=True)
         tasks = await self.tasks("train")
+        families = {task.id: task.family for task in tasks}
         # later stages may have published too
         live = min(await self.wait_for_version(span.start), span.end)
         await self.gateway.load(live)
@@ -170,12 +172,18 @@ class Controller:
             load=self.gateway.load,
             tasks=tasks,
             curriculum=Curriculum(
-                {task.id: task.family for task in tasks},
+                families,
                 seed=self.config.seed,
                 explore=stage.explore if isinstance(stage, RlConfig) else 1.0,
                 max_lag=stage.max_lag,
                 past=recovered.past,
             ),
+            jumps=(
+                RewardJumps(families, max_lag=stage.max_lag, past=recovered.past)
+                if isinstance(stage, RlConfig) and self.config.rewards.jumps != "off"
+                else None
+            ),
+            quarantine_jumps=self.config.rewards.jumps == "quarantine",
             attempt=self.rollouts(
                 temperature=stage.temperature, experts=stage.router_replay, is_training=True
             ),

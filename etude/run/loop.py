@@ -28,6 +28,7 @@ from etude.core.alarms import signal_advice, what_was_earned
 from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone, BatchReady, Event, GroupDone, WeightsLive
+from etude.core.jumps import RewardJumps, flag_jump
 from etude.core.ledger import Batched, Dropped, Issued, Trained
 from etude.core.protocols import WeightStore
 from etude.core.seeds import derive
@@ -55,6 +56,8 @@ class RolloutLoop:
         load: Callable[[int], Awaitable[None]],
         tasks: Sequence[Task],
         curriculum: Curriculum,
+        jumps: RewardJumps | None = None,
+        quarantine_jumps: bool = False,
         attempt: RunAttempt,
         group_size: int,
         estimator: AdvantageEstimator,
@@ -71,6 +74,8 @@ class RolloutLoop:
         self.load = load
         self.tasks = {task.id: task for task in tasks}
         self.curriculum = curriculum
+        self.jumps = jumps
+        self.quarantine_jumps = quarantine_jumps
         self.attempt = attempt
         self.group_size = group_size
         self.estimator = estimator
@@ -134,10 +139,17 @@ class RolloutLoop:
             trajectories=tuple(t.result() for t in running),
         )
         outcome = self.estimator.estimate(whole)
+        asked = asked_task(issued, whole, outcome)
+        if jump := self.jumps.look(asked) if self.jumps else None:
+            whole = flag_jump(whole, jump, quarantine=self.quarantine_jumps)
+            outcome = self.estimator.estimate(whole)
+            asked = asked_task(issued, whole, outcome)
         await self.journal.write(*drops(outcome), group=whole)
-        self.emit(_done(whole, outcome, time.monotonic() - began))
+        self.emit(_done(whole, outcome, time.monotonic() - began, jump or ""))
         kept = bool(outcome.advantages)
-        self.curriculum.learn(asked_task(issued, whole, outcome))
+        self.curriculum.learn(asked)
+        if self.jumps:
+            self.jumps.learn(asked)
         self.signal.add(whole, outcome)
         await self.update(
             lambda: self.window.finish(slot, whole) if kept else self.window.drop(slot)
@@ -281,7 +293,7 @@ def attempt_done(trajectory: Trajectory, split: str) -> AttemptDone:
     )
 
 
-def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:
+def _done(group: Group, outcome: GroupOutcome, seconds: float, jump: str) -> GroupDone:
     return GroupDone(
         group=group.id,
         task=group.task,
@@ -293,4 +305,5 @@ def _done(group: Group, outcome: GroupOutcome, seconds: float) -> GroupDone:
         malformed=outcome.malformed,
         untrainable=outcome.untrainable,
         quarantined=outcome.quarantined,
+        jump=jump,
     )

@@ -34,10 +34,13 @@ def test_without_second_chances_every_task_has_its_turn_before_any_has_two() -> 
     assert len({tuple(task for task, _ in epoch) for epoch in epochs}) == 3
 
 
-@pytest.mark.parametrize(("solved", "again"), [(0, False), (1, True), (4, True), (8, False)])
-def test_a_task_comes_back_before_its_turn_only_if_its_attempts_differed(
+@pytest.mark.parametrize(
+    ("solved", "again"), [(0, False), (1, True), (5, True), (7, False), (8, False)]
+)
+def test_a_task_comes_back_before_its_turn_only_if_its_attempts_differed_and_will_again(
     solved: int, again: bool
 ) -> None:
+    """Seven of eight are all of them once they were trained on."""
     curriculum = plan(0.5, asked("t7", solved))
     early = [curriculum.choose(1) for _ in range(len(TASKS) // 2)]
     assert (("t7", 1) in early) == again
@@ -64,11 +67,11 @@ def test_what_a_group_earned_counts_by_its_own_scale() -> None:
     """Rewards of any range, and differences that are not of the reward at all."""
     wide = AskedTask(task="t", epoch=0, version=0, rewards=(9.0, 7.0, -3.0, -2.0), kept=True)
     narrow = AskedTask(task="t", epoch=0, version=0, rewards=(0.2, 0.1, 0.1, 0.2), kept=True)
-    assert wide.chance == narrow.chance > 0.8
+    assert wide.chance == narrow.chance > 0.6
     by_credit = AskedTask(task="t", epoch=0, version=0, rewards=(1.0, 1.0), kept=True)
     assert by_credit.chance == 1.0
-    assert asked("t", 0).chance == asked("t", 8).chance < asked("t", 1).chance
-    assert asked("t", 1).chance == pytest.approx(asked("t", 7).chance)
+    assert asked("t", 0).chance == asked("t", 8).chance < asked("t", 7).chance
+    assert asked("t", 7).chance < asked("t", 5).chance < asked("t", 1).chance
 
 
 @pytest.mark.parametrize("stop", range(0, 24, 5))

@@ -52,6 +52,7 @@ LATER = {
     ("GroupDone", "malformed"),
     ("GroupDone", "untrainable"),
     ("GroupDone", "quarantined"),
+    ("GroupDone", "jump"),
     ("FleetStatus", "sessions"),
     *(
         ("StepDone", name)
