@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude import __version__
+from etude.core.placement import GPUS
 from etude.core.types import EVAL_SPLITS
 from etude.serving_arguments import (
     add_chat,
@@ -161,17 +162,15 @@ def _add_cluster(add: AddCommand) -> None:
     for parser in (planning, simulating):
         parser.add_argument("config", type=Path, metavar="RUN.toml")
         parser.add_argument("--gpus", type=at_least_one, required=True, metavar="N")
-        parser.add_argument(
-            "--gpu",
-            choices=("a100", "h100", "h200", "b200"),
-            default="h200",
-            help="(default: h200)",
-        )
+        parser.add_argument("--gpu", choices=GPUS, default="h200", help="(default: %(default)s)")
         parser.add_argument(
             "--parameters", type=float, metavar="N", help="of another model than the file's"
         )
         parser.add_argument(
             "--active", type=float, metavar="N", help="of those, how many a token meets"
+        )
+        parser.add_argument(
+            "--kv-bytes", type=float, metavar="N", help="of its keys and values, for each token"
         )
         parser.add_argument(
             "--weight-bytes", type=float, default=2.0, help="of engines; 1: fp8 (default: 2)"

@@ -120,7 +120,7 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
 def _plan_options(args: argparse.Namespace) -> PlanOptions:
     from etude.commands.plan import Options
 
-    names = ("gpus", "gpu", "parameters", "active", "weight_bytes", "tool_s")
+    names = ("gpus", "gpu", "parameters", "active", "kv_bytes", "weight_bytes", "tool_s")
     return Options(**{name: getattr(args, name) for name in names})
 
 

@@ -83,6 +83,7 @@ EDGES: dict[str, set[str]] = {
     | {"model.detokenizer", "model.output_parser", "model.tool_calls"},
     "serve.engine_thread": {"engine"},
     "serve.worker": {"engine", "weights", "model"},
+    "serve.relay": {"weights"},
     "serve.vllm": {"model"},
 }
 

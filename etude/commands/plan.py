@@ -30,6 +30,7 @@ class Options:
     parameters: float | None
     """In place of the size of the file's model."""
     active: float | None
+    kv_bytes: float | None
     weight_bytes: float
     tool_s: float
     """Of a session, in tools and grading."""
@@ -55,17 +56,20 @@ def place(model: ModelSize, work: Workload, options: Options) -> Placement:
 
 
 def model_size(config: RunConfig, options: Options) -> ModelSize:
-    """Of the model of the file; `--parameters` and `--active` stand for one that is not there, of
-    the same keys and values."""
-    from etude.trainer.estimate import size_of_model  # brings torch
+    """Of the model of the file, or what is given in place of it."""
+    given = (options.parameters, options.kv_bytes)
+    if None in given and any(given):
+        raise EtudeError("--parameters and --kv-bytes describe another model together: give both")
+    if options.parameters is None or options.kv_bytes is None:
+        from etude.trainer.estimate import size_of_model  # brings torch
 
-    size = replace(size_of_model(config), weight_bytes=options.weight_bytes)
-    if options.parameters is None:
-        return size
-    # keys and values grow about as the square root of the weights that a token meets
-    active = options.active or options.parameters
-    grown = size.kv_bytes * (active / size.active) ** 0.5
-    return replace(size, parameters=options.parameters, active=active, kv_bytes=grown)
+        return replace(size_of_model(config), weight_bytes=options.weight_bytes)
+    return ModelSize(
+        parameters=options.parameters,
+        active=options.active or options.parameters,
+        kv_bytes=options.kv_bytes,
+        weight_bytes=options.weight_bytes,
+    )
 
 
 def rollout_stage(config: RunConfig) -> RolloutStageConfig:
@@ -107,8 +111,8 @@ def lines(model: ModelSize, work: Workload, found: Placement, options: Options) 
         f"sampled in {work.turns} turns",
         f"placement  {options.gpus} {name}: {split}",
         f"memory     {found.trainer_bytes / 1e9:.3g} GB a GPU of the trainer for weights, "
-        f"gradients and state, {found.engine_bytes / 1e9:.3g} GB a GPU of an engine with {found.seqs} "
-        f"requests; each has {gpu.memory_bytes / 1e9:.0f} GB",
+        f"gradients and state, {found.engine_bytes / 1e9:.3g} GB a GPU of an engine with "
+        f"{found.seqs} requests; each has {gpu.memory_bytes / 1e9:.0f} GB",
         f"step       {found.step_s:.3g} s: training {found.train_s:.3g} s, sampling "
         f"{found.rollout_s:.3g} s, one session {found.session_s:.3g} s over "
         f"{work.max_lag + 1} steps",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -16,8 +17,9 @@ from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.placement import ModelSize, Placement, Workload
 from etude.core.types import Json
+from etude.simulate.faults import play
 from etude.simulate.scenario import SMALL, Faults, Scenario
-from etude.simulate.simulation import Outcome, Simulation
+from etude.simulate.state import Outcome
 
 CHANGED = 0.02
 """Share of the weights that a delta holds; more than has been seen in rl (docs/benchmarks.md)."""
@@ -33,7 +35,7 @@ RESTART_S = 180.0
 """Until a worker is back with the whole of the weights."""
 PARTITION_S = 24 * 3600.0
 """Between two outages of a region's link, which last some minutes."""
-MOST_TURNS = 8
+MOST_TURNS = 4
 """Of a simulated session; more are taken together."""
 BEAT_S = 10.0
 """Between the heartbeats of a large fleet, which is lost after six of them."""
@@ -62,7 +64,7 @@ def simulate(config: RunConfig, options: Options, console: Console) -> dict[str,
         )
     scenario = scenario_of(config, model, work, placed, options)
     began = time.monotonic()
-    outcome = Simulation(scenario, seed=options.first_seed).run()
+    outcome = play(scenario, options.first_seed)
     told = summary(outcome, scenario)
 
     def say(text: str) -> None:
@@ -79,10 +81,10 @@ def simulate(config: RunConfig, options: Options, console: Console) -> dict[str,
         f"{told['trainer_busy']:.0%} busy, engines {told['engine_busy']:.0%}, lag "
         f"{outcome.lag_max} of {scenario.max_lag}"
     )
-    versions = max(1, outcome.steps)
+    read = outcome.store_bytes / max(1, outcome.versions_read)
     say(
-        f"weights: deltas of {scenario.delta_bytes / 1e9:.3g} GB, "
-        f"{outcome.store_bytes / versions / 1e9:.3g} GB read from the store a version"
+        f"weights: deltas of {scenario.delta_bytes / 1e9:.3g} GB, {read / 1e9:.3g} GB read from "
+        f"the store a version"
     )
     say(f"it met: {_counted(outcome.faults)}")
     violations = _report("the run", outcome, say)
@@ -163,7 +165,7 @@ def play_schedules(config: RunConfig, options: Options, console: Console) -> int
     storm, violations, faults = storm_of(config), 0, Counter[str]()
     began = time.monotonic()
     for seed in range(options.first_seed, options.first_seed + options.seeds):
-        outcome = Simulation(storm, seed).run()
+        outcome = play(storm, seed)
         faults += outcome.faults
         violations += _report(
             f"seed {seed}",
@@ -185,9 +187,8 @@ def _counted(faults: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in faults.most_common()) or "nothing"
 
 
-def _report(what: str, outcome: Outcome, say: object) -> int:
+def _report(what: str, outcome: Outcome, say: Callable[[str], None]) -> int:
     """A run that does not end is a violation too."""
-    assert callable(say)
     found = outcome.violations + ([f"stuck: {outcome.stuck}"] if outcome.stuck else [])
     for each in found:
         say(f"violation: {what}: {each}")

@@ -13,7 +13,7 @@ from etude.core.stages import RolloutStageConfig
 
 OPERATIONAL: dict[str, set[str]] = {
     "": {"trackers", "heartbeat_timeout_s", "folder", "store"},
-    "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls"},
+    "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls", "relays"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},
     "trainer": {"device", "ranks", "gradient_checkpointing", "timeout_s"},

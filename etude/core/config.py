@@ -101,6 +101,9 @@ class EngineConfig(Config):
     vllm_urls: dict[Name, str] = {}
     """Regions served by a vLLM server instead of our engine, with the server's URL
     (docs/serve.md)."""
+    relays: dict[Name, Url] = {}
+    """Regions with a relay, which downloads weights once for all workers there, and its URL
+    (docs/clusters.md)."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The port of the gateway, on the loopback interface; 0 chooses a free one. Its tokens are
     signed with ETUDE_SECRET; if that is not set, every launch makes a secret of its own."""

@@ -65,6 +65,7 @@ POLICIES: Mapping[tuple[str, str], Policy] = {
     ("POST", "/workers"): WORKER,
     ("POST", "/workers/drain"): ADMIN,
     ("POST", "/generate"): WORKER,
+    ("GET", "/shards/{epoch:int}/{version:int}/{hash}"): WORKER,
     ("POST", "/load"): ADMIN,
     ("GET", "/up"): ADMIN,
     ("GET", "/status"): ADMIN,

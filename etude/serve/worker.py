@@ -63,6 +63,7 @@ from etude.store.telemetry import store_used
 from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
+from etude.weights.relay import Relay
 from etude.weights.tensors import root_of
 
 HEARTBEAT_S = 1.0
@@ -235,7 +236,7 @@ async def own_engine(
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1",
     gateway_url: str | None = None, version: int | None = None, cache: Path | None = None,
-    overrides: Mapping[str, object] | None = None,
+    relay: str | None = None, overrides: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
     """Settings are those of the run. `overrides`: keys of `[engine]` that are otherwise for this
     process."""
@@ -249,7 +250,13 @@ async def serve_worker(
     torch.set_num_threads(config.engine.threads)
     files = read_model_files(run)
     name = f"{region}-{port}"
-    fetch = Follower(Chain(run.objects), name=name, cache=HostCache.beside(store_url, cache)).fetch
+    relay = relay or config.engine.relays.get(region)
+    fetch = Follower(
+        Chain(run.objects),
+        name=name,
+        cache=HostCache.beside(store_url, cache),
+        relay=Relay(relay) if relay else None,
+    ).fetch
     vllm = config.engine.vllm_urls.get(region)
     async with connect(vllm, fetch, files) if vllm else own_engine(files, fetch, config) as engine:
         worker = Worker(
@@ -292,6 +299,7 @@ def main() -> None:
     parser.add_argument(
         "--cache", type=Path, help="where this host's workers keep what one of them has downloaded"
     )
+    parser.add_argument("--relay", help="the relay of this region (default: that of the run)")
     own = parser.add_argument_group("in place of the run's [engine]")
     own.add_argument("--max-num-seqs", type=int)
     own.add_argument("--threads", type=int)
@@ -307,6 +315,7 @@ def main() -> None:
             gateway_url=a.gateway,
             version=a.version,
             cache=a.cache,
+            relay=a.relay,
             overrides={key: value for key, value in given.items() if value is not None},
         )
     )

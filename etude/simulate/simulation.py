@@ -10,76 +10,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from etude.core.fleet import Fleet, Worker
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
 from etude.core.window import Window
 from etude.simulate.scenario import Scenario
+from etude.simulate.state import GroupState, Outcome, Process, Session
 
 LOOK_S = 0.5
 """Time between two looks at leases and new versions, as in `serve.router`."""
 SLOW = 10.0
 MAX_STEP_S = 50.0
 """A run that takes so many times its computing time is stuck."""
-
-
-@dataclass(slots=True, eq=False)
-class Process:
-    """A worker as it really is; the fleet knows what it was told."""
-
-    url: str
-    region: int
-    pace: float
-    """Of its clock."""
-    version: int = -1
-    alive: bool = True
-    hung_until: float = 0.0
-    slow_until: float = 0.0
-    bad_download: bool = False
-    loading: int | None = None
-    life: int = 0
-    beat: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
-class Session:
-    sample: str
-    group: int
-    turns_left: int
-    oldest: int | None = None
-    """The oldest version that it was sampled with."""
-    request: int = 0
-    """The one that it waits for; what answers another is too late."""
-    worker: Worker | None = None
-
-
-@dataclass(slots=True)
-class GroupState:
-    admitted: int
-    open: set[str]
-    oldest: int = 1 << 60
-    failed: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What became of a simulated run."""
-
-    seconds: float = 0.0
-    steps: int = 0
-    trainer_busy_s: float = 0.0
-    engine_busy_s: float = 0.0
-    engine_s: float = 0.0
-    lag_max: int = 0
-    store_bytes: int = 0
-    """Read from the store by workers, or by the relays of their regions."""
-    faults: Counter[str] = field(default_factory=Counter)
-    violations: list[str] = field(default_factory=list)
-    stuck: str = ""
-    """What did not come, if the run did not end."""
 
 
 class Simulation:
@@ -108,7 +52,7 @@ class Simulation:
         self.published = 0
         self.verified = {0}
 
-        self.fleet = self._new_fleet()
+        self.fleet = self.new_fleet()
         self.gateway_up = True
         self.requests: dict[int, Session] = {}
         self._ids = itertools.count(1)
@@ -153,11 +97,10 @@ class Simulation:
         sessions = s.groups_per_step * s.group_size / max(0.05, s.with_signal)
         sampling = sessions * s.turns * (s.turn_s + s.tool_s) / s.concurrency
         longest = MAX_STEP_S * s.steps * (s.train_s + s.publish_s + sampling + 60.0)
-        self._start_controller()
+        self.start_controller()
         self._beat()
         self.every(s.heartbeat_s, self._beat)
         self.every(LOOK_S if s.heartbeat_s <= 1.0 else s.heartbeat_s / 2, self._look)
-        self._plan_faults()
         try:
             while self.live < s.steps and self._queue:
                 self.now, _, do = heapq.heappop(self._queue)
@@ -169,6 +112,7 @@ class Simulation:
             self._violation(f"{type(e).__name__}: {e}")
         self._close_books()
         self.outcome.seconds, self.outcome.steps = self.now, self.trained
+        self.outcome.versions_read = len({version for _, version in self._relayed})
         return self.outcome
 
     def _waits_for(self) -> str:
@@ -183,7 +127,7 @@ class Simulation:
 
     # The controller: the loops of `run.loop`, and what a restart finds.
 
-    def _start_controller(self) -> None:
+    def start_controller(self) -> None:
         """As `Controller.run_loop`: what was open is interrupted, the newest weights are loaded,
         and the window is what it was."""
         self.controller_life += 1
@@ -284,7 +228,7 @@ class Simulation:
             self._violation(f"step {step} has two batches")
         self._write(Batched(step=step, samples=tuple(s for _, _, ss in taken for s in ss)))
         self.batches.add(step)
-        self._train()
+        self.train()
 
     def _write(self, entry: Entry) -> None:
         self.ledger.apply(entry)
@@ -292,7 +236,7 @@ class Simulation:
 
     # The trainer.
 
-    def _train(self) -> None:
+    def train(self) -> None:
         step = self.trained + 1
         if self.trainer_since is not None or step not in self.batches:
             return
@@ -304,18 +248,18 @@ class Simulation:
             assert self.trainer_since is not None
             self.outcome.trainer_busy_s += self.now - self.trainer_since
             self.trainer_since, self.trained = None, step
-            self.after(self.vary(self.s.publish_s), lambda: self._publish(step))
-            self._train()
+            self.after(self.vary(self.s.publish_s), lambda: self.publish(step))
+            self.train()
 
         self.after(self.vary(self.s.train_s), done)
 
-    def _publish(self, version: int) -> None:
+    def publish(self, version: int) -> None:
         self.verified.add(version)
         self.published = max(self.published, version)
 
     # The gateway: the router's part, over the real fleet.
 
-    def _new_fleet(self) -> Fleet:
+    def new_fleet(self) -> Fleet:
         return Fleet(heartbeat_timeout_s=self.s.heartbeat_timeout_s, awaits_floor=True)
 
     def _look(self) -> None:
@@ -430,7 +374,7 @@ class Simulation:
                 return  # it is asked elsewhere when its lease is over, or was
             if self.rng.random() < self.s.faults.lost:
                 self.outcome.faults["lost"] += 1
-                self._failed(worker)
+                self.failed(worker)
                 return
             self._answered(session, worker)
             if self.rng.random() < self.s.faults.duplicate:
@@ -459,7 +403,7 @@ class Simulation:
 
         self.after(self.vary(self.s.tool_s), go_on)
 
-    def _failed(self, worker: Worker) -> None:
+    def failed(self, worker: Worker) -> None:
         """A worker that fails is taken out until its next heartbeat; what it was asked is asked of
         others."""
         self.fleet.leave(worker)
@@ -476,89 +420,6 @@ class Simulation:
     def _retry_waiting(self) -> None:
         for _ in range(len(self.waiting) if self.fleet.up else 0):
             self._ask(self.waiting.popleft())
-
-    # What goes wrong.
-
-    def _plan_faults(self) -> None:
-        faults = self.s.faults
-        for mean_s, strike in (
-            (faults.worker_crash_s, self._crash_worker),
-            (faults.worker_hang_s, self._hang_worker),
-            (faults.partition_s, self._cut_region),
-            (faults.slow_disk_s, self._slow_disk),
-            (faults.bad_download_s, self._bad_download),
-            (faults.gateway_crash_s, self._crash_gateway),
-            (faults.controller_crash_s, self._crash_controller),
-            (faults.trainer_crash_s, self._crash_trainer),
-        ):
-            if mean_s:
-                self._strike_again(mean_s, strike)
-
-    def _strike_again(self, mean_s: float, strike: Callable[[], None]) -> None:
-        def now() -> None:
-            self.outcome.faults[strike.__name__.strip("_").replace("_", " ")] += 1
-            strike()
-            self._strike_again(mean_s, strike)
-
-        self.after(self.rng.expovariate(1.0 / mean_s), now)
-
-    def _crash_worker(self) -> None:
-        process = self.rng.choice(self.processes)
-        process.alive, process.version, process.loading = False, -1, None
-        process.life += 1
-        for worker in self.fleet.workers:
-            if worker.url == process.url:
-                self._failed(worker)  # its connections are closed
-
-        def back() -> None:
-            process.alive = True
-
-        self.after(self.vary(self.s.faults.restart_s), back)
-
-    def _hang_worker(self) -> None:
-        process = self.rng.choice(self.processes)
-        process.hung_until = self.now + self.rng.uniform(0, self.s.faults.lasting_s)
-
-    def _cut_region(self) -> None:
-        region = self.rng.randrange(self.s.regions)
-        self.cut_until[region] = self.now + self.rng.uniform(0, self.s.faults.lasting_s)
-
-    def _slow_disk(self) -> None:
-        process = self.rng.choice(self.processes)
-        process.slow_until = self.now + self.rng.uniform(0, self.s.faults.lasting_s)
-
-    def _bad_download(self) -> None:
-        self.rng.choice(self.processes).bad_download = True
-
-    def _crash_gateway(self) -> None:
-        """It forgets the workers; sessions come back from its journal, and ask again."""
-        self.gateway_up = False
-        self.fleet = self._new_fleet()
-        asking = list(self.requests.values())
-        self.requests.clear()
-
-        def back() -> None:
-            self.gateway_up = True
-
-        for session in asking:
-            session.worker = None
-            self.waiting.append(session)
-        self.after(self.vary(self.s.faults.restart_s), back)
-
-    def _crash_controller(self) -> None:
-        """With it go its sessions; the gateway forgets them when it is told to."""
-        for session in self.running:
-            if session.worker is not None:
-                self.fleet.done(session.worker)
-            self.fleet.forget(session.sample)
-        self._start_controller()
-
-    def _crash_trainer(self) -> None:
-        """It goes on from its checkpoint: the step begins again, with the same batch."""
-        self.trainer_life += 1
-        if self.trainer_since is not None:
-            self.trainer_since = None
-            self.after(self.vary(self.s.faults.restart_s), self._train)
 
     # What must hold at the end.
 

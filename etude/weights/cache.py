@@ -27,6 +27,11 @@ LOCK_S = 20.0
 POLL_S = 0.02
 
 
+def cache_folder() -> Path:
+    """Where this user's programs keep what can be had again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude"
+
+
 class HostCache:
     def __init__(
         self, folder: Path, max_bytes: int = 64 << 30, lock_timeout_s: float = LOCK_S
@@ -43,10 +48,7 @@ class HostCache:
         no copy."""
         if not is_bucket(url):
             return None
-        default = (
-            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude" / "weights"
-        )
-        return cls(folder or default)
+        return cls(folder or cache_folder() / "weights")
 
     def get(self, hash: str, download: Callable[[], bytes]) -> bytes:
         path = self._folder / hash

@@ -27,6 +27,7 @@ from etude.weights.cache import HostCache
 from etude.weights.delta_format import Damaged
 from etude.weights.manifest import Chain
 from etude.weights.records import Lease, lease_key
+from etude.weights.relay import Relay
 from etude.weights.routes import RouteStep, plan_route
 from etude.weights.shards import unpack
 from etude.weights.signing import Corrupt
@@ -97,6 +98,7 @@ class Follower:
         only: ChunkFilter = all_chunks,
         name: str | None = None,
         cache: HostCache | None = None,
+        relay: Relay | None = None,
         threads: int = 1,
         progress: Progress | None = None,
         now: Callable[[], float] = time.time,
@@ -108,6 +110,7 @@ class Follower:
         self.rebuilt = 0
         """How often what was held turned out wrong."""
         self._cache = cache
+        self._relay = relay
         self._progress = progress
         self._now = now
         self._threads = threads
@@ -210,9 +213,11 @@ class Follower:
         return read_state(data, manifest.bytes, f"the tensors of version {target.version}")
 
     def _shard(self, target: VersionRef, hash: str) -> bytes:
-        if self._cache is None:
-            return self.chain.shard(target, hash)
-        return self._cache.get(hash, lambda: self.chain.shard(target, hash))
+        def download() -> bytes:
+            relayed = self._relay.shard(target, hash) if self._relay else None
+            return self.chain.shard(target, hash) if relayed is None else relayed
+
+        return download() if self._cache is None else self._cache.get(hash, download)
 
     def _lease(self, version: int) -> None:
         if self.name:

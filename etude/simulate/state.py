@@ -1,0 +1,66 @@
+"""What a simulated run consists of, as it really is: the parts that the decisions know only from
+what they are told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from etude.core.fleet import Worker
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """A worker as it really is; the fleet knows what it was told."""
+
+    url: str
+    region: int
+    pace: float
+    """Of its clock."""
+    version: int = -1
+    alive: bool = True
+    hung_until: float = 0.0
+    slow_until: float = 0.0
+    bad_download: bool = False
+    loading: int | None = None
+    life: int = 0
+    beat: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    sample: str
+    group: int
+    turns_left: int
+    oldest: int | None = None
+    """The oldest version that it was sampled with."""
+    request: int = 0
+    """The one that it waits for; what answers another is too late."""
+    worker: Worker | None = None
+
+
+@dataclass(slots=True)
+class GroupState:
+    admitted: int
+    open: set[str]
+    oldest: int = 1 << 60
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a simulated run."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    trainer_busy_s: float = 0.0
+    engine_busy_s: float = 0.0
+    engine_s: float = 0.0
+    lag_max: int = 0
+    store_bytes: int = 0
+    """Read from the store by workers, or by the relays of their regions."""
+    versions_read: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    stuck: str = ""
+    """What did not come, if the run did not end."""

@@ -1,0 +1,63 @@
+"""How GPUs are split between trainer and engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from etude.core.placement import GPUS, ModelSize, Workload, decode_s, plan_placement
+
+H200 = GPUS["h200"]
+DENSE = ModelSize(parameters=8e9, active=8e9, kv_bytes=147e3)
+SPARSE = ModelSize(parameters=1.04e12, active=32e9, kv_bytes=70e3, weight_bytes=1)
+WORK = Workload(
+    sessions=128, turns=10, sampled=4000, read=6000, tool_s=20.0, max_lag=2, max_num_seqs=64
+)
+
+
+def test_all_gpus_are_used_and_the_model_fits() -> None:
+    for gpus in (4, 8, 16, 64, 1000):
+        found = plan_placement(DENSE, WORK, H200, gpus)
+        assert found.trainer_gpus + found.engines * found.engine_gpus == gpus
+        assert max(found.trainer_bytes, found.engine_bytes) <= H200.memory_bytes
+        assert not found.colocated and found.step_s >= max(found.train_s, found.rollout_s)
+
+
+def test_no_other_split_is_faster() -> None:
+    found = plan_placement(DENSE, WORK, H200, 16)
+    fewer = [plan_placement(DENSE, WORK, H200, gpus).step_s for gpus in range(2, 16)]
+    assert found.step_s <= min(fewer)
+    assert 0.3 < found.train_s / found.rollout_s < 3.0, "both sides work about as long"
+
+
+def test_one_gpu_is_shared_in_turns() -> None:
+    small = replace(DENSE, parameters=1e9, active=1e9)
+    found = plan_placement(small, WORK, H200, 1)
+    assert found.colocated and found.step_s == found.train_s + found.rollout_s
+    assert "take turns" in found.advice[0]
+
+
+def test_a_model_that_does_not_fit_is_told_with_what_it_needs() -> None:
+    with pytest.raises(ValueError, match=r"8 GPUs are too few: training needs 157 .*an engine 16"):
+        plan_placement(SPARSE, replace(WORK, sampled=24000, read=40000), H200, 8)
+
+
+def test_engines_come_in_powers_of_two_and_sparse_models_read_all_their_experts() -> None:
+    found = plan_placement(SPARSE, WORK, H200, 1000)
+    assert found.engine_gpus == 16
+    one, many = (decode_s(SPARSE, WORK, H200, 16, seqs) for seqs in (1, 64))
+    assert 20 < many / one < 64, "a single request reads only its own experts"
+
+
+@pytest.mark.parametrize(
+    ("change", "advice"),
+    [
+        ({"sampled": 40000, "read": 100}, "GPUs for each of the trainer"),
+        ({"sessions": 1, "max_lag": 0}, "the trainer works"),
+        ({"tool_s": 5000.0}, "raise max_lag"),
+    ],
+)
+def test_what_to_change_is_told(change: dict[str, int], advice: str) -> None:
+    found = plan_placement(DENSE, replace(WORK, **change), H200, 16)
+    assert any(advice in each for each in found.advice), found.advice
