@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from functools import partial
 
 import aiohttp
@@ -79,24 +80,7 @@ class CodingAgent:
             "seed": seed,
             "parallel_tool_calls": True,
         }
-        # The session has a time limit of its own; the client's default would end long answers of a
-        # busy engine.
-        no_limit = aiohttp.ClientTimeout(total=None)
-        asking = partial(
-            self._session.post,
-            f"{base_url}/chat/completions",
-            json=body,
-            headers={"Authorization": f"Bearer {api_key}"},
-            timeout=no_limit,
-        )
-        async with await when_back(asking, aiohttp.ClientConnectionError) as response:
-            if response.status != 200:
-                said = await response.text()
-                if response.status == 400 and "context_length_exceeded" in said:
-                    raise OutOfContext
-                raise RolloutFailure(f"chat completions: status {response.status}: {said[:500]}")
-            message: Message = (await response.json())["choices"][0]["message"]
-        return message
+        return await ask_model(self._session, base_url, api_key, body)
 
     async def _act(self, answer: Message, tools: Tools, messages: list[Message]) -> bool:
         """Do what the answer says, and add what came of it. True if it submits."""
@@ -112,6 +96,30 @@ class CodingAgent:
             if name == SUBMIT:
                 return True
         return False
+
+
+async def ask_model(
+    http: aiohttp.ClientSession, base_url: str, api_key: str, body: Mapping[str, Json]
+) -> Message:
+    """The answer to a chat. Raises `OutOfContext` if the chat has become too long."""
+    # The session has a time limit of its own; the client's default would end long answers of a
+    # busy engine.
+    no_limit = aiohttp.ClientTimeout(total=None)
+    asking = partial(
+        http.post,
+        f"{base_url}/chat/completions",
+        json=body,
+        headers={"Authorization": f"Bearer {api_key}"},
+        timeout=no_limit,
+    )
+    async with await when_back(asking, aiohttp.ClientConnectionError) as response:
+        if response.status != 200:
+            said = await response.text()
+            if response.status == 400 and "context_length_exceeded" in said:
+                raise OutOfContext
+            raise RolloutFailure(f"chat completions: status {response.status}: {said[:500]}")
+        message: Message = (await response.json())["choices"][0]["message"]
+    return message
 
 
 def gave_up(messages: list[Message]) -> bool:
