@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.error import URLError
@@ -35,7 +36,7 @@ def server() -> Iterator[str]:
                 urlopen(f"{url}/health", timeout=60).close()
                 break
             except URLError:
-                continue
+                time.sleep(0.2)
         assert child.poll() is None, "the server ended"
         yield url
     finally:
