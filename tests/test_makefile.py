@@ -34,7 +34,7 @@ def test_what_the_shell_calls_venv_is_not_removed(
     assert str(tmp_path) not in told("clean")
 
 
-@pytest.mark.parametrize("place", [".venv-vllm", ".venv-wheels", ".venv-dash", ".venv-adapters"])
+@pytest.mark.parametrize("place", [".venv-vllm", ".venv-wheels", ".venv-dash", ".venv-openenv"])
 def test_an_environment_is_made_where_it_stays(place: str) -> None:
     """The programs of one that was moved, such as `vllm`, do not start."""
     done = told(f"{place}/.installed")

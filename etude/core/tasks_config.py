@@ -29,8 +29,9 @@ class TasksConfig(Config):
     """Where the tasks lie: a folder that `etude tasks build` made, for
     `etude.run.task_folder:TaskFolder` (its virtual environments are in every sandbox, read-only);
     one of Harbor's directories, for `etude.run.harbor_tasks:HarborTasks`; the configuration of an
-    environment, for `etude.run.verifiers_environment:VerifiersEnvironment`; or a file of tasks in
-    lines of JSON, for `pull` or instead of those that a service gives."""
+    environment, for `etude.run.verifiers_environment:VerifiersEnvironment`, or of an OpenEnv
+    server, for `etude.run.openenv_environment:OpenEnvEnvironment`; or a file of tasks in lines of
+    JSON, for `pull` or instead of those that a service gives."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: Count = 400

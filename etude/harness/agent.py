@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -154,25 +154,7 @@ class CodingAgent:
             "seed": seed,
             "parallel_tool_calls": True,
         }
-        # The session has a time limit of its own; the client's default would end long answers of a
-        # busy engine.
-        no_limit = aiohttp.ClientTimeout(total=None)
-        asking = partial(
-            self._session.post,
-            f"{base_url}/chat/completions",
-            json=body,
-            headers={"Authorization": f"Bearer {api_key}", "X-Etude-Segment": kind},
-            timeout=no_limit,
-        )
-        async with await when_back(asking, aiohttp.ClientConnectionError) as response:
-            if response.status != 200:
-                said = await response.text()
-                if response.status == 400 and "context_length_exceeded" in said:
-                    raise OutOfContext
-                raise RolloutFailure(f"chat completions: status {response.status}: {said[:500]}")
-            told = await response.json()
-        message: Message = told["choices"][0]["message"]
-        return message, (told.get("usage") or {}).get("total_tokens", 0)
+        return await ask_model(self._session, base_url, api_key, body, kind)
 
     async def _act(self, answer: Message, tools: AgentTools, talk: Conversation) -> bool:
         """Do what the answer says, and add what came of it. True if it submits."""
@@ -198,6 +180,36 @@ class CodingAgent:
         if not is_one or not isinstance(arguments, dict) or arguments.keys() != {"text"}:
             return None
         return arguments["text"] if isinstance(arguments["text"], str) else None
+
+
+async def ask_model(
+    http: aiohttp.ClientSession,
+    base_url: str,
+    api_key: str,
+    body: Mapping[str, Json],
+    kind: str = "turns",
+) -> tuple[Message, int]:
+    """The answer to a chat, and the tokens of the context that ends with it. `kind`: of the
+    context, if it is a new one. Raises `OutOfContext` if the chat has become too long."""
+    # The session has a time limit of its own; the client's default would end long answers of a
+    # busy engine.
+    no_limit = aiohttp.ClientTimeout(total=None)
+    asking = partial(
+        http.post,
+        f"{base_url}/chat/completions",
+        json=body,
+        headers={"Authorization": f"Bearer {api_key}", "X-Etude-Segment": kind},
+        timeout=no_limit,
+    )
+    async with await when_back(asking, aiohttp.ClientConnectionError) as response:
+        if response.status != 200:
+            said = await response.text()
+            if response.status == 400 and "context_length_exceeded" in said:
+                raise OutOfContext
+            raise RolloutFailure(f"chat completions: status {response.status}: {said[:500]}")
+        told = await response.json()
+    message: Message = told["choices"][0]["message"]
+    return message, (told.get("usage") or {}).get("total_tokens", 0)
 
 
 def gave_up(messages: list[Message]) -> bool:

@@ -43,7 +43,7 @@ class WorkerClient:
         async with asyncio.timeout(CONNECT_S):
             _, connection = await asyncio.get_running_loop().create_connection(
                 lambda: WorkerConnection(idle),
-                where.hostname,
+                where.hostname or "",
                 where.port or (443 if where.scheme == "https" else 80),
                 ssl=True if where.scheme == "https" else None,
             )

@@ -1,0 +1,317 @@
+"""Environments that others wrote for OpenEnv, at the URL of their server.
+
+    GET /metadata, /schema     what it is, and what an action may hold
+    WS  /ws                    one episode: {"type": "reset" | "step", "data": ..}, and each time
+                               {"type": "observation", "data": {observation, reward, done}}
+
+The model is shown what the environment says of itself and its first observation, and acts by
+calling tools: those that the environment lists, if it has some, or else one, `step`, whose
+arguments are an action. Every other observation is the result of a call. A task is a seed, and an
+episode is worth the sum of its rewards.
+
+Nothing of OpenEnv is needed here: the server has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tomllib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import aiohttp
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
+from etude.core.types import Attempt, Json, Part, Score, Task, Transcript
+from etude.harness.agent import (
+    NUDGE,
+    Message,
+    OutOfContext,
+    ask_model,
+    gave_up,
+    parse_arguments,
+    turn_seed,
+)
+from etude.run.rollout import SessionDesk
+from etude.run.task_folder import HELDOUT_SHARE, hash_of
+from etude.sandbox.fake import FakeSandboxPool
+
+ASK_S = 30.0
+"""For what a server says of itself."""
+RETRY_S = 0.5
+"""Between two tries to get one of the server's places."""
+MAX_MESSAGE_BYTES = 64 << 20
+STEP = "step"
+NOT_SAID = ("done", "reward", "metadata")
+"""Of an observation, what is no part of what the model sees; of an action, what it does not
+choose."""
+
+
+class OpenEnvEnvironment:
+    """A `core.protocols.Environment`. `tasks.path` names a TOML file: `url`, that of an OpenEnv
+    server, and what else its `reset` is told, in a table `[reset]`."""
+
+    def __init__(
+        self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int, path: str
+    ) -> None:
+        """`counts`: split -> number of tasks. `path`: the file."""
+        self._counts = counts
+        self._url, self._reset = self._read(Path(path))
+        about = self._get("/metadata")
+        self._name = str(about.get("name") or "openenv")
+        self._about = str(about.get("description") or self._name)
+        self._action = self._get("/schema").get("action") or {}
+
+    def _read(self, path: Path) -> tuple[str, dict[str, Json]]:
+        try:
+            told = tomllib.loads(path.read_text())
+        except (OSError, tomllib.TOMLDecodeError) as e:
+            raise EtudeError(f"tasks.path = {str(path)!r} cannot be read: {e}") from e
+        if not isinstance(told.get("url"), str) or not isinstance(told.get("reset", {}), dict):
+            raise EtudeError(
+                f'{path}: say where the OpenEnv server is, url = "http://..", and in a table '
+                f"[reset], if you like, what its reset is told"
+            )
+        return told["url"].rstrip("/"), told.get("reset", {})
+
+    def _get(self, path: str) -> dict[str, Any]:
+        """Blocks: it is asked for before anything runs."""
+        try:
+            with urlopen(self._url + path, timeout=ASK_S) as answer:
+                found = json.loads(answer.read())
+        except (URLError, OSError, ValueError) as e:
+            raise EtudeError(
+                f"{self._url} is no OpenEnv server that answers {path} ({e}): start it, and name "
+                f"its URL in the file that tasks.path names"
+            ) from e
+        return found if isinstance(found, dict) else {}
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Seeds from 0 on. Of each four, by a hash, one is held out. None are novel."""
+        wanted = self._counts[split] if split in ("train", "heldout") else 0
+        names = (f"{self._name}/{seed}" for seed in count())
+        chosen = (
+            name
+            for name in names
+            if ("heldout" if hash_of(name) % HELDOUT_SHARE == 0 else "train") == split
+        )
+        return [Task(id=name, prompt=self._about) for name in islice(chosen, wanted)]
+
+    @contextlib.asynccontextmanager
+    async def open(self, task: Task) -> AsyncIterator[Sandbox]:
+        """Where the episode runs, its server knows; there is nothing for us to look at."""
+        async with FakeSandboxPool().open(SandboxSpec()) as nothing:
+            yield nothing
+
+    def own_agent(self, desk: SessionDesk | None, **limits: Any) -> OpenEnvAgent:
+        return OpenEnvAgent(self._url, self._action, self._reset, **limits)
+
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        assert attempt.transcript.score is not None
+        return attempt.transcript.score
+
+
+class OpenEnvAgent:
+    """A `core.protocols.Agent`: the model plays one episode."""
+
+    def __init__(
+        self,
+        url: str,
+        action: Mapping[str, Json],
+        reset: Mapping[str, Json],
+        *,
+        max_turns: int,
+        max_tokens: int,
+        timeout_s: float,
+        temperature: float,
+        **unused: Any,
+    ) -> None:
+        """`action`: the schema of one. `reset`: what else an episode begins with."""
+        self._url = url
+        self._action = action
+        self._reset = reset
+        self._max_turns = max_turns
+        self._timeout_s = timeout_s
+        self._sampling = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
+
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
+        number = int(task.id.rpartition("/")[2])
+        async with aiohttp.ClientSession() as http, self._begun(http, number) as episode:
+            opening = f"{task.prompt}\n\n{episode.shown}"
+            tools = await self._tools(episode)
+            messages: list[Message] = [{"role": "user", "content": opening}]
+            with contextlib.suppress(OutOfContext):
+                try:
+                    async with asyncio.timeout(self._timeout_s) as deadline:
+                        for turn in range(self._max_turns):
+                            asked = {"messages": messages, "tools": tools}
+                            told = self._sampling | asked | {"seed": turn_seed(seed, turn)}
+                            answer, _ = await ask_model(http, base_url, api_key, told)
+                            messages.append(answer)
+                            await self._act(answer, episode, messages)
+                            if episode.done or gave_up(messages):
+                                break
+                except TimeoutError:
+                    if not deadline.expired():
+                        raise
+            return Transcript(messages=messages, finished=episode.done, score=episode.score())
+
+    @contextlib.asynccontextmanager
+    async def _begun(self, http: aiohttp.ClientSession, seed: int) -> AsyncIterator[Episode]:
+        """An episode after its reset. A server has only so many places: one is waited for."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while (episode := await self._place(http, seed)) is None:
+                    await asyncio.sleep(RETRY_S)
+        except TimeoutError as e:
+            raise RolloutFailure(
+                f"{self._url}: no place within {self._timeout_s:g} s (harness.timeout_s): let the "
+                f"server have more (max_concurrent_envs), or the run fewer sessions at once"
+            ) from e
+        try:
+            yield episode
+        finally:
+            await episode.socket.close()
+
+    async def _place(self, http: aiohttp.ClientSession, seed: int) -> Episode | None:
+        try:
+            socket = await http.ws_connect(f"{self._url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
+        except aiohttp.ClientError as e:
+            raise RolloutFailure(f"{self._url}: no episode can begin: {e}") from e
+        episode = Episode(socket)
+        try:
+            await episode.tell("reset", {**self._reset, "seed": seed})
+        except Full:
+            await socket.close()
+            return None
+        except BaseException:
+            await socket.close()
+            raise
+        return episode
+
+    async def _tools(self, episode: Episode) -> list[Json]:
+        """As OpenAI writes them."""
+        if not self._lists_tools:
+            wanted = _without(self._action, NOT_SAID)
+            return [_tool(STEP, "Take one step in the environment.", wanted)]
+        await episode.tell("step", {"type": "list_tools"})
+        return [
+            _tool(each["name"], each.get("description") or "", each.get("input_schema") or {})
+            for each in episode.observation.get("tools", ())
+        ]
+
+    @property
+    def _lists_tools(self) -> bool:
+        """As an environment over MCP does."""
+        return "tool_name" in (self._action.get("properties") or {})
+
+    async def _act(self, answer: Message, episode: Episode, messages: list[Message]) -> None:
+        """Do what the answer says, and add what came of it."""
+        calls = answer.get("tool_calls") or []
+        if not calls:
+            messages.append({"role": "user", "content": NUDGE})
+        for call in calls:
+            name = call["function"]["name"]
+            arguments = parse_arguments(call["function"]["arguments"])
+            content = await self._step(name, arguments, episode)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            if episode.done:
+                return
+
+    async def _step(self, name: str, arguments: Json, episode: Episode) -> str:
+        if not isinstance(arguments, dict):
+            return "error: the arguments must be an object"
+        if self._lists_tools:
+            action = {"type": "call_tool", "tool_name": name, "arguments": arguments}
+        elif name == STEP:
+            action = arguments
+        else:
+            return f"error: there is no tool {name!r}, only {STEP}"
+        try:
+            await episode.tell("step", action)
+        except Refused as e:
+            return f"error: {e}"
+        episode.num_steps += 1
+        return episode.shown
+
+
+class Full(Exception):
+    """The server has no place now."""
+
+
+class Refused(Exception):
+    """What was sent is no action."""
+
+
+@dataclass(slots=True)
+class Episode:
+    """One episode at a server, as far as it has come."""
+
+    socket: aiohttp.ClientWebSocketResponse
+    observation: dict[str, Any] = field(default_factory=dict)
+    done: bool = False
+    rewards: list[float] = field(default_factory=list)
+    num_steps: int = 0
+
+    async def tell(self, kind: str, data: Mapping[str, Json]) -> None:
+        """What does not concern the model is a RolloutFailure."""
+        try:
+            await self.socket.send_json({"type": kind, "data": data})
+            told = await self.socket.receive_json()
+        except (aiohttp.ClientError, TypeError, ValueError) as e:
+            raise RolloutFailure(f"OpenEnv: the server broke the episode off: {e}") from e
+        found = told.get("data") or {}
+        if told.get("type") == "error":
+            self._raise(found)
+        self.observation = found.get("observation") or {}
+        self.done = bool(found.get("done"))
+        if found.get("reward") is not None:
+            self.rewards.append(float(found["reward"]))
+
+    def _raise(self, error: Mapping[str, Any]) -> None:
+        message = str(error.get("message"))
+        match error.get("code"):
+            case "CAPACITY_REACHED":
+                raise Full(message)
+            case "VALIDATION_ERROR":
+                raise Refused(json.dumps(error.get("errors", message), default=str))
+        raise RolloutFailure(f"OpenEnv: {error.get('code')}: {message}")
+
+    @property
+    def shown(self) -> str:
+        """The observation, as the model sees it."""
+        said = _without(self.observation, NOT_SAID)
+        texts = list(said.values())
+        if len(texts) == 1 and isinstance(texts[0], str):
+            return texts[0]
+        return json.dumps(said, ensure_ascii=False)
+
+    def score(self) -> Score:
+        if self.done and not self.rewards:
+            raise RolloutFailure("OpenEnv: the episode is over without a single reward")
+        last = self.rewards[-1] if self.rewards else 0.0
+        parts = Part("steps", float(self.num_steps)), Part("last reward", last)
+        return Score(sum(self.rewards), parts)
+
+
+def _tool(name: str, description: str, parameters: Mapping[str, Json]) -> Json:
+    function = {"name": name, "description": description, "parameters": dict(parameters)}
+    return {"type": "function", "function": function}
+
+
+def _without(told: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Of a schema: without these properties."""
+    left = {key: value for key, value in told.items() if key not in names}
+    if isinstance(properties := left.get("properties"), dict):
+        left["properties"] = _without(properties, names)
+    return left
