@@ -8,7 +8,8 @@ block of a sequence is ever written, so nothing needs copying.
 
 A block nobody uses stays known until its place is needed; the one that was given up first goes
 first. A sequence gives up its blocks from the last to the first, so that what remains known is
-always a beginning.
+always a beginning. Where no layer sees further back than a window, a sequence gives up what it has
+left behind while it goes on.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class BlockTable:
 
     version: int
     blocks: list[int] = field(default_factory=list)
+    num_passed: int = 0
+    """How many blocks, from the first, were given up because no token sees them any more; their
+    numbers mean nothing."""
     num_cached_blocks: int = 0
     """How many blocks, from the first, are cached for prefix reuse."""
     last_cached: int | None = 0
@@ -118,15 +122,29 @@ class BlockManager:
         them."""
         table.last_cached = None
 
+    def pass_window(self, table: BlockTable, num_computed_tokens: int, window: int) -> None:
+        """Give up the blocks that no token behind the first `num_computed_tokens` sees, itself
+        being the last of `window` tokens. Passes that see them must have been started."""
+        end = max(0, num_computed_tokens - window + 1) // self.block_size
+        if table.last_cached is not None:
+            # A full block may wait to be cached until its last token is read back.
+            end = min(end, table.num_cached_blocks)
+        for place in range(table.num_passed, end):
+            self._give_up(table.blocks[place])
+        table.num_passed = max(table.num_passed, end)
+
     def free(self, table: BlockTable) -> None:
-        for block in reversed(table.blocks):
-            self._ref_counts[block] -= 1
-            if self._ref_counts[block] == 0:
-                if block in self._keys:
-                    self._evictable[block] = None
-                else:
-                    self._free_blocks.append(block)
+        for block in reversed(table.blocks[table.num_passed :]):
+            self._give_up(block)
         table.blocks.clear()
+
+    def _give_up(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            if block in self._keys:
+                self._evictable[block] = None
+            else:
+                self._free_blocks.append(block)
 
     def _allocate_block(self) -> int:
         if self._free_blocks:

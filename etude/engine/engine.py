@@ -140,6 +140,8 @@ class Engine:
             self._block_manager,
             max_num_seqs=max_num_seqs,
             max_batched_tokens=max_batched_tokens if max_num_seqs > 1 else self.max_context,
+            # The experts of all tokens are read when a request is finished.
+            window=None if c.experts else c.window,
         )
         self._arrivals = itertools.count()
         self._in_flight: _InFlightPass | None = None

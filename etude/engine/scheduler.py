@@ -153,9 +153,16 @@ class Scheduler:
     """Continuous batching with chunked prefill, priorities and preemption."""
 
     def __init__(
-        self, block_manager: BlockManager, *, max_num_seqs: int, max_batched_tokens: int
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        window: int | None = None,
     ) -> None:
+        """`window`: no token sees further back than so many tokens, itself among them."""
         self.block_manager = block_manager
+        self._window = window
         self.max_num_seqs = max_num_seqs
         # when all but one decode, the last still gets on
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
@@ -254,6 +261,10 @@ class Scheduler:
     def _ensure_blocks(self, sequence: Sequence) -> None:
         """Allocate the blocks for its uncomputed tokens, preempting the last in rank if need be,
         which may be itself."""
+        if self._window is not None and sequence.block_table is not None:
+            self.block_manager.pass_window(
+                sequence.block_table, sequence.num_computed_tokens, self._window
+            )
         while sequence.block_table is not None and not self.block_manager.allocate(
             sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):

@@ -105,6 +105,13 @@ class ModelConfig:
         recurrent = self.linear.layers if self.linear else ()
         return tuple(n for n in range(self.num_hidden_layers) if n not in recurrent)
 
+    @property
+    def window(self) -> int | None:
+        """No layer sees further back than so many tokens; None: some do."""
+        windows = [self.facts(layer).window for layer in self.cached_layers]
+        known = [window for window in windows if window is not None]
+        return max(known) if len(known) == len(windows) and not self.linear else None
+
     def facts(self, layer: int) -> Facts:
         family, windowed = self.family, layer in self.sliding_layers
         local = windowed and self.local_rope_theta is not None

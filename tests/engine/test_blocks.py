@@ -22,8 +22,12 @@ class Memory:
 
     def write(self, table: BlockTable, tokens: list[int], version: int) -> None:
         for place, block in enumerate(table.blocks):
-            if (place + 1) * SIZE <= len(tokens):
+            if place >= table.num_passed and (place + 1) * SIZE <= len(tokens):
                 self.held[block] = (version, tuple(tokens[: (place + 1) * SIZE]))
+
+
+def held(table: BlockTable) -> list[int]:
+    return table.blocks[table.num_passed :]
 
 
 @pytest.mark.parametrize("num_blocks", range(3, 12))
@@ -33,7 +37,7 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
     live: list[tuple[BlockTable, list[int]]] = []
     draw = lambda most: rng.randint(0, most)  # noqa: E731
     for _ in range(150):
-        action = draw(9)
+        action = draw(10)
         if action < 4:
             tokens = [draw(1) for _ in range(1 + draw(2 * SIZE + 1))]
             table = blocks.match_prefix(tokens, version)
@@ -52,21 +56,27 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
             written = len(tokens) // SIZE
             if blocks.allocate(table, len(tokens) + 1):
                 # The block that the next token goes to belongs to nobody else.
-                assert sum(table.blocks[written] in other.blocks for other, _ in live) == 1
+                assert sum(table.blocks[written] in held(other) for other, _ in live) == 1
                 tokens.append(draw(1))
                 memory.held[table.blocks[written]] = (-1, ())
                 if table.version == version and table.last_cached is not None:
                     memory.write(table, tokens, version)
                     blocks.cache_full_blocks(table, tokens, len(tokens))
+        elif action == 10 and live:
+            # What is left behind is given up, and never more than that.
+            table, tokens = live[draw(len(live) - 1)]
+            window = 1 + seed
+            blocks.pass_window(table, len(tokens), window)
+            assert table.num_passed * SIZE <= max(0, len(tokens) - window + 1)
         elif action == 7:
             version += 1
             for table, _ in live:
                 blocks.stop_sharing(table)
         elif live:
             blocks.free(live.pop(draw(len(live) - 1))[0])
-        used = Counter(block for table, _ in live for block in table.blocks)
+        used = Counter(block for table, _ in live for block in held(table))
         assert blocks.num_free == num_blocks - len(used)
-        assert all(len(set(table.blocks)) == len(table.blocks) for table, _ in live)
+        assert all(len(set(held(table))) == len(held(table)) for table, _ in live)
     for table, _ in live:
         blocks.free(table)
     assert blocks.num_free == num_blocks

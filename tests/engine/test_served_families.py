@@ -69,16 +69,20 @@ def expected(model: Transformer, asked: Asked, sample: Sample) -> list[float]:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_token_has_the_logprob_of_the_model_definition(name: str) -> None:
-    """Four requests at a time, in pieces of 9 tokens, in room for two; then with other weights."""
+    """Four requests at a time, in pieces of 9 tokens, in room for two; those that come last go
+    first. Then with other weights."""
     models = [random_model(name, seed) for seed in range(2)]
     asked = [
         request(
             str(id), [1 + n % 5 for n in range((34, 16, 0)[id % 3])] + [9 + id],
             max_tokens=30 + id % 4, stop_token_ids=(), seed=id,
+            priority="interactive" if id < 3 else "standard",
         )
         for id in range(7)
     ]  # fmt: skip
-    runner = TorchRunner(models[0], 9)
+    # A model that gives up what no window reaches needs less.
+    gives_up = models[0].config.window and not models[0].config.experts
+    runner = TorchRunner(models[0], 5 if gives_up else 9)
     engine = Engine(models[0], runner=runner, max_num_seqs=4, max_batched_tokens=9)
     for version, model in enumerate(models):
         if version:
@@ -147,3 +151,28 @@ def test_invariant_arithmetic_is_refused_where_it_cannot_be_kept() -> None:
     model = random_model("qwen3_next").compute_with(INVARIANT)
     with pytest.raises(EtudeError, match="recurrent layers"):
         select.select_runner(model, 4, 1 << 20)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_blocks_that_no_window_reaches_are_given_up(prefix_cache: bool) -> None:
+    """All layers see 11 tokens, which lie in two blocks of 16 at most; one is being filled, and one
+    may wait until it is known."""
+    model = random_model("mistral")
+    asked = [
+        request(str(id), [5, 7 + id] * 9, max_tokens=90, seed=id, stop_token_ids=())
+        for id in range(2)
+    ]
+    engine = Engine(model, runner=TorchRunner(model, 14), max_num_seqs=2, prefix_cache=prefix_cache)
+    for each in asked:
+        add(engine, each)
+    used, done = [], dict[str, Sample]()
+    while not engine.idle:
+        done |= {e.id: e.sample for e in engine.step() if isinstance(e, FinishedRequest)}
+        used.append(engine.stats().blocks - engine.stats().blocks_free)
+    assert max(used[2:]) <= 2 * 3  # each has 108 tokens, 7 blocks, at the end
+    for each in asked:
+        found = expected(model, each, done[each.id])
+        assert len(found) == 90
+        assert list(done[each.id].logprobs) == pytest.approx(found, abs=ROUNDING)
+    mixed = random_model("gemma2")  # some of its layers see everything
+    assert model.config.window == 11 and mixed.config.window is None
