@@ -33,13 +33,13 @@ from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Attempt, Json, Part, Score, Task, Transcript
 from etude.harness.agent import (
     NUDGE,
-    Message,
     OutOfContext,
     ask_model,
     gave_up,
     parse_arguments,
     turn_seed,
 )
+from etude.harness.summary import Message
 from etude.run.rollout import SessionDesk
 from etude.run.task_folder import HELDOUT_SHARE, hash_of
 from etude.sandbox.fake import FakeSandboxPool
