@@ -206,7 +206,7 @@ def test_a_model_from_a_directory() -> None:
         (
             "[model]",
             '[sandbox]\nisolation = "none"\n[model]',
-            "sandbox.isolation = 'none': .*'namespaces' or 'process'",
+            "sandbox.isolation = 'none': .*'namespaces', 'gvisor' or 'process'",
         ),
         (
             "[model]",

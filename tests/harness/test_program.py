@@ -270,7 +270,8 @@ subprocess.run(["sleep", "1000"])
 """
     async with opened("namespaces") as sandbox:
         if asks:
-            transcript, _ = await play(text, sandbox, says(content="la"), timeout_s=2.0)
+            # long enough to ask on any machine
+            transcript, _ = await play(text, sandbox, says(content="la"), timeout_s=15.0)
             assert not transcript.finished
         else:
             over = r"its time was over after 2 s \(harness.timeout_s\)"

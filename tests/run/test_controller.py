@@ -452,10 +452,19 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     made: list[Pool] = []
 
     def pool(
-        isolation: str, reply_timeout_s: float, *, mounts: Sequence[str], limits: Limits
+        isolation: str,
+        reply_timeout_s: float,
+        *,
+        mounts: Sequence[str],
+        limits: Limits,
+        hosts: Sequence[str],
+        image: str,
+        budget: object,
+        outside: object,
     ) -> Pool:
         assert (isolation, reply_timeout_s) == ("process", 33.0)
         assert mounts == ["/opt/data"] and limits == Limits(processes=8, disk_bytes=64 << 20)
+        assert not hosts and not image and budget is None
         made.append(Pool())
         return made[-1]
 

@@ -35,7 +35,7 @@ def test_what_becomes_a_curve() -> None:
     assert metrics(FIT) == (7, {"sft/loss": 1.5, "sft/tokens_per_s": 100.0})
     assert metrics(EVAL) == (4, {"eval/heldout": 0.25})
     group = GroupDone(group="g", task="t", admitted=0, rewards=(), failed=0, kept=True, seconds=1.0)
-    assert metrics(group) == (0, {})
+    assert metrics(group) == (0, {"rl/group_has_signal": 1.0})
 
 
 async def test_tensorboard_gets_what_happens_while_it_looks(tmp_path: Path) -> None:

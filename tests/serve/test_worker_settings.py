@@ -149,7 +149,9 @@ def test_the_gateway_takes_a_worker_for_silent_when_the_run_says(
 ) -> None:
     store, told = store_of(tmp_path, config()), list[tuple[int, float]]()
 
-    def router(http: object, version: int, heartbeat_timeout_s: float) -> None:
+    def router(
+        http: object, version: int, heartbeat_timeout_s: float, *, awaits_load: bool
+    ) -> None:
         told.append((version, heartbeat_timeout_s))
         raise Stop
 
