@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
-from etude.core.harness_config import CodeConfig
+from etude.core.harness_config import CODING_AGENT, HarnessConfig
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
@@ -26,7 +26,6 @@ from etude.core.schema import (
     NonNegative,
     Place,
     Positive,
-    Reference,
     Url,
 )
 from etude.core.stages import (
@@ -80,35 +79,6 @@ class ModelConfig(Config):
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
         return self
-
-
-CODING_AGENT = "etude.harness.agent:CodingAgent"
-
-
-class HarnessConfig(Config):
-    """The agent, and the limits of its sessions."""
-
-    agent: Reference = CODING_AGENT
-    """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
-    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Or a program as the agent, started in the sandbox: its name and arguments, in which
-    `{prompt}`, `{task}` (its id) and `{base_url}` stand for what they say."""
-    env: dict[str, str] = {}
-    """Environment variables for `command`, beside those that say where the model is."""
-    max_turns: Count = 8
-    """Calls of the model in one session; an agent of your own is told, and counts as it likes."""
-    max_tokens: Count = 64
-    """Tokens that the model may generate in one turn."""
-    timeout_s: Positive = 60.0
-    """Time for a whole session."""
-    tool_delay_s: NonNegative = 0.0
-    """Delay added to every tool call; for benchmarks, whose tools would otherwise be
-    unrealistically quick."""
-    concurrency: Count = 64
-    """Sessions at once."""
-    code: CodeConfig | None = None
-    """The coding harness, with the tools of a product, instead of the four of the demo
-    (docs/harness.md). An `agent` of your own is given this table as `code`."""
 
 
 class EngineConfig(Config):
@@ -263,14 +233,16 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _one_agent(self) -> RunConfig:
-        is_named = self.harness.agent != CODING_AGENT
+        is_named = self.harness.agent_class != CODING_AGENT
         if self.tasks.is_remote and (is_named or self.harness.command):
             raise ValueError(
                 f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "
-                f"out harness.agent and harness.command"
+                f"out harness.agent, harness.code and harness.command"
             )
         if is_named and self.harness.command:
-            raise ValueError("harness.agent and harness.command are two agents: leave out one")
+            raise ValueError(
+                "harness.agent or harness.code, and harness.command, are two agents: leave out one"
+            )
         return self
 
     @model_validator(mode="after")

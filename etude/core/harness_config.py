@@ -1,4 +1,4 @@
-"""The table `[harness.code]` of a run's config: the coding harness."""
+"""The table `[harness]` of a run's config, and in it `[harness.code]`, the coding harness."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from etude.core.schema import Config, Count, CountOrZero, Place, Positive
+from etude.core.schema import (
+    Config,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Place,
+    Positive,
+    Reference,
+)
 
+CODING_AGENT = "etude.harness.agent:CodingAgent"
+CODE_AGENT = "etude.harness.code.agent:CodeAgent"
 ToolKind = Literal[
     "read", "edit", "write", "apply_patch", "grep", "glob", "terminal", "run_tests", "todo",
     "ask_user", "debug", "submit",
@@ -121,3 +131,34 @@ class CodeConfig(Config):
     def name_of(self, kind: ToolKind) -> str:
         """As the model knows it."""
         return (self.tool[kind].name if kind in self.tool else None) or kind
+
+
+class HarnessConfig(Config):
+    """The agent, and the limits of its sessions."""
+
+    agent: Reference = CODING_AGENT
+    """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
+    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Or a program as the agent, started in the sandbox: its name and arguments, in which
+    `{prompt}`, `{task}` (its id) and `{base_url}` stand for what they say."""
+    env: dict[str, str] = {}
+    """Environment variables for `command`, beside those that say where the model is."""
+    max_turns: Count = 8
+    """Calls of the model in one session; an agent of your own is told, and counts as it likes."""
+    max_tokens: Count = 64
+    """Tokens that the model may generate in one turn."""
+    timeout_s: Positive = 60.0
+    """Time for a whole session."""
+    tool_delay_s: NonNegative = 0.0
+    """Delay added to every tool call; for benchmarks, whose tools would otherwise be
+    unrealistically quick."""
+    concurrency: Count = 64
+    """Sessions at once."""
+    code: CodeConfig | None = None
+    """The coding harness, with the tools of a product, instead of the four of the demo
+    (docs/harness.md). An `agent` of your own is given this table as `code`."""
+
+    @property
+    def agent_class(self) -> str:
+        """The agent that is meant, where no command is."""
+        return CODE_AGENT if self.code is not None and self.agent == CODING_AGENT else self.agent

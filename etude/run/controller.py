@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
 
-from etude.core.config import CODING_AGENT, HarnessConfig, RunConfig
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.expression import Expression
-from etude.core.harness_config import SERVERS
+from etude.core.harness_config import SERVERS, HarnessConfig
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
 from etude.core.liveness import DisturbanceTracker
@@ -57,7 +57,6 @@ AGENT_GRACE_S = 10.0
 later."""
 FLEET_REPORT_S = 1.0
 COMMAND_AGENT = "etude.harness.program:CommandAgent"
-CODE_AGENT = "etude.harness.code.agent:CodeAgent"
 
 
 class Controller:
@@ -311,8 +310,7 @@ def build_agent(
         agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
     elif config.code is not None:
         code = config.code if is_training else config.code.for_evaluation()
-        reference = CODE_AGENT if config.agent == CODING_AGENT else config.agent
-        agent = build(reference, "harness.agent", http, **limits, code=code)
+        agent = build(config.agent_class, "harness.agent", http, **limits, code=code)
     else:
         agent = build(config.agent, "harness.agent", http, **limits)
     return agent
@@ -376,7 +374,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
                 reference, "tasks.environment", pool, counts=counts, seed=config.seed, **place
             )
         # what is misspelt shall not cost the stages before rl
-        load(config.harness.agent, "harness.agent")
+        load(config.harness.agent_class, "harness.agent")
         yield environment, pool
 
 
