@@ -128,6 +128,10 @@ class CodeConfig(Config):
         prompt = self.prompt.model_copy(update={"dropout": 0.0})
         return self.model_copy(update={"prompt": prompt})
 
+    def limit_of(self, kind: ToolKind) -> int:
+        """Characters of its answers."""
+        return (self.tool[kind].limit if kind in self.tool else None) or self.output_chars
+
     def name_of(self, kind: ToolKind) -> str:
         """As the model knows it."""
         return (self.tool[kind].name if kind in self.tool else None) or kind
