@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
-from etude.core.harness_config import CodeConfig
+from etude.core.harness_config import CODING_AGENT, HarnessConfig
 from etude.core.model_config import ModelConfig
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
@@ -27,7 +27,6 @@ from etude.core.schema import (
     NonNegative,
     Place,
     Positive,
-    Reference,
     StoreUrl,
     Url,
 )
@@ -41,46 +40,6 @@ from etude.core.stages import (
     StageConfig,
 )
 from etude.core.tasks_config import TasksConfig
-
-CODING_AGENT = "etude.harness.agent:CodingAgent"
-
-
-class HarnessConfig(Config):
-    """The agent, and the limits of its sessions."""
-
-    agent: Reference = CODING_AGENT
-    """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
-    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Or a program as the agent, started in the sandbox: its name and arguments, in which
-    `{prompt}`, `{task}` (its id) and `{base_url}` stand for what they say."""
-    env: dict[str, str] = {}
-    """Environment variables for `command`, beside those that say where the model is."""
-    max_turns: Count = 8
-    """Calls of the model in one session; an agent of your own is told, and counts as it likes."""
-    max_tokens: Count = 64
-    """Tokens that the model may generate in one turn."""
-    timeout_s: Positive = 60.0
-    """Time for a whole session."""
-    tool_delay_s: NonNegative = 0.0
-    """Delay added to every tool call; for benchmarks, whose tools would otherwise be
-    unrealistically quick."""
-    concurrency: Count = 64
-    """Sessions at once."""
-    summarise_at: Count | None = None
-    """Tokens of a context at which the agent asks the model for a summary; the session goes on from
-    that in a new context (docs/training.md). None: a session ends with its context. It leaves room
-    in model.max_context for what comes until then, and for the summary."""
-    summarise_tool: bool = False
-    """The model may call `summarise` by itself."""
-    code: CodeConfig | None = None
-    """The coding harness, with the tools of a product, instead of the four of the demo
-    (docs/harness.md). An `agent` of your own is given this table as `code`."""
-
-    @property
-    def summaries(self) -> dict[str, int | bool]:
-        """What an agent is told of summaries: nothing if there are none."""
-        told = {"summarise_at": self.summarise_at, "summarise_tool": self.summarise_tool}
-        return {key: value for key, value in told.items() if value}
 
 
 class EngineConfig(Config):
@@ -247,11 +206,11 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _one_agent(self) -> RunConfig:
-        is_named = self.harness.agent != CODING_AGENT
+        is_named = self.harness.agent_class != CODING_AGENT
         if self.tasks.is_remote and (is_named or self.harness.command):
             raise ValueError(
                 f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "
-                f"out harness.agent and harness.command"
+                f"out harness.agent, harness.code and harness.command"
             )
         if self.harness.summaries and (self.tasks.is_remote or self.harness.command):
             raise ValueError(
@@ -260,8 +219,8 @@ class RunConfig(Config):
             )
         if is_named and self.harness.command:
             raise ValueError(
-                f"harness.agent and harness.command are two agents: leave out one, or for the "
-                f"command add --set harness.agent={CODING_AGENT}, which is as good as none"
+                f"harness.agent or harness.code, and harness.command, are two agents: leave out "
+                f"one; --set harness.agent={CODING_AGENT} is as good as leaving it out"
             )
         return self
 

@@ -1,4 +1,4 @@
-"""The table `[harness.code]` of a run's config: the coding harness."""
+"""The table `[harness]` of a run's config, and in it `[harness.code]`, the coding harness."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from etude.core.schema import Config, Count, CountOrZero, Place, Positive
+from etude.core.schema import (
+    Config,
+    Count,
+    CountOrZero,
+    NonNegative,
+    Place,
+    Positive,
+    Reference,
+)
 
+CODING_AGENT = "etude.harness.agent:CodingAgent"
+CODE_AGENT = "etude.harness.code.agent:CodeAgent"
 ToolKind = Literal[
     "read", "edit", "write", "apply_patch", "grep", "glob", "terminal", "run_tests", "todo",
     "ask_user", "debug", "submit",
@@ -118,6 +128,53 @@ class CodeConfig(Config):
         prompt = self.prompt.model_copy(update={"dropout": 0.0})
         return self.model_copy(update={"prompt": prompt})
 
+    def limit_of(self, kind: ToolKind) -> int:
+        """Characters of its answers."""
+        return (self.tool[kind].limit if kind in self.tool else None) or self.output_chars
+
     def name_of(self, kind: ToolKind) -> str:
         """As the model knows it."""
         return (self.tool[kind].name if kind in self.tool else None) or kind
+
+
+class HarnessConfig(Config):
+    """The agent, and the limits of its sessions."""
+
+    agent: Reference = CODING_AGENT
+    """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
+    command: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Or a program as the agent, started in the sandbox: its name and arguments, in which
+    `{prompt}`, `{task}` (its id) and `{base_url}` stand for what they say."""
+    env: dict[str, str] = {}
+    """Environment variables for `command`, beside those that say where the model is."""
+    max_turns: Count = 8
+    """Calls of the model in one session; an agent of your own is told, and counts as it likes."""
+    max_tokens: Count = 64
+    """Tokens that the model may generate in one turn."""
+    timeout_s: Positive = 60.0
+    """Time for a whole session."""
+    tool_delay_s: NonNegative = 0.0
+    """Delay added to every tool call; for benchmarks, whose tools would otherwise be
+    unrealistically quick."""
+    concurrency: Count = 64
+    """Sessions at once."""
+    summarise_at: Count | None = None
+    """Tokens of a context at which the agent asks the model for a summary; the session goes on from
+    that in a new context (docs/training.md). None: a session ends with its context. It leaves room
+    in model.max_context for what comes until then, and for the summary."""
+    summarise_tool: bool = False
+    """The model may call `summarise` by itself."""
+    code: CodeConfig | None = None
+    """The coding harness, with the tools of a product, instead of the four of the demo
+    (docs/harness.md). An `agent` of your own is given this table as `code`."""
+
+    @property
+    def summaries(self) -> dict[str, int | bool]:
+        """What an agent is told of summaries: nothing if there are none."""
+        told = {"summarise_at": self.summarise_at, "summarise_tool": self.summarise_tool}
+        return {key: value for key, value in told.items() if value}
+
+    @property
+    def agent_class(self) -> str:
+        """The agent that is meant, where no command is."""
+        return CODE_AGENT if self.code is not None and self.agent == CODING_AGENT else self.agent

@@ -15,9 +15,10 @@ from typing import Any
 
 from rich.console import Console
 
-from etude.core.config import CODING_AGENT, AnyStage, RunConfig
+from etude.core.config import AnyStage, RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
+from etude.core.harness_config import CODE_AGENT, CODING_AGENT
 from etude.core.lineage import stage_spans
 from etude.core.stages import MidtrainConfig, RolloutStageConfig
 from etude.core.tasks_config import TasksConfig
@@ -130,9 +131,9 @@ def _described_agent(config: RunConfig) -> str:
     harness = config.harness
     if config.tasks.is_remote:
         return f"the environment's own, answers of {harness.max_tokens} tokens at most,"
-    agent = " ".join(harness.command) or config.as_written(harness.agent)
+    agent = " ".join(harness.command) or config.as_written(harness.agent_class)
     # A program asks as often as it likes; code of the user's own is told a limit, if one is meant.
-    are_counted = agent == CODING_AGENT or "max_turns" in harness.model_fields_set
+    are_counted = agent in (CODING_AGENT, CODE_AGENT) or "max_turns" in harness.model_fields_set
     if harness.command or not are_counted:
         return f"{agent}, answers of {harness.max_tokens} tokens at most,"
     return f"{agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at most,"

@@ -19,12 +19,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
 
-from etude.core.config import CODING_AGENT, HarnessConfig, RunConfig
+from etude.core.config import RunConfig
 from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError, user_code
 from etude.core.events import FewTasks, FleetStatus, RunDone
 from etude.core.expression import Expression
-from etude.core.harness_config import SERVERS
+from etude.core.harness_config import SERVERS, HarnessConfig
 from etude.core.jumps import RewardJumps
 from etude.core.ledger import Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_of, stage_spans
@@ -62,7 +62,6 @@ AGENT_GRACE_S = 10.0
 later."""
 FLEET_REPORT_S = 1.0
 COMMAND_AGENT = "etude.harness.program:CommandAgent"
-CODE_AGENT = "etude.harness.code.agent:CodeAgent"
 
 
 class Controller:
@@ -350,8 +349,8 @@ def build_agent(
         agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
     elif config.code is not None:
         code = config.code if is_training else config.code.for_evaluation()
-        reference = CODE_AGENT if config.agent == CODING_AGENT else config.agent
-        agent = build(reference, "harness.agent", http, **limits, **config.summaries, code=code)
+        told = limits | config.summaries
+        agent = build(config.agent_class, "harness.agent", http, **told, code=code)
     else:
         agent = build(config.agent, "harness.agent", http, **limits, **config.summaries)
     return agent
@@ -437,7 +436,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
                 reference, "tasks.environment", pool, counts=counts, seed=config.seed, **place
             )
         # what is misspelt shall not cost the stages before rl
-        load(config.harness.agent, "harness.agent")
+        load(config.harness.agent_class, "harness.agent")
         yield environment, pool
 
 

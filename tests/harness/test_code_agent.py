@@ -153,6 +153,8 @@ def test_sandboxes_show_the_servers_that_are_installed() -> None:
         ("harness.code.tool={read={name='edit'}}", "two tools are called edit"),
         ("harness.code.answers={'('='x'}", "is no regular expression"),
         ("harness.code.tools=['fly']", "harness.code.tools"),
+        ("harness.command=['x']", "two agents: leave out one"),
+        ("tasks.environment=http://h", r"leave out .*harness\.code"),
     ],
 )
 def test_mistakes_in_the_table_are_told(override: str, told: str) -> None:

@@ -375,6 +375,7 @@ def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
+        (["harness.code={}"], "etude.harness.code.agent:CodeAgent, 8 turns of 64 tokens at most"),
         (["harness.agent=mine.py:A"], "  agent: mine.py:A, answers of 64 tokens at most, within"),
         (["harness.agent=mine.py:A", "harness.max_turns=8"], "mine.py:A, 8 turns of 64 tokens"),
         (["harness.command=['mine']", "harness.max_turns=5"], "  agent: mine, answers of 64"),

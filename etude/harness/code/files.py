@@ -38,8 +38,7 @@ class Read(Tool):
     def _numbered(self, lines: Sequence[str], start: int, last: int) -> str:
         """As many whole lines as the answer has room for, and where to go on."""
         shown: list[str] = []
-        limit = self.config.tool["read"].limit if "read" in self.config.tool else None
-        room = (limit or self.config.output_chars) - 80
+        room = self.config.limit_of("read") - 80  # for where to go on
         for number in range(start, last + 1):
             line = f"{number:6}\t{lines[number - 1][:2000]}"
             room -= len(line) + 1

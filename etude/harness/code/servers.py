@@ -171,8 +171,8 @@ class LanguageServer:
 
     async def _answer(self, message: dict[str, Json]) -> None:
         """What a server asks for: settings, of which there are none, or leave, which it has."""
-        asked = message["params"].get("items", ()) if message["method"].endswith("tion") else None
-        result = [None for _ in asked] if asked is not None else None
+        is_settings = message["method"] == "workspace/configuration"
+        result = [None for _ in message["params"]["items"]] if is_settings else None
         await self._send({"id": message["id"], "result": result})
 
     async def _send(self, message: dict[str, Json]) -> None:

@@ -39,7 +39,7 @@ class _Named:
         self._tool = TOOLS[kind](workspace)
         self.name = config.name_of(kind)
         self._description = told.description or self._tool.describe()
-        self._limit = told.limit or config.output_chars
+        self._limit = config.limit_of(kind)
         names = {ours: told.parameters.get(ours, ours) for ours in self._tool.parameters}
         self._ours = {theirs: ours for ours, theirs in names.items()}
         self._properties = {names[ours]: each for ours, each in self._tool.parameters.items()}
