@@ -30,6 +30,8 @@ _NAMES = {
     resource.RLIMIT_NOFILE: "RLIMIT_NOFILE",
     resource.RLIMIT_CORE: "RLIMIT_CORE",
 }
+_RIGHTS = ["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"]
+"""Of the first process: to unmount its program, and to read what commands have closed off."""
 _START = (
     "import sys; sys.path.append(sys.argv[1]); from etude.sandbox.machine import main; "
     "main(sys.argv[1], sys.argv[2:])"
@@ -98,10 +100,7 @@ def oci_spec(
             "env": ["PYTHONHASHSEED=0"],
             "cwd": "/",
             "noNewPrivileges": True,
-            "capabilities": {
-                kind: ["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"]
-                for kind in ("bounding", "effective", "permitted")
-            },
+            "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), _RIGHTS),
             "rlimits": [
                 {"type": _NAMES[kind], "soft": value, "hard": value}
                 for kind, value in process_limits.items()

@@ -39,7 +39,9 @@ _ENGINE = (
     "--host-uds=none",
     "--file-access-mounts=exclusive",  # what is mounted does not change
 )
-_HOME = "etude-gvisor-"
+_HOME = "etude.gvisor-"
+"""Of a pool: its directory, and its cgroup. Not as the zygotes name theirs, who sweep those."""
+_CGROUPS = Path("/sys/fs/cgroup")
 _STARTING = 4
 """Sandboxes in the making at once: each takes a processor for a while."""
 
@@ -86,6 +88,8 @@ class GvisorSandboxPool:
             tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"it did not end in {REPLY_TIMEOUT_S:.0f} s"
+        finally:
+            _remove_cgroups(f"{self._home.name}/{name}")
         return tried.stderr.decode(errors="replace").strip() if tried.returncode else ""
 
     def check(self, spec: SandboxSpec) -> None:
@@ -153,7 +157,7 @@ class GvisorSandboxPool:
         name = f"etude-{os.getpid()}-{next(self._names):08d}"
         bundle = self._home / name
         bundle.mkdir()
-        cgroup = f"/{name}" if self._cgroups else ""
+        cgroup = f"/{self._home.name}/{name}" if self._cgroups else ""
         spec = oci_spec(
             self._home / "root", self._home / "program", self._mounts, limits, cgroup=cgroup
         )
@@ -180,6 +184,7 @@ class GvisorSandboxPool:
         await asyncio.gather(*(machine.close() for machine in list(self._machines)))
         await asyncio.gather(*self._templates.values(), return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
+        _remove_cgroups(f"{self._home.name}/*", self._home.name)
 
 
 class _Machine:
@@ -258,6 +263,7 @@ class _Machine:
             await self._process.wait()
             await self._run("delete", "--force", self._name)
         await asyncio.to_thread(shutil.rmtree, self._bundle, ignore_errors=True)
+        _remove_cgroups(f"{self._bundle.parent.name}/{self._name}")
 
     async def _run(self, *words: str) -> None:
         null = subprocess.DEVNULL
@@ -268,11 +274,21 @@ class _Machine:
 
 
 def _sweep() -> None:
-    """Remove what pools left whose process was killed: files. Their sandboxes ended with it."""
+    """Remove what pools left whose process was killed: files and empty cgroups. Their sandboxes
+    ended with it."""
     for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
         owner = left.name.removeprefix(_HOME).partition("-")[0]
         if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+            _remove_cgroups(f"{left.name}/*", left.name)
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _remove_cgroups(*patterns: str) -> None:
+    """Of every kind, as runsc makes them and does not remove them."""
+    for pattern in patterns:
+        for place in (*_CGROUPS.glob(pattern), *_CGROUPS.glob(f"*/{pattern}")):
+            with contextlib.suppress(OSError):  # a file, or one that somebody is in
+                place.rmdir()
 
 
 async def _ends(process: asyncio.subprocess.Process) -> bool:

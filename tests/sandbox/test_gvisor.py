@@ -151,6 +151,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
 
     asyncio.run(open_another())
     assert not Path(home).exists()
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/{Path(home).name}"))
 
 
 def _processes_of(home: str) -> list[str]:
