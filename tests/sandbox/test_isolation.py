@@ -586,10 +586,11 @@ def test_a_launcher_whose_host_was_killed_ends_without_a_word(tmp_path: Path) ->
     need_namespaces()
     code = """
 import os, socket, sys
+from etude.sandbox.root import Shown
 from etude.sandbox.zygote import Zygote
 
 host, own = socket.socketpair()
-zygote = Zygote(own, sys.argv[1], [], None, 'not tried')
+zygote = Zygote(own, sys.argv[1], Shown([], [], False, "localhost", ""), None, 'not tried')
 host.send(b"?\\n?\\n")
 assert zygote.serve_one()
 host.close()  # with an answer unread
