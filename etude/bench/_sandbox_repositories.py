@@ -86,6 +86,7 @@ async def forked_repositories(forks: int) -> dict[str, float]:
     for package in _PACKAGES:
         print(package.source, file=sys.stderr, flush=True)
         measured = await _measure(package, store, forks)
+        print(measured, file=sys.stderr, flush=True)
         figures |= {f"{package.name}.{name}": value for name, value in measured.items()}
     return figures
 

@@ -21,7 +21,7 @@ from etude.sandbox.places import LINKS
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
-_ETC = ("ld.so.cache", "alternatives")
+_ETC = ("ld.so.cache", "alternatives", "ssl/certs")
 _NOBODY = "user"
 
 

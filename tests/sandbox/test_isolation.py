@@ -289,7 +289,7 @@ session = lambda: ctypes.CDLL(None).syscall(number, 0, -3, 1) if number else -1
 before = session()
 kernel.leave_keyring = lambda: left.append(leave())
 zygote.serve = lambda link: zygote.Link(link).send({"error": ["", f"keyring {len(left)} {before} {session()}"]})
-zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
+zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4])
 """  # noqa: E501
     monkeypatch.setattr(namespaces, "_BOOT", boot)
     with pytest.raises(EtudeError) as caught:
@@ -586,10 +586,11 @@ def test_a_launcher_whose_host_was_killed_ends_without_a_word(tmp_path: Path) ->
     need_namespaces()
     code = """
 import os, socket, sys
+from etude.sandbox.root import Shown
 from etude.sandbox.zygote import Zygote
 
 host, own = socket.socketpair()
-zygote = Zygote(own, sys.argv[1], [], None, 'not tried')
+zygote = Zygote(own, sys.argv[1], Shown([], [], False, "localhost", ""), None, 'not tried')
 host.send(b"?\\n?\\n")
 assert zygote.serve_one()
 host.close()  # with an answer unread
@@ -652,7 +653,8 @@ def test_a_kernel_that_refuses_is_named_with_the_way_out(
         "kernel, zygote\n"
         "def refused(flags): raise OSError(errno.EPERM, 'unshare(0x20000): Operation not "
         "permitted')\n"
-        "kernel.unshare = refused; zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])"
+        "kernel.unshare = refused\n"
+        "zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4])"
     )
     monkeypatch.setattr(namespaces, "_BOOT", refuse)
     with pytest.raises(

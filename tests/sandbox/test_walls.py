@@ -238,7 +238,7 @@ import errno, socket, sys; sys.path.append(sys.argv[1])
 from etude.sandbox import zygote
 def refused(): raise OSError(errno.EACCES, "/sys/fs/cgroup: Permission denied")
 zygote.Cgroups = refused
-zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3])
+zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4])
 """
     monkeypatch.setattr(namespaces, "_BOOT", boot)
     pool = NamespaceSandboxPool()
