@@ -293,7 +293,7 @@ def attempt_done(trajectory: Trajectory, split: str) -> AttemptDone:
     )
 
 
-def _done(group: Group, outcome: GroupOutcome, seconds: float, jump: str) -> GroupDone:
+def _done(group: Group, outcome: GroupOutcome, seconds: float, jump: str = "") -> GroupDone:
     return GroupDone(
         group=group.id,
         task=group.task,
