@@ -26,14 +26,17 @@ from etude.launch.launcher import free_ports
 
 KILL_S = 4.0
 """From when one is up again to the next kill."""
+MIN_TURNS = 400
+"""That are acknowledged from one kill to the next: a machine that is busy with other work would
+only ever start what is killed."""
 NUM_WORKERS = 2
 Start = Callable[[], servers.Started]
 PACE = ("--tokens", 6, "--first-s", 0.02, "--each-s", 0.01, "--join-s", 0.1)
 
 
 def kill_run(sessions: int, num_turns: int, after_turns: Sequence[int] = ()) -> dict[str, float]:
-    """A kill every `KILL_S` seconds, or after so many acknowledged turns each. Raises EtudeError if
-    one of them is not recorded, or twice."""
+    """A kill every `KILL_S` seconds, more seldom if turns are slow, or after so many acknowledged
+    turns each. Raises EtudeError if one of them is not recorded, or twice."""
     with tempfile.TemporaryDirectory(prefix="etude-kills-") as scratch:
         trial = KillTrial(Path(scratch), after_turns)
         return uvloop.run(trial.run(sessions, num_turns))
@@ -113,12 +116,17 @@ class KillTrial:
 
     async def _moments(self) -> AsyncIterator[None]:
         for count in self._after_turns:
-            while self._num_acknowledged < count:
-                await asyncio.sleep(0.005)
+            await self._acknowledged_turns(count)
             yield
         while not self._after_turns:
+            enough = self._num_acknowledged + MIN_TURNS
             await asyncio.sleep(KILL_S)
+            await self._acknowledged_turns(enough)
             yield
+
+    async def _acknowledged_turns(self, count: int) -> None:
+        while self._num_acknowledged < count:
+            await asyncio.sleep(0.005)
 
     async def _check(self, url: str, sessions: int) -> None:
         wrong = []

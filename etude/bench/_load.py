@@ -18,7 +18,8 @@ from etude.core.errors import EtudeError
 
 EVENT = re.compile(rb"data: (\{.*?\})\n\n")
 END = b"0\r\n\r\n"
-RETRY_S = 0.05
+RETRY_S = 0.5
+"""A thousand clients that try again at once would take the processor from what is to come up."""
 
 
 class BrokenOff(Exception):

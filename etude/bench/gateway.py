@@ -10,6 +10,8 @@ session, journal and all), and LiteLLM's proxy if it is there.
     light.*              the same with a twentieth of the sessions
     rss_mb, rss_growth   of the gateway, after one pass, and what a second one adds
     cpu_ms               processor time of the gateway, or of the proxy, for one turn
+    worker_cpu_ms        the same of the fake worker
+    client_cpu_ms        and of the clients
 
 With `--kills`, gateway and workers are killed every few seconds instead, and every acknowledged
 turn must be recorded once.
@@ -74,15 +76,15 @@ async def compare(folder: Path, sessions: int, shards: int) -> dict[str, float]:
         pace = ("--tokens", TOKENS, "--first-s", FIRST_S, "--each-s", EACH_S)
         worker = start_worker(stack, files, [each.url for each in gateways], *pace)
         async with ready(gateways):
-            alone = await measure("worker", lambda n: worker.url, chat_path, sessions)
+            alone = await measure("worker", lambda n: worker.url, chat_path, sessions, worker)
             figures |= alone.figures()
-            figures |= await etude_side(gateways, alone, sessions)
+            figures |= await etude_side(gateways, worker, alone, sessions)
         for each in gateways:
             each.kill()
         if LITELLM.exists():
             proxy = await start_litellm(stack, folder, worker.url)
             cpu_s = proxy.cpu_s()
-            other = await measure("litellm", lambda n: proxy.url, chat_path, sessions)
+            other = await measure("litellm", lambda n: proxy.url, chat_path, sessions, worker)
             figures |= other.figures() | other.added_to(alone)
             figures["litellm.cpu_ms"] = 1000 * (proxy.cpu_s() - cpu_s) / other.num_turns
             figures["litellm.rss_mb"] = proxy.rss_mb()
@@ -91,18 +93,20 @@ async def compare(folder: Path, sessions: int, shards: int) -> dict[str, float]:
     return figures | {"load_after": os.getloadavg()[0]}
 
 
-async def etude_side(gateways: Sequence[Started], alone: Side, sessions: int) -> dict[str, float]:
+async def etude_side(
+    gateways: Sequence[Started], worker: Started, alone: Side, sessions: int
+) -> dict[str, float]:
     urls = [each.url for each in gateways]
 
     def url(session: int) -> str:
         return urls[session % len(urls)]
 
     cpu_s = sum(each.cpu_s() for each in gateways)
-    own = await measure("etude", url, session_path("a"), sessions)
+    own = await measure("etude", url, session_path("a"), sessions, worker)
     cpu_s = sum(each.cpu_s() for each in gateways) - cpu_s
     await forget(urls, "a", sessions)
     rss_mb = sum(each.rss_mb() for each in gateways)
-    await measure("again", url, session_path("b"), sessions)
+    await measure("again", url, session_path("b"), sessions, worker)
     await forget(urls, "b", sessions)
     return (
         own.figures()
@@ -122,6 +126,8 @@ class Side:
     name: str
     light: Measured
     full: Measured
+    worker_cpu_s: float
+    client_cpu_s: float
 
     @property
     def num_turns(self) -> int:
@@ -135,6 +141,8 @@ class Side:
             f"{self.name}.turn_p99_ms": 1000 * percentile(full.turn_s, 0.99),
             f"{self.name}.first_p50_ms": 1000 * percentile(full.first_s, 0.5),
             f"{self.name}.retries": full.num_retries + self.light.num_retries,
+            f"{self.name}.worker_cpu_ms": 1000 * self.worker_cpu_s / self.num_turns,
+            f"{self.name}.client_cpu_ms": 1000 * self.client_cpu_s / self.num_turns,
         }
 
     def added_to(self, alone: Side) -> dict[str, float]:
@@ -149,12 +157,18 @@ class Side:
 
 
 async def measure(
-    name: str, url: Callable[[int], str], path: Callable[[int], str], sessions: int
-) -> Side:
+    name: str, url: Callable[[int], str], path: Callable[[int], str], sessions: int,
+    worker: Started,
+) -> Side:  # fmt: skip
     turn_s = FIRST_S + EACH_S * (TOKENS - 1)
     load = Load(path=path, url=url, turns=TURNS, spread_s=turn_s, limit_s=LIMIT_S)
     few = range(sessions, sessions + max(1, sessions // LIGHT))
-    return Side(name, await load.run(few), await load.run(range(sessions)))
+    worker_s, client_s = worker.cpu_s(), time.process_time()
+    light, full = await load.run(few), await load.run(range(sessions))
+    return Side(
+        name, light, full,
+        worker_cpu_s=worker.cpu_s() - worker_s, client_cpu_s=time.process_time() - client_s,
+    )  # fmt: skip
 
 
 def chat_path(session: int) -> str:

@@ -205,7 +205,11 @@ async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) 
     task = asyncio.current_task()
     assert task is not None
     gone = asyncio.ensure_future(receive())
-    gone.add_done_callback(lambda _: task.cancel())
+
+    def end(_: object) -> None:
+        task.cancel()
+
+    gone.add_done_callback(end)
     try:
         return await work
     except asyncio.CancelledError:
@@ -213,6 +217,7 @@ async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) 
             raise ClientDisconnected() from None
         raise
     finally:
+        gone.remove_done_callback(end)
         gone.cancel()
 
 

@@ -11,12 +11,18 @@ from typing import Any
 
 import aiohttp
 import pytest
+from starlette.requests import Request as HttpRequest
 
 from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan
 from etude.serve.engine_thread import EngineThread
 from etude.serve.fake import Scripted
 from etude.serve.gateway import Gateway
-from etude.serve.http import ClientDisconnected, DeadlineExceeded, create_app
+from etude.serve.http import (
+    ClientDisconnected,
+    DeadlineExceeded,
+    cancel_on_disconnect,
+    create_app,
+)
 from etude.serve.router import Router
 from etude.serve.worker import Worker
 from etude.serve.worker_protocol import JoinRequest
@@ -226,3 +232,22 @@ async def test_a_stream_says_where_it_was_sampled(http: aiohttp.ClientSession) -
         events = [event async for event in router.stream(REQUEST)]
     assert isinstance(events[-1], Sample)
     assert events[-1].regions == (RegionSpan("east", len(events) - 1),)
+
+
+async def test_work_is_cancelled_with_its_client_and_never_after_its_end() -> None:
+    gone = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    http = HttpRequest({"type": "http"}, receive)
+    assert await cancel_on_disconnect(http, asyncio.sleep(0, "done")) == "done"
+    gone.set()
+    for _ in range(5):
+        await asyncio.sleep(0)  # would be where a late cancellation comes
+
+    with pytest.raises(ClientDisconnected):
+        await cancel_on_disconnect(http, asyncio.sleep(3600))
+    for _ in range(5):
+        await asyncio.sleep(0)
