@@ -170,7 +170,7 @@ class Transformer(nn.Module):
         x = self.model.embed_tokens(tokens)
         if self._embedding_scale != 1:
             # The factor is rounded, too, as it is where such models were trained.
-            x = x * torch.tensor(self._embedding_scale, dtype=x.dtype, device=x.device)
+            x = x * float(torch.tensor(self._embedding_scale, dtype=x.dtype))
         turns = self.rope[positions].to(x.dtype).unbind(-3)
         local = turns
         if self.local_rope is not None:

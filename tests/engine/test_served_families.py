@@ -20,7 +20,9 @@ from etude.model.config import ModelConfig
 from etude.model.experts import Routing, read_ids
 from etude.model.files import hf_state_dict
 from etude.model.numerics import INVARIANT
+from etude.model.rounding import StepwiseCausal
 from etude.model.transformer import Transformer, init_from_scratch
+from etude.run.operators import SingleRowAttention
 from tests.engine.invariance_checks import Watching, differing, serve, trained
 from tests.model.test_families import MODELS, SHAPE
 from tests.small_model import ROUNDING, Asked, add, request
@@ -176,3 +178,18 @@ def test_blocks_that_no_window_reaches_are_given_up(prefix_cache: bool) -> None:
         assert list(done[each.id].logprobs) == pytest.approx(found, abs=ROUNDING)
     mixed = random_model("gemma2")  # some of its layers see everything
     assert model.config.window == 11 and mixed.config.window is None
+
+
+def test_whoever_compares_engine_and_trainer_sees_recurrent_layers_too() -> None:
+    model, row = random_model("qwen3_next"), torch.arange(40) % 11
+    positions = torch.arange(40)
+    found = [
+        model(row, positions, attend)
+        for attend in (
+            CausalAttention([40]),
+            SingleRowAttention(model, 40),
+            StepwiseCausal([40]),
+        )
+    ]
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-4, rtol=1e-4)
