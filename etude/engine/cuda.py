@@ -228,7 +228,7 @@ class CudaRunner:
                 strict=True,
             )
         ]
-        return Recurrence(spans[begin:], self._words.device, self._states)
+        return Recurrence(spans[begin:], self._states)
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.trace is None:

@@ -82,10 +82,10 @@ class CausalAttention:
 
     def recurrence(self, shape: torch.Size) -> Recurrence:
         if not self._packed:
-            return CausalAttention([shape[1]] * shape[0], self._borders.device).recurrence(shape)
+            return CausalAttention([shape[1]] * shape[0]).recurrence(shape)
         if self._recurrence is None:  # the same for all layers
             spans = [Span(*ends) for ends in pairwise([0, *accumulate(self.lengths)])]
-            self._recurrence = Recurrence(spans, self._borders.device)
+            self._recurrence = Recurrence(spans)
         return self._recurrence
 
     def _together(self, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
@@ -262,7 +262,7 @@ class PagedAttention:
                 )
                 for new, place in enumerate([*order, *range(num_decode, len(starts))])
             ]
-            self._recurrence = Recurrence(spans, device, cache.states)
+            self._recurrence = Recurrence(spans, cache.states)
 
     def recurrence(self, shape: torch.Size) -> Recurrence:
         assert self._recurrence is not None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from etude.model.families import DEFAULTS, FAMILIES, HARMLESS, Family
+from etude.model.families import DEFAULTS, FAMILIES, HARMLESS, REFUSED, Family
 from etude.model.parts import ExpertsConfig, LatentConfig, LinearConfig, RopeScaling
 from etude.model.quantization import check_quantization
 
@@ -106,8 +106,9 @@ def read_fields(said: object) -> dict[str, Any]:
     wrongly, or not at all."""
     if not isinstance(said, dict) or said.get("model_type") not in FAMILIES:
         found = said.get("model_type") if isinstance(said, dict) else None
+        why = f" ({REFUSED[str(found)]})" if found in REFUSED else ""
         raise ValueError(
-            f"config.json: model_type is {found!r}; this version reads {', '.join(FAMILIES)}"
+            f"config.json: model_type is {found!r}{why}; this version reads {', '.join(FAMILIES)}"
         )
     family = FAMILIES[said["model_type"]]
     read = _Reader(said, {**DEFAULTS, **family.defaults})

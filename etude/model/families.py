@@ -430,6 +430,18 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": _DEEPSEEK_V3,
 }
 
+_CHUNKED = (
+    "its layers see chunks of tokens, score by position, norm after they rotate and weigh what "
+    "goes into experts: facts of no other family, and its models are published with images only"
+)
+REFUSED: Mapping[str, str] = {
+    "llama4": _CHUNKED,
+    "llama4_text": _CHUNKED,
+    "gemma3": "it sees images; the text-only models of the family are gemma3_text",
+    "mistral3": "it sees images; the text-only models of the family are mistral",
+}
+"""Model types that people ask for and that are not read, with the reason."""
+
 HARMLESS = frozenset(
     {
         *("architectures", "model_type", "auto_map", "_name_or_path", "name_or_path"),

@@ -110,9 +110,7 @@ class Recurrence:
     """The sequences of a pass, as recurrent layers see them. A sequence that begins behind a block
     which another one writes in the same pass comes after it, in a wave of its own."""
 
-    def __init__(
-        self, spans: Sequence[Span], device: torch.device | None, states: StateCache | None = None
-    ) -> None:
+    def __init__(self, spans: Sequence[Span], states: StateCache | None = None) -> None:
         wave_of: dict[int, int] = {}
         waves: dict[tuple[int, bool], list[Span]] = {}
         for span in spans:
@@ -121,7 +119,6 @@ class Recurrence:
             # Lone tokens need no chunks.
             waves.setdefault((wave, span.end - span.start > 1), []).append(span)
         self._states = states
-        self._device = device
         self._spans = [waves[key] for key in sorted(waves)]
         self._waves: list[_Wave] = []
 
@@ -131,7 +128,7 @@ class Recurrence:
         """As `Recur` says."""
         if not self._waves:
             width = rule.weight_CW.shape[-1]
-            self._waves = [_Wave(spans, width, self._device) for spans in self._spans]
+            self._waves = [_Wave(spans, width, mixed_NC.device) for spans in self._spans]
         states = self._states
         tails, memories = (states.tails[place], states.memories[place]) if states else (None, None)
         read = [wave(rule, tails, memories, mixed_NC, decay_NH, beta_NH) for wave in self._waves]
@@ -145,7 +142,7 @@ class Recurrence:
 class _Wave:
     """Sequences none of which waits for another."""
 
-    def __init__(self, spans: Sequence[Span], width: int, device: torch.device | None) -> None:
+    def __init__(self, spans: Sequence[Span], width: int, device: torch.device) -> None:
         def numbers(values: Sequence[int] | list[list[int]]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 

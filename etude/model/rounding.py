@@ -23,12 +23,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from etude.model.recurrence import Recur, Recurrence, Span
 from etude.model.scoring import Scoring
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
@@ -144,6 +146,9 @@ class StepwiseCausal:
         group = q_NHD.shape[1] // k_NKD.shape[1]
         rows = zip(*(x.split_with_sizes(self._lengths) for x in (q_NHD, k_NKD, v_NKV)), strict=True)
         return torch.cat([_attend(q, k, v, group, scale, scoring or Scoring()) for q, k, v in rows])
+
+    def recurrence(self, shape: torch.Size) -> Recur:
+        return Recurrence([Span(*ends) for ends in pairwise([0, *accumulate(self._lengths)])])
 
 
 def _attend(

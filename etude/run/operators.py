@@ -26,6 +26,7 @@ from etude.model.attention import CausalAttention
 from etude.model.experts import Router, SparseMoE, StackedExperts
 from etude.model.heads import GroupedQueryAttention, LatentAttention
 from etude.model.layers import MLP, RMSNorm
+from etude.model.recurrence import Recur
 from etude.model.rounding import NUM_DRAWS, RandomRounding, StepwiseCausal, upper_bound
 from etude.model.scoring import Scoring
 from etude.model.tiled_attention import TiledCausalAttention
@@ -193,6 +194,10 @@ class SingleRowAttention:
     ) -> Tensor:
         scale = (scale or q.shape[-1] ** -0.5) * self._factor
         return self._attend(layer, q, k, v, scale, scoring)
+
+    def recurrence(self, shape: torch.Size) -> Recur:
+        assert isinstance(self._attend, CausalAttention)
+        return self._attend.recurrence(shape)
 
 
 @torch.no_grad()

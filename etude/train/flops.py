@@ -41,22 +41,34 @@ def forward_flops(config: ModelConfig, length: int, num_predicted: int) -> float
     """FLOPs of a forward pass: a multiplication and an addition for each weight that a token meets,
     and for each number of each key and value that a query looks back at."""
     weights = sum(
-        _attention_weights(config) + _mlp_weights(config, layer)
+        _mixer_weights(config, layer) + _mlp_weights(config, layer)
         for layer in range(config.num_hidden_layers)
     )
     latent = config.latent
     key = latent.qk_nope_head_dim + latent.qk_rope_head_dim if latent else config.head_dim
     value = latent.v_head_dim if latent else config.head_dim
     pairs = length * (length + 1) / 2
-    looked_back = config.num_hidden_layers * config.num_attention_heads * (key + value) * pairs
+    looked_back = len(config.cached_layers) * config.num_attention_heads * (key + value) * pairs
     head = config.hidden_size * config.vocab_size * num_predicted
     return 2.0 * (weights * length + looked_back + head)
+
+
+def _mixer_weights(config: ModelConfig, layer: int) -> int:
+    """Of attention, or of a recurrent layer, whose memory is read twice and written once."""
+    c = config.linear
+    if c is None or layer not in c.layers:
+        return _attention_weights(config)
+    values = c.num_value_heads * c.value_head_dim
+    projected = c.conv_dim + values + 2 * c.num_value_heads
+    memory = 3 * c.num_value_heads * c.key_head_dim * c.value_head_dim
+    return config.hidden_size * (projected + values) + c.conv_dim * c.conv_kernel_dim + memory
 
 
 def _attention_weights(config: ModelConfig) -> int:
     size, heads = config.hidden_size, config.num_attention_heads
     if (latent := config.latent) is None:
-        return size * config.head_dim * 2 * (heads + config.num_key_value_heads)
+        gates = heads if config.family.gated_attention else 0
+        return size * config.head_dim * (2 * (heads + config.num_key_value_heads) + gates)
     query = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
     down = latent.q_lora_rank
     queries = size * query if down is None else (size + query) * down

@@ -471,7 +471,7 @@ def sequence_cost(model: Transformer) -> SequenceCost:
         p.numel() * (used if ".experts." in name else 1.0) for name, p in model.named_parameters()
     )
     return SequenceCost(
-        per_token=weights, per_pair=2.0 * c.num_hidden_layers * c.num_attention_heads * c.head_dim
+        per_token=weights, per_pair=2.0 * len(c.cached_layers) * c.num_attention_heads * c.head_dim
     )
 
 

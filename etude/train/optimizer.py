@@ -85,7 +85,7 @@ class AdamW:
 
 class Muon:
     """Muon: matrices within layers move by their orthogonalised momentum, so that every direction
-    of a matrix learns alike; embeddings, head, routers, norms and biases move by AdamW.
+    of a matrix learns alike; embeddings, head, routers, filters, norms and biases move by AdamW.
 
     Matrices that are one parameter here are made orthogonal one by one, as Hugging Face names them.
     A step has the size that AdamW's typically has, so rate and decay mean the same for both. It
@@ -141,7 +141,7 @@ OPTIMIZER: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
 
 def is_hidden(name: str, master: Tensor) -> bool:
     """A matrix that maps one hidden state to another."""
-    is_matrix = master.ndim >= 2 and not name.endswith("bias")
+    is_matrix = master.ndim >= 2 and not name.endswith(("bias", "conv1d.weight"))
     return ".layers." in name and is_matrix and not name.endswith("mlp.gate.weight")
 
 

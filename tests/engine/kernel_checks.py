@@ -375,9 +375,9 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "decode": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 16, 70, 129], 1),
     "decode, split": lambda new: check_decode(new, 6, 2, 32, [1, 0, 33, 17, 70, 330], 4),
     "prefill": lambda new: check_prefill(new, 4, 2, 32, [40, 75, 3], [40, 70, 2]),
-    "decode, odd": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 38, 70, 129], 1, True),
-    "decode, odd, split": lambda new: check_decode(new, 6, 2, 32, [1, 0, 37, 330], 4, True),
-    "prefill, odd": lambda new: check_prefill(new, 4, 2, 32, [40, 175, 3], [40, 100, 2], True),
+    "decode, odd": lambda new: check_decode(new, 4, 2, 32, [1, 0, 38, 70], 1, True),
+    "decode, odd, split": lambda new: check_decode(new, 6, 1, 32, [37, 130], 4, True),
+    "prefill, odd": lambda new: check_prefill(new, 4, 1, 32, [40, 95], [3, 40], True),
     "head": lambda new: check_head(new, 5, 96, 500),
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
 }

@@ -43,6 +43,7 @@ MODELS = {
     "qwen3": replace(SMALL, sliding_window=5, sliding_layers=(0,)),
     "qwen2": replace(SMALL, model_type="qwen2", tie_word_embeddings=False),
     "qwen3_moe": replace(SMALL, model_type="qwen3_moe", num_hidden_layers=2, experts=EXPERTS),
+    # and what other families do to scores and logits
     "gpt_oss": replace(
         SMALL,
         model_type="gpt_oss",
@@ -51,6 +52,10 @@ MODELS = {
         sliding_window=5,
         sliding_layers=(0,),
         experts=replace(EXPERTS, layers=(0,), router_bias=True, swiglu_limit=2.0),
+        query_pre_attn_scalar=20.0,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=9.0,
+        residual_multiplier=0.7,
     ),
     "qwen3_next": replace(
         SMALL,
@@ -64,16 +69,6 @@ MODELS = {
             conv_kernel_dim=3,
             layers=(0,),
         ),
-    ),
-    "gemma2": replace(
-        SMALL,
-        model_type="gemma2",
-        hidden_act="gelu_pytorch_tanh",
-        query_pre_attn_scalar=20.0,
-        attn_logit_softcapping=3.0,
-        final_logit_softcapping=9.0,
-        sliding_window=4,
-        sliding_layers=(0,),
     ),
 }
 

@@ -428,7 +428,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": {"model_type": "llama4", "text_config": {}},
 }
 REFUSED = {
-    "google/gemma-3-27b-it": "model_type is 'gemma3'",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4'",
+    "google/gemma-3-27b-it": "model_type is 'gemma3' .it sees images",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "model_type is 'llama4' .its layers see chunks",
     "microsoft/Phi-4-mini-instruct": "longrope",
 }

@@ -166,7 +166,7 @@ def test_numbers_of_four_bits() -> None:
     assert from_mxfp4(blocks, exponents)[0, :5, 0].tolist() == [1.0, 2.0, -1.0, -12.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen2_moe", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen2_moe", "phi3", "qwen3_next"])
 def test_a_model_written_in_fp8_is_read_back_but_for_rounding(name: str, tmp_path: Path) -> None:
     given = model(name)
     tensors = hf_state_dict(given)

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from etude.model.attention import CausalAttention
 from etude.model.config import LinearConfig, ModelConfig
 from etude.model.recurrence import CHUNK, DeltaRule, Recurrence, Span, StateCache
+from etude.model.transformer import Transformer
 
 LINEAR = LinearConfig(
     num_key_heads=2, num_value_heads=4, key_head_dim=6, value_head_dim=5, conv_kernel_dim=3,
@@ -51,7 +53,7 @@ def test_sequences_side_by_side_are_what_they_are_alone(lengths: list[int]) -> N
     rule, mixed, decay, beta = drawn(sum(lengths))
     starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
     spans = [Span(s, e) for s, e in zip(starts, starts[1:], strict=False)]
-    found = Recurrence(spans, None)(0, rule, mixed, decay, beta)
+    found = Recurrence(spans)(0, rule, mixed, decay, beta)
     parts = zip(*(x.split(lengths) for x in (mixed, decay, beta)), strict=True)
     expected = torch.cat([one_by_one(rule, *part) for part in parts])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
@@ -67,16 +69,27 @@ def test_in_pieces_with_the_state_kept_by_block(pieces: list[int]) -> None:
     for count in pieces:
         span = Span(0, count, first, blocks, 8)
         part = (x[first : first + count] for x in (mixed, decay, beta))
-        found = Recurrence([span], None, states)(0, rule, *part)
+        found = Recurrence([span], states)(0, rule, *part)
         torch.testing.assert_close(found, expected[first : first + count], atol=2e-5, rtol=1e-4)
         first += count
 
     fresh = StateCache(CONFIG, 9, torch.zeros(()))
     both = [Span(0, 30, 0, blocks, 8), Span(30, 44, 16, [5, 2, 6, 4], 8)]
     twice = (torch.cat((x, x[16:])) for x in (mixed, decay, beta))
-    found = Recurrence(both, None, fresh)(0, rule, *twice)
+    found = Recurrence(both, fresh)(0, rule, *twice)
     torch.testing.assert_close(found, torch.cat((expected, expected[16:])), atol=2e-5, rtol=1e-4)
     pairs = zip(states.memories + states.tails, fresh.memories + fresh.tails, strict=True)
     for kept, other in pairs:
         torch.testing.assert_close(kept[blocks], other[blocks], atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(other[[6, 4]], other[[8, 1]], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attend", [CausalAttention(), CausalAttention([70, 1])])
+def test_what_the_host_lays_out_goes_where_the_model_is(attend: CausalAttention) -> None:
+    """On a device without numbers, which refuses whatever lies elsewhere."""
+    with torch.device("meta"):
+        model = Transformer(CONFIG)
+        rows = torch.zeros((71,) if attend.lengths else (2, 71), dtype=torch.int64)
+    model.model.layers = model.model.layers[:1]  # the other one has attention
+    model._is_local = model._is_local[:1]
+    assert model(rows, rows, attend).shape == (*rows.shape, 8)

@@ -72,9 +72,10 @@ def theirs(name: str) -> Any:
     return model.eval()
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
 @pytest.mark.parametrize("kind", OPTIMIZER)
-def test_a_step_moves_experts_with_biases_and_sinks(kind: str) -> None:
-    model = random_model("gpt_oss").requires_grad_(True)
+def test_a_step_moves_experts_with_biases_sinks_and_filters(kind: str, name: str) -> None:
+    model = random_model(name).requires_grad_(True)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
     before = {name: master.clone() for name, master in masters.items()}
     optimizer = OPTIMIZER[kind](masters, model, SINGLE_PROCESS)

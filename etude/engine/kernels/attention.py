@@ -162,6 +162,33 @@ def _sunk(sinks, head, inside, ROWS: tl.constexpr, SINKS: tl.constexpr):
 
 
 @triton.jit
+def _newest(
+    q, row, k_gain, turn, sinks, k_cache, v_cache, slot, kh, eps, H: tl.constexpr, K: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write the key and value of the new token; the softmax begins with it, and with the sink."""
+    g, d = tl.arange(0, GP), tl.arange(0, D)
+    one = tl.arange(0, 1)[:, None] * D
+    k = _rotated(row + (H + kh) * D + one, k_gain, turn, one >= 0, eps, D, NORM, TURN)
+    k = k.to(k_cache.dtype.element_ty)
+    v = tl.load(row + (H + K + kh) * D + d)
+    place = _place(slot, kh, K, PAGE, D)
+    tl.store(k_cache + place + one + d[None, :], k)
+    tl.store(v_cache + place + d, v)
+    top = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), CAP)
+    total = tl.full([GP], 1.0, tl.float32)
+    acc = tl.zeros([GP, D], tl.float32) + v.to(tl.float32)[None, :]
+    if SINKS:
+        own = top
+        sink, _ = _sunk(sinks, kh * (H // K) + g, g < H // K, GP, SINKS)
+        top = tl.maximum(own, sink)
+        total = tl.exp2(own - top) + tl.exp2(sink - top)
+        acc *= tl.exp2(own - top)[:, None]
+    return top, total, acc
+
+
+@triton.jit
 def _decode(
     qkv, q_gain, k_gain, rope, sinks, k_cache, v_cache, table, lengths, slots, out, part, stats,
     counter, stride, scale, eps, H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr,
@@ -200,22 +227,10 @@ def _decode(
     top, total = tl.full([GP], -float("inf"), tl.float32), tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, D], tl.float32)
     if s == 0:
-        one = tl.arange(0, 1)[:, None] * D
-        k = _rotated(row + (H + kh) * D + one, k_gain, turn, one >= 0, eps, D, NORM, TURN)
-        k = k.to(k_cache.dtype.element_ty)
-        v = tl.load(row + (H + K + kh) * D + d)
-        place = _place(tl.load(slots + sequence), kh, K, PAGE, D)
-        tl.store(k_cache + place + one + d[None, :], k)
-        tl.store(v_cache + place + d, v)
-        top = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), CAP)
-        total += 1.0
-        acc += v.to(tl.float32)[None, :]
-        if SINKS:
-            own = top
-            sink, _ = _sunk(sinks, kh * G + g, g < G, GP, SINKS)
-            top = tl.maximum(own, sink)
-            total = tl.exp2(own - top) + tl.exp2(sink - top)
-            acc *= tl.exp2(own - top)[:, None]
+        top, total, acc = _newest(
+            q, row, k_gain, turn, sinks, k_cache, v_cache, tl.load(slots + sequence), kh, eps, H, K,
+            GP, D, PAGE, NORM, TURN, CAP, SINKS,
+        )  # fmt: skip
     if AHEAD:  # noqa: SIM102 (this is known to the compiler, what follows is not)
         if start < end:
             top, total, acc = _see(q, first_k, first_v, seen[None, :], top, total, acc, 0, CAP)
