@@ -89,6 +89,7 @@ TORCH = {"torch", "numpy", "safetensors"}
 OUTSIDE: dict[str, set[str]] = {
     "cli": {"rich"},
     "core.config": {"pydantic"},
+    "core.placement_config": {"pydantic"},
     "core.rewards_config": {"pydantic"},
     "core.sandbox_config": {"pydantic"},
     "core.schema": {"pydantic"},

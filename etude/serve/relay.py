@@ -53,7 +53,6 @@ class ShardRelay:
             raise ApiError(str(e), status=404, code="unknown_object") from e
         return Response(data, media_type="application/octet-stream")
 
-
     async def _data(self, target: VersionRef, hash: str) -> bytes:
         """All who ask while it is downloaded wait for the same download, and none in a thread."""
         if (task := self._downloads.get(hash)) is None:

@@ -160,7 +160,7 @@ def test_servers_and_trainers_are_told_where_everything_is(tmp_path: Path) -> No
     assert url == f"http://127.0.0.1:{port}"
     # nothing in the folder of the run is taken for a module of ours
     assert gateway.argv[:4] == (sys.executable, "-P", "-m", "etude.serve.gateway")
-    assert gateway.argv[4:] == ("--store", "S", "--port", str(port))
+    assert gateway.argv[4:] == ("--store", "S", "--port", str(port), "--await-load")
     assert gateway.serves and gateway.restarts == RESTARTS
     assert [worker.name for worker in workers] == ["worker-here", "worker-there"]
     ports = {port}
