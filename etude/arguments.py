@@ -127,6 +127,7 @@ def _add_runs(add: AddCommand) -> None:
     _add_set(run_parser)
 
     _add_cluster(add)
+    _add_export(add)
     _add_init(add)
     _add_try(add)
 
@@ -189,6 +190,23 @@ def _add_cluster(add: AddCommand) -> None:
         "--seeds", type=int, default=0, metavar="N", help="schedules of faults (default: none)"
     )
     simulating.add_argument("--first-seed", type=int, default=0, metavar="N", help="(default: 0)")
+
+
+def _add_export(add: AddCommand) -> None:
+    parser = add("export", "write a run down for a cluster's own scheduler")
+    parser.add_argument("kind", choices=("k8s", "slurm"), help="manifests, or batch files")
+    parser.add_argument("config", type=Path, metavar="RUN.toml")
+    parser.add_argument("target", type=Path, metavar="DIR", help="must not be there yet")
+    for name, default, text in (
+        ("--workers", 1, "in each region"),
+        ("--worker-gpus", 1, "of each worker"),
+        ("--trainer-nodes", 1, "machines that train"),
+        ("--trainer-gpus", 1, "of each of them; 0: on the CPU"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
+        )
+    parser.add_argument("--image", default="etude:latest", help="k8s (default: %(default)s)")
 
 
 def _add_compare(add: AddCommand) -> None:

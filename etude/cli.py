@@ -147,6 +147,17 @@ def simulate(args: argparse.Namespace) -> int:
     return 1 if found["violations"] else 0
 
 
+def export(args: argparse.Namespace) -> int:
+    from etude.commands.export import Options, export
+    from etude.commands.run_file import read_run_file
+
+    names = ("target", "workers", "worker_gpus", "trainer_nodes", "trainer_gpus", "image")
+    options = Options(**{name: getattr(args, name) for name in names})
+    config = read_run_file(args.config, ())
+    export(config, args.config.read_text(), args.kind, options, _console(False))
+    return 0
+
+
 def init(args: argparse.Namespace) -> int:
     from etude.commands.init import init
 
@@ -419,6 +430,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "run": run,
     "plan": plan,
     "simulate": simulate,
+    "export": export,
     "init": init,
     "try": try_run,
     "eval": evaluate,

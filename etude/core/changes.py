@@ -18,6 +18,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "harness": {"concurrency", "timeout_s"},
     "trainer": {"device", "ranks", "gradient_checkpointing", "timeout_s"},
     "rewards.judge": {"url", "timeout_s"},
+    "placement": {"trainer", "engines", "sandbox_cpus"},
     "sandbox": {
         "isolation",
         "hosts",

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from etude.core.errors import EtudeError
 from etude.core.harness_config import CODING_AGENT, HarnessConfig
 from etude.core.model_config import ModelConfig
+from etude.core.placement_config import PlacementConfig
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
@@ -167,6 +168,7 @@ class RunConfig(Config):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    placement: PlacementConfig = PlacementConfig()
     eval: EvalConfig = EvalConfig()
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)

@@ -118,8 +118,9 @@ class Placement:
         elif self.ratio > WANTED_RATIO:
             found.append(
                 f"engines have {self.ratio:.2f} GPUs for each of the trainer (wanted: "
-                f"{WANTED_RATIO:.2f} at most): decode in fp8 (--weight-bytes 1), shorten sessions "
-                f"(harness.max_turns, harness.max_tokens), or serve on GPUs with more bandwidth"
+                f"{WANTED_RATIO:.2f} at most): shorten sessions (harness.max_turns, "
+                f"harness.max_tokens), keep the engines' weights in fewer bytes "
+                f"(--weight-bytes), or serve on GPUs with more bandwidth"
             )
         if not self.colocated and self.train_s < self.step_s / 2:
             found.append(

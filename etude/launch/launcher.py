@@ -29,6 +29,7 @@ from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessHeard, ProcessRestarted
 from etude.core.liveness import Liveness
+from etude.core.placement_config import PlacementConfig
 from etude.run.process import die_with_parent
 from etude.serve import heartbeat
 from etude.serve.process import TOKEN_VARIABLE
@@ -42,6 +43,7 @@ RESTARTS = 3
 """Of a gateway or a worker within a minute."""
 LOOK_EVERY_S = 0.5
 LAST_LINES = 15
+ALL_SHARED = PlacementConfig()
 CREDENTIALS = (SECRET_VARIABLE, TOKEN_VARIABLE)
 
 
@@ -57,6 +59,10 @@ class Program:
     """Of the token that it is given."""
     makes_tokens: bool = False
     """It is given the secret that tokens are signed with."""
+    gpus: tuple[int, ...] = ()
+    """Those that it sees; none: all."""
+    cpus: tuple[int, ...] = ()
+    """Those that it and its children run on; none: all."""
 
 
 class Restarts:
@@ -162,9 +168,10 @@ class Launcher:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=(self.lock, pipe),
-                preexec_fn=lambda: die_with_parent(parent),
+                preexec_fn=lambda: _begin(parent, program),
                 env=self._environment
                 | self._credentials(program)
+                | _visible(program)
                 | {heartbeat.HEARTBEAT_VARIABLE: str(pipe)},
             )
             self._alive[program.name] = process
@@ -235,6 +242,16 @@ class Launcher:
         if code == 2:  # it has named a mistake of the user's, which is still there the next time
             again = f"When that is mended, go on with: {self.resume}\nor begin anew with --fresh"
         return f"the {program.name} {_how(code)}{often}. The end of {path}:\n{said}\n{again}"
+
+
+def _begin(parent: int, program: Program) -> None:
+    die_with_parent(parent)
+    if program.cpus:
+        os.sched_setaffinity(0, program.cpus)
+
+
+def _visible(program: Program) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, program.gpus))} if program.gpus else {}
 
 
 def _how(code: int) -> str:
@@ -337,7 +354,9 @@ def python(module: str, *arguments: object) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *map(str, arguments))
 
 
-def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], str]:
+def server_programs(
+    store: str, engine: EngineConfig, placement: PlacementConfig = ALL_SHARED
+) -> tuple[list[Program], str]:
     """The gateway and one worker a region, and the gateway's URL. They read the rest of their
     settings from the store."""
     if engine.port:
@@ -363,6 +382,7 @@ def server_programs(store: str, engine: EngineConfig) -> tuple[list[Program], st
             serves=True,
             restarts=RESTARTS,
             scope=Scope.WORKER,
+            gpus=placement.engines.get(region, ()),
         )
         for region, port in zip(engine.regions, ports, strict=True)
     ]
@@ -375,14 +395,20 @@ def evaluator_programs(store: str, every_steps: int) -> list[Program]:
     return [Program("evaluator", evaluator, restarts=RESTARTS)] if every_steps else []
 
 
-def trainer_programs(store: str, ranks: int, rendezvous_file: Path) -> list[Program]:
+def trainer_programs(
+    store: str, ranks: int, rendezvous_file: Path, gpus: tuple[int, ...] = ()
+) -> list[Program]:
     """The trainer, or one process for each of its ranks; these meet in a file that is not there
     before."""
     if ranks == 1:
-        return [Program("trainer", python("etude.trainer.trainer", "--store", store))]
+        return [Program("trainer", python("etude.trainer.trainer", "--store", store), gpus=gpus)]
     rendezvous_file.unlink(missing_ok=True)
     arguments = ("--store", store, "--ranks", ranks, "--rendezvous", rendezvous_file)
     return [
-        Program(f"trainer-{rank}", python("etude.trainer.trainer", *arguments, "--rank", rank))
+        Program(
+            f"trainer-{rank}",
+            python("etude.trainer.trainer", *arguments, "--rank", rank),
+            gpus=gpus,
+        )
         for rank in range(ranks)
     ]

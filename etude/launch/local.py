@@ -26,6 +26,7 @@ from etude.core.types import EVAL_SPLITS, Json
 from etude.launch import screen
 from etude.launch.check import Findings, check_start
 from etude.launch.dashboard import dashboard
+from etude.launch.devices import described_placement, placed
 from etude.launch.launcher import (
     Launcher,
     Program,
@@ -105,6 +106,7 @@ def plan(
     lines += [
         f"  workers: {', '.join(engine.regions)}, {engine.max_num_seqs} requests each at once",
         f"  sandboxes: {config.sandbox.isolation}, {harness.concurrency} sessions at once",
+        *described_placement(placed(config)),
     ]
     if findings is not None:
         lines += _expected(_seconds_left(config, findings, standing), findings.disk_bytes, place)
@@ -286,14 +288,16 @@ async def _run(
             await launcher.run_to_end(
                 Program("preparation", python("etude.trainer.prepare", "--store", place.store))
             )
-        servers, url = server_programs(place.store, config.engine)
+        placement = placed(config)
+        servers, url = server_programs(place.store, config.engine, placement)
         trainers = trainer_programs(
-            place.store, config.trainer.ranks, place.directory / "rendezvous"
+            place.store, config.trainer.ranks, place.directory / "rendezvous", placement.trainer
         )
         controller = Program(
             "controller",
             python("etude.run.controller", "--store", place.store, "--gateway", url),
             scope=Scope.ADMIN,
+            cpus=placement.sandbox_cpus,
         )
         evaluators = evaluator_programs(place.store, config.eval.every_steps)
         programs = [*servers, *trainers, *evaluators, controller]
@@ -344,7 +348,7 @@ async def _evaluate(
     async with on_screen(
         run, launcher, console, title=f"etude · evaluation of {config.name}", lag_bound=0
     ):
-        servers, url = server_programs(place.store, config.engine)
+        servers, url = server_programs(place.store, config.engine, placed(config))
         arguments = ("--store", place.store, "--gateway", url, *wanted)
         program = python("etude.run.controller", *arguments)
         evaluation = Program("evaluation", program, scope=Scope.ADMIN)

@@ -236,10 +236,12 @@ async def own_engine(
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1",
     gateway_url: str | None = None, version: int | None = None, cache: Path | None = None,
-    relay: str | None = None, overrides: Mapping[str, object] | None = None,
+    relay: str | None = None, advertise: str | None = None,
+    overrides: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Settings are those of the run. `overrides`: keys of `[engine]` that are otherwise for this
-    process."""
+    """Settings are those of the run. `advertise`: the URL at which the gateway reaches this worker,
+    if that is not the address it listens at. `overrides`: keys of `[engine]` that are otherwise
+    for this process."""
     token = process.token()
     listener = process.bind(host, port, token)
     run = Run.open(store_url, create=False)
@@ -272,7 +274,7 @@ async def serve_worker(
             create_app(worker.routes(), OneToken(token) if token else None, worker.model.metrics),
             listener,
         ) as running:
-            url = process.url_of(listener)
+            url = advertise or process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)
             gateways = gateway_url.split(",") if gateway_url else []
             joined = [keep_joined(worker, url, gateway, token) for gateway in gateways]
@@ -300,6 +302,7 @@ def main() -> None:
         "--cache", type=Path, help="where this host's workers keep what one of them has downloaded"
     )
     parser.add_argument("--relay", help="the relay of this region (default: that of the run)")
+    parser.add_argument("--advertise", metavar="URL", help="where the gateway reaches this worker")
     own = parser.add_argument_group("in place of the run's [engine]")
     own.add_argument("--max-num-seqs", type=int)
     own.add_argument("--threads", type=int)
@@ -316,6 +319,7 @@ def main() -> None:
             version=a.version,
             cache=a.cache,
             relay=a.relay,
+            advertise=a.advertise,
             overrides={key: value for key, value in given.items() if value is not None},
         )
     )

@@ -1,0 +1,84 @@
+"""`etude export k8s | slurm`: a run as manifests or batch files, for a cluster's own scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.launch import kubernetes, slurm
+from etude.launch.export import RELAY_PORT, TRAINER_PORT, WORKER_PORT, Export
+from etude.store.objects import is_bucket
+
+SECRETS = """before the first of them:
+  export ETUDE_SECRET=$(openssl rand -hex 32)
+  kubectl create secret generic etude --from-literal=secret=$ETUDE_SECRET \\
+    --from-literal=worker-token=$(etude token worker --subject workers) \\
+    --from-literal=admin-token=$(etude token admin --subject controller)
+  kubectl create secret generic etude-store --from-env-file=FILE   # AWS_ACCESS_KEY_ID=.. and so on
+then: kubectl apply -f """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    target: Path
+    workers: int
+    worker_gpus: int
+    trainer_nodes: int
+    trainer_gpus: int
+    image: str
+
+
+def export(config: RunConfig, text: str, kind: str, options: Options, console: Console) -> None:
+    """Write the files into a directory that is not there yet."""
+    if config.store is None or (kind == "k8s" and not is_bucket(config.store)):
+        raise EtudeError(
+            "a run on several machines needs a store that all of them reach: set "
+            'store = "s3://BUCKET/RUN" (or gs://, az://) in its file'
+        )
+    made = Export(
+        name=config.name,
+        text=text,
+        store=config.store,
+        regions=config.engine.regions,
+        workers=options.workers,
+        worker_gpus=options.worker_gpus,
+        trainer_nodes=options.trainer_nodes,
+        trainer_gpus=options.trainer_gpus,
+        image=options.image,
+    )
+    files = _kubernetes(made) if kind == "k8s" else _slurm(made, options.target)
+    try:
+        options.target.mkdir(parents=True)
+    except OSError as e:
+        raise EtudeError(
+            f"cannot write {options.target} ({e.strerror}): choose a directory that is not there"
+        ) from e
+    for name, content in files.items():
+        (options.target / name).write_text(content)
+    told = f"{SECRETS}{options.target}" if kind == "k8s" else f"bash {options.target}/submit.sh"
+    console.print(
+        f"{len(files)} files in {options.target}\n{told}", highlight=False, markup=False,
+        soft_wrap=True,
+    )  # fmt: skip
+
+
+def _kubernetes(made: Export) -> dict[str, str]:
+    names = kubernetes.Names(made.name)
+    trainer = names.of("trainer")
+    return kubernetes.kubernetes_files(
+        replace(
+            made,
+            gateway=kubernetes.gateway_url(made),
+            relay=f"http://{names.of('relay')}-{{region}}:{RELAY_PORT}",
+            advertise=f"http://$(POD_IP):{WORKER_PORT}",
+            rendezvous=f"{trainer}-0.{trainer}:{TRAINER_PORT}",
+        )
+    )
+
+
+def _slurm(made: Export, target: Path) -> dict[str, str]:
+    return slurm.slurm_files(replace(made, config_path=str(target.absolute() / "run.toml")))

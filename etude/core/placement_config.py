@@ -1,0 +1,48 @@
+"""`[placement]`: the devices of a machine that each process of a run gets."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from etude.core.schema import Config, CountOrZero, Name
+
+Devices = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
+
+
+class PlacementConfig(Config):
+    """Devices of the machine that trainer, engines and sandboxes get. Without it the first GPUs
+    go to the ranks of the trainer and the others to the regions in turn, if there is one for each;
+    otherwise all share all."""
+
+    trainer: Devices = ()
+    """Numbers of the GPUs of the trainer, as `nvidia-smi` counts them."""
+    engines: dict[Name, Devices] = {}
+    """Region -> the GPUs of its worker."""
+    sandbox_cpus: Devices = ()
+    """CPU cores of the sandboxes and of what grades in them; none: all."""
+
+    @model_validator(mode="after")
+    def _once(self) -> PlacementConfig:
+        for region, devices in self.engines.items():
+            if shared := sorted(set(devices) & set(self.trainer)):
+                raise ValueError(
+                    f"GPU {shared[0]} is the trainer's and that of the region {region}: give it to "
+                    f"one of them, or leave out both to have them share all"
+                )
+        return self
+
+
+def deal(gpus: int, ranks: int, regions: tuple[str, ...]) -> PlacementConfig:
+    """So many GPUs, dealt to the ranks of the trainer and then to the regions in turn; nothing if
+    there are too few for each to have one."""
+    if gpus < ranks + len(regions):
+        return PlacementConfig()
+    rest = range(ranks, gpus)
+    return PlacementConfig(
+        trainer=tuple(range(ranks)),
+        engines={
+            region: tuple(rest[number :: len(regions)]) for number, region in enumerate(regions)
+        },
+    )

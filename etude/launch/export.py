@@ -1,0 +1,135 @@
+"""A run as parts that a cluster's own scheduler starts: which programs, how many of each, and what
+they need to know. Pure; `launch.kubernetes` and `launch.slurm` write them down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["job", "server", "workers", "trainer"]
+PYTHON = ("python", "-P", "-m")
+GATEWAY_PORT, WORKER_PORT, RELAY_PORT, TRAINER_PORT = 8100, 8101, 8200, 29400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """What is to run, and on how much."""
+
+    name: str
+    text: str
+    """Of the run's file."""
+    store: str
+    regions: tuple[str, ...]
+    workers: int
+    """In each region."""
+    worker_gpus: int
+    trainer_nodes: int
+    trainer_gpus: int
+    """Of each node; 0: on the CPU, one process a node."""
+    image: str = "etude:latest"
+    config_path: str = "/etc/etude/run.toml"
+    gateway: str = ""
+    """Where the others find it."""
+    relay: str = ""
+    """Where workers find the relay of their region; `{region}` stands for its name."""
+    advertise: str = ""
+    """Where the gateway finds a worker."""
+    rendezvous: str = ""
+    """Where the trainers meet: HOST:PORT."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One program of a run."""
+
+    name: str
+    kind: Kind
+    argv: tuple[str, ...]
+    replicas: int = 1
+    gpus: int = 0
+    """Of each."""
+    port: int = 0
+    region: str = ""
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    """Variable -> the name of the secret that it holds."""
+
+
+def parts(export: Export, *, host: str) -> list[Part]:
+    """All programs, those first that others need. `host`: the address that servers listen at."""
+    store = ("--store", export.store)
+    worker = {"ETUDE_TOKEN": "worker-token"}
+    made = [
+        Part(
+            name="prepare",
+            kind="job",
+            argv=(*PYTHON, "etude.launch.start", export.config_path, *store),
+        ),
+        Part(
+            name="gateway",
+            kind="server",
+            argv=(
+                *(*PYTHON, "etude.serve.gateway", *store, "--host", host, "--await-load"),
+                *("--port", str(GATEWAY_PORT)),
+            ),
+            port=GATEWAY_PORT,
+            secrets={"ETUDE_SECRET": "secret"},
+        ),
+    ]
+    for region in export.regions:
+        relay = export.relay.format(region=region)
+        made.append(
+            Part(
+                name=f"relay-{region}",
+                kind="server",
+                argv=(
+                    *(*PYTHON, "etude.serve.relay", *store, "--host", host),
+                    *("--port", str(RELAY_PORT)),
+                ),
+                port=RELAY_PORT,
+                region=region,
+                secrets={"ETUDE_SECRET": "secret"},
+            )
+        )
+        made.append(
+            Part(
+                name=f"worker-{region}",
+                kind="workers",
+                argv=(
+                    *(*PYTHON, "etude.serve.worker", *store, "--host", host, "--region", region),
+                    *("--port", str(WORKER_PORT), "--gateway", export.gateway),
+                    *("--relay", relay, "--advertise", export.advertise),
+                ),
+                replicas=export.workers,
+                gpus=export.worker_gpus,
+                port=WORKER_PORT,
+                region=region,
+                secrets=worker,
+            )
+        )
+    ranks = max(1, export.trainer_gpus)
+    made.append(
+        Part(
+            name="trainer",
+            kind="trainer",
+            argv=(
+                *("torchrun", "--nnodes", str(export.trainer_nodes)),
+                *("--nproc-per-node", str(ranks), "--max-restarts", "100"),
+                *("--rdzv-backend", "c10d", "--rdzv-id", export.name),
+                *("--rdzv-endpoint", export.rendezvous),
+                *("-m", "etude.trainer.trainer", *store),
+            ),
+            replicas=export.trainer_nodes,
+            gpus=export.trainer_gpus,
+            port=TRAINER_PORT,
+        )
+    )
+    made.append(
+        Part(
+            name="controller",
+            kind="job",
+            argv=(*PYTHON, "etude.run.controller", *store, "--gateway", export.gateway),
+            secrets={"ETUDE_TOKEN": "admin-token"},
+        )
+    )
+    return made

@@ -1,0 +1,45 @@
+"""The first thing of a run that a cluster's scheduler starts: its config goes into the store, and
+its model is made ready. Run again, it changes nothing.
+
+    python -m etude.launch.start RUN.toml --store URL
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from etude.core.config import parse
+from etude.core.errors import EtudeError
+from etude.launch.launcher import python
+from etude.store.runs import Run
+from etude.trainer.prepare import is_prepared
+
+
+def start(config_file: Path, store: str) -> int:
+    config = parse(config_file.read_text(), source=str(config_file))
+    run = Run.open(store)
+    run.put_config(config)
+    if is_prepared(run):
+        return 0
+    return subprocess.run(python("etude.trainer.prepare", "--store", store), check=False).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m etude.launch.start", description="Put a run into its store."
+    )
+    parser.add_argument("config", type=Path, metavar="RUN.toml")
+    parser.add_argument("--store", required=True)
+    args = parser.parse_args()
+    try:
+        return start(args.config, args.store)
+    except EtudeError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

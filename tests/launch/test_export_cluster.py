@@ -1,0 +1,129 @@
+"""A run as manifests and batch files. What Kubernetes itself says of them: `make test-k8s`."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from etude.cli import main
+from etude.core.config import parse
+from etude.launch.kubernetes import to_yaml
+from etude.launch.start import start
+from etude.store.runs import Run
+
+TOML = """
+name = "My_run.1"
+store = "s3://bucket/runs/mine"
+[engine]
+regions = ["east", "west"]
+[[stage]]
+kind = "rl"
+steps = 3
+"""
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    (tmp_path / "run.toml").write_text(TOML)
+    return tmp_path / "run.toml"
+
+
+def exported(kind: str, toml: Path, *more: str) -> dict[str, str]:
+    target = toml.parent / "out"
+    assert main(["export", kind, str(toml), str(target), *more]) == 0
+    return {path.name: path.read_text() for path in sorted(target.iterdir())}
+
+
+def test_kubernetes(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = exported("k8s", toml, "--workers", "5", "--trainer-nodes", "2", "--trainer-gpus", "8")
+    assert "kubectl create secret" in capsys.readouterr().out
+    assert list(files) == [
+        *("00-run.yaml", "01-prepare.yaml", "02-gateway.yaml"),
+        *("03-relay-east.yaml", "04-worker-east.yaml", "05-relay-west.yaml"),
+        *("06-worker-west.yaml", "07-trainer.yaml", "08-controller.yaml"),
+    ]
+    kinds = {name: re.findall(r'^kind: "(\w+)"$', text, re.M) for name, text in files.items()}
+    assert kinds["07-trainer.yaml"] == ["Service", "StatefulSet"]
+    assert kinds["04-worker-east.yaml"] == ["Deployment"] and kinds["01-prepare.yaml"] == ["Job"]
+    worker = files["04-worker-east.yaml"]
+    for text in (
+        "replicas: 5",
+        '- "http://my-run-1-gateway:8100"',
+        '- "http://my-run-1-relay-east:8200"',
+        '- "http://$(POD_IP):8101"',
+        'topology.kubernetes.io/region: "east"',
+        "nvidia.com/gpu: 1",
+    ):
+        assert text in worker
+    assert "my-run-1-trainer-0.my-run-1-trainer:29400" in files["07-trainer.yaml"]
+    assert all("s3://bucket/runs/mine" in text for text in files.values())
+
+
+def test_slurm(toml: Path) -> None:
+    files = exported("slurm", toml, "--workers", "3", "--trainer-nodes", "2", "--trainer-gpus", "4")
+    for name, text in files.items():
+        if name != "run.toml":
+            subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "#SBATCH --array=0-2" in files["worker-east.sbatch"]
+    assert "#SBATCH --nodes=2" in files["trainer.sbatch"]
+    assert "srun torchrun --nnodes 2 --nproc-per-node 4" in files["trainer.sbatch"]
+    assert '--gateway "$gateway" --relay "$relay" --advertise "$own"' in files["worker-west.sbatch"]
+    assert all("#SBATCH --requeue" in text for name, text in files.items() if "sbatch" in name[-7:])
+    order = re.findall(r"(\S+)\.sbatch", files["submit.sh"])
+    assert order[0] == "prepare" and set(order) == {
+        name.removesuffix(".sbatch") for name in files if name.endswith(".sbatch")
+    }
+
+
+def test_no_secret_is_written(toml: Path) -> None:
+    for text in exported("k8s", toml).values():
+        assert 'kind: "Secret"' not in text
+
+
+@pytest.mark.parametrize("store", ["", 'store = "file:/data/x"'])
+def test_a_store_that_others_do_not_reach_is_refused(
+    toml: Path, capsys: pytest.CaptureFixture[str], store: str
+) -> None:
+    toml.write_text(TOML.replace('store = "s3://bucket/runs/mine"', store))
+    assert main(["export", "k8s", str(toml), str(toml.parent / "out")]) == 2
+    assert "a store that all of them reach" in capsys.readouterr().err
+
+
+def test_yaml_is_what_it_was() -> None:
+    yaml = pytest.importorskip("yaml")
+    data = {
+        "a": [{"b": 1, "c": ["x", {"d": "on: off # no\n---\n"}]}, "y", [], {}],
+        "e": {"f": None, "g": True, "h": {}},
+        "i": 'quote " and ü',
+    }
+    assert yaml.safe_load(to_yaml(data)) == data
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_a_run_is_put_into_its_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+
+    def note(argv: tuple[str, ...], check: bool) -> subprocess.CompletedProcess[str]:
+        started.append(argv)
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.setattr("etude.launch.start.subprocess.run", note)
+    (tmp_path / "run.toml").write_text(TOML)
+    store = f"file:{tmp_path / 'store'}"
+    assert start(tmp_path / "run.toml", store) == 0
+    assert Run.open(store).config() == parse(TOML)
+    assert len(started) == 1 and "etude.trainer.prepare" in started[0]
+
+
+@pytest.mark.k8s
+def test_kubernetes_takes_them(toml: Path) -> None:
+    exported("k8s", toml, "--workers", "5", "--trainer-nodes", "2")
+    files = sorted(map(str, (toml.parent / "out").iterdir()))
+    done = subprocess.run(
+        ["kubernetes-validate", "--strict", *files], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
