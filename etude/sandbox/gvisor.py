@@ -276,11 +276,13 @@ class _Machine:
 def _sweep() -> None:
     """Remove what pools left whose process was killed: files and empty cgroups. Their sandboxes
     ended with it."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
+    places = (Path(tempfile.gettempdir()), _CGROUPS, *_CGROUPS.glob("*/"))
+    for left in [found for place in places for found in place.glob(f"{_HOME}*")]:
         owner = left.name.removeprefix(_HOME).partition("-")[0]
         if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
             _remove_cgroups(f"{left.name}/*", left.name)
-            shutil.rmtree(left, ignore_errors=True)
+            if left.parent == places[0]:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove_cgroups(*patterns: str) -> None:
