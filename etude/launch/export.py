@@ -58,7 +58,6 @@ class Part:
 def parts(export: Export, *, host: str) -> list[Part]:
     """All programs, those first that others need. `host`: the address that servers listen at."""
     store = ("--store", export.store)
-    worker = {"ETUDE_TOKEN": "worker-token"}
     made = [
         Part(
             name="prepare",
@@ -77,36 +76,7 @@ def parts(export: Export, *, host: str) -> list[Part]:
         ),
     ]
     for region in export.regions:
-        relay = export.relay.format(region=region)
-        made.append(
-            Part(
-                name=f"relay-{region}",
-                kind="server",
-                argv=(
-                    *(*PYTHON, "etude.serve.relay", *store, "--host", host),
-                    *("--port", str(RELAY_PORT)),
-                ),
-                port=RELAY_PORT,
-                region=region,
-                secrets={"ETUDE_SECRET": "secret"},
-            )
-        )
-        made.append(
-            Part(
-                name=f"worker-{region}",
-                kind="workers",
-                argv=(
-                    *(*PYTHON, "etude.serve.worker", *store, "--host", host, "--region", region),
-                    *("--port", str(WORKER_PORT), "--gateway", export.gateway),
-                    *("--relay", relay, "--advertise", export.advertise),
-                ),
-                replicas=export.workers,
-                gpus=export.worker_gpus,
-                port=WORKER_PORT,
-                region=region,
-                secrets=worker,
-            )
-        )
+        made += _region_parts(export, region, host)
     ranks = max(1, export.trainer_gpus)
     made.append(
         Part(
@@ -130,6 +100,43 @@ def parts(export: Export, *, host: str) -> list[Part]:
             kind="job",
             argv=(*PYTHON, "etude.run.controller", *store, "--gateway", export.gateway),
             secrets={"ETUDE_TOKEN": "admin-token"},
+        )
+    )
+    return made
+
+
+def _region_parts(export: Export, region: str, host: str) -> list[Part]:
+    """The relay of a region, and its workers."""
+    store = ("--store", export.store)
+    made: list[Part] = []
+    relay = export.relay.format(region=region)
+    made.append(
+        Part(
+            name=f"relay-{region}",
+            kind="server",
+            argv=(
+                *(*PYTHON, "etude.serve.relay", *store, "--host", host),
+                *("--port", str(RELAY_PORT)),
+            ),
+            port=RELAY_PORT,
+            region=region,
+            secrets={"ETUDE_SECRET": "secret"},
+        )
+    )
+    made.append(
+        Part(
+            name=f"worker-{region}",
+            kind="workers",
+            argv=(
+                *(*PYTHON, "etude.serve.worker", *store, "--host", host, "--region", region),
+                *("--port", str(WORKER_PORT), "--gateway", export.gateway),
+                *("--relay", relay, "--advertise", export.advertise),
+            ),
+            replicas=export.workers,
+            gpus=export.worker_gpus,
+            port=WORKER_PORT,
+            region=region,
+            secrets={"ETUDE_TOKEN": "worker-token"},
         )
     )
     return made
