@@ -349,8 +349,8 @@ def build_agent(
         agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
     elif config.code is not None:
         code = config.code if is_training else config.code.for_evaluation()
-        told = {**limits, **config.summaries}
-        agent = build(config.agent_class, "harness.agent", http, **told, code=code)
+        summaries = config.summaries
+        agent = build(config.agent_class, "harness.agent", http, **limits, **summaries, code=code)
     else:
         agent = build(config.agent, "harness.agent", http, **limits, **config.summaries)
     return agent
