@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude import __version__
+from etude.bench_arguments import add_bench
 from etude.core.placement import GPUS
 from etude.core.types import EVAL_SPLITS
 from etude.serving_arguments import (
@@ -18,27 +19,6 @@ from etude.serving_arguments import (
     add_token,
     at_least_one,
 )
-
-BENCHMARKS = {
-    "dash": "the dashboard over 100,000 rollouts: filters, a session of 200,000 tokens, memory",
-    "delta": "weight deltas: size, and speed of one core at making and applying them",
-    "diagnostics": "what linter and type checker say of a text that no file has: milliseconds",
-    "edits": "speculative edits: forward passes over real edits, and time",
-    "engine": "the engine's throughput, beside transformers on the same weights",
-    "engine_cuda": "the engine on a CUDA device: tokens per second, share of the roofline",
-    "gateway": "what the gateway adds to a turn, beside LiteLLM's proxy (make bench-gateway)",
-    "invariance": "batch invariance: what it costs at 1, 64 and 256 requests at once",
-    "lag": "staleness: the demo's rl with a lag of 0, 2 and 8, and every correction",
-    "long_context": "one session of 131,072 tokens on a CUDA device, decoded and trained on",
-    "loop": "asynchrony: the same work with max_lag 0 and 2",
-    "publish": "weight updates while a model is trained, every version checked",
-    "replay": "router replay: a sparse model whose engine computes in another precision",
-    "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
-    "swap": "the pause of a swap: new weights for an 8B model on a CUDA device",
-    "train": "the trainer's throughput: steps of rl as a run takes them",
-    "trl": "beside TRL's GRPOTrainer on the same task (make bench-trl)",
-}
-"""The modules of `etude.bench`, each with what it measures."""
 
 RUN = "a run's directory, or the URL of its store (s3://, gs://, az://)"
 AddCommand = Callable[..., argparse.ArgumentParser]
@@ -131,6 +111,11 @@ def _add_runs(add: AddCommand) -> None:
     _add_init(add)
     _add_try(add)
 
+    _add_eval(add)
+    _add_compare(add)
+
+
+def _add_eval(add: AddCommand) -> None:
     eval_parser = add(
         "eval",
         "measure how much a version of a run solves",
@@ -151,7 +136,6 @@ def _add_runs(add: AddCommand) -> None:
         action="store_true",
         help="instead: does it finish names and files of tasks that it should not know?",
     )
-    _add_compare(add)
 
 
 def _add_cluster(add: AddCommand) -> None:
@@ -379,60 +363,7 @@ def _add_inspection(add: AddCommand) -> None:
     )
     doctor_parser.add_argument("run", nargs="?", metavar="RUN", help="(default: this machine)")
 
-    _add_bench(add)
-
-
-def _add_bench(add: AddCommand) -> None:
-    bench_parser = add("bench", "run a benchmark", json_text="end with one line of JSON")
-    bench_parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    bench_parser.epilog = "benchmarks:\n" + "\n".join(
-        f"  {name:14} {text}" for name, text in BENCHMARKS.items()
-    )
-    bench_parser.add_argument("name", metavar="NAME", help="one of the list below")
-    bench_parser.add_argument(
-        "--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory"
-    )
-    bench_parser.add_argument(
-        "--steps", type=at_least_one, help="publish: versions after the first (default: 50)"
-    )
-    bench_parser.add_argument(
-        "--repo", metavar="DIR", help="edits: a git repository, for its history"
-    )
-    bench_parser.add_argument(
-        "--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes"
-    )
-    bench_parser.add_argument(
-        "--sessions", type=at_least_one, help="gateway: at once (default: 1000)"
-    )
-    bench_parser.add_argument(
-        "--shards",
-        type=at_least_one,
-        help="gateway: processes that share the sessions (default: 1)",
-    )
-    bench_parser.add_argument(
-        "--kills", action="store_const", const=True, help="gateway: kill it all the time, and count"
-    )
-    bench_parser.add_argument(
-        "--simulate",
-        action="store_const",
-        const=True,
-        help="sandboxes: 100,000 over 200 hosts, under virtual time",
-    )
-    bench_parser.add_argument(
-        "--soak",
-        type=at_least_one,
-        metavar="N",
-        help="sandboxes: open N with random kills, and count what is left",
-    )
-    bench_parser.add_argument(
-        "--repositories",
-        type=at_least_one,
-        metavar="FORKS",
-        help="sandboxes: three packages of PyPI as images; test, fork, edit and grade each",
-    )
-    bench_parser.add_argument(
-        "--gigabytes", type=float, metavar="N", help="dash: whole groups of that size in all"
-    )
+    add_bench(add("bench", "run a benchmark", json_text="end with one line of JSON"))
 
 
 def _add_sessions(add: AddCommand) -> None:

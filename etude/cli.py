@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from etude.arguments import BENCHMARKS, parse_arguments
+from etude.arguments import parse_arguments
+from etude.bench_arguments import BENCHMARKS
 from etude.core.errors import EtudeError
 
 if TYPE_CHECKING:

@@ -37,8 +37,9 @@ MIDDLE = {
     "sandbox",
 }
 EDGES: dict[str, set[str]] = {
-    "cli": {"arguments", "commands", "launch"},
-    "arguments": {"serving_arguments"},
+    "cli": {"arguments", "bench_arguments", "commands", "launch"},
+    "arguments": {"bench_arguments", "serving_arguments"},
+    "bench_arguments": {"serving_arguments"},
     "serving_arguments": set(),
     "__main__": {"cli"},
     "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude import __version__
-from etude.arguments import BENCHMARKS
+from etude.bench_arguments import BENCHMARKS
 from etude.cli import main
 from etude.core.config import parse
 from etude.model.files import hf_state_dict, write_directory

@@ -14,7 +14,13 @@ import pytest
 from aiohttp import web
 
 from etude.core.errors import EtudeError
-from etude.core.remote import RemoteTask, RolloutRequest, RolloutResult, SessionOffer
+from etude.core.remote import (
+    RemoteTask,
+    RolloutRequest,
+    RolloutResult,
+    SessionOffer,
+    SessionOutcome,
+)
 from etude.core.types import Score, Trajectory
 from etude.run import service as service_module
 from etude.run.gateway_client import GatewayClient
@@ -175,13 +181,27 @@ async def test_what_is_no_result_is_refused(wrong: dict[str, Any], tmp_path: Pat
         assert (await post(client, "/v1/sessions/g.0/score", wrong))[0] == 400
 
 
-async def test_a_desk_that_forgot_is_told_again(tmp_path: Path) -> None:
+async def test_a_desk_that_forgot_is_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after a restart of the gateway, when the session is claimed."""
     desk = SessionRoutes()
     async with gateway(desk) as client:
         runner, _ = rollouts(client, tmp_path)
+        is_known = asyncio.Event()
+        ask = client.outcome
+
+        async def outcome(
+            session: str, wait_s: float, *, claimed: bool = False
+        ) -> SessionOutcome | None:
+            if claimed:
+                is_known.set()
+            return await ask(session, wait_s, claimed=claimed)
+
+        monkeypatch.setattr(client, "outcome", outcome)
         attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
         await post(client, "/v1/sessions", {"wait_s": 30})
+        await is_known.wait()
         await desk.forget("g.0")
         while await client.outcome("g.0", 0.0) is None:
             await asyncio.sleep(0.01)

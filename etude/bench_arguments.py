@@ -1,0 +1,76 @@
+"""The benchmarks of `etude bench`, and their options."""
+
+from __future__ import annotations
+
+import argparse
+
+from etude.serving_arguments import at_least_one
+
+BENCHMARKS = {
+    "dash": "the dashboard over 100,000 rollouts: filters, a session of 200,000 tokens, memory",
+    "delta": "weight deltas: size, and speed of one core at making and applying them",
+    "diagnostics": "what linter and type checker say of a text that no file has: milliseconds",
+    "edits": "speculative edits: forward passes over real edits, and time",
+    "engine": "the engine's throughput, beside transformers on the same weights",
+    "engine_cuda": "the engine on a CUDA device: tokens per second, share of the roofline",
+    "gateway": "what the gateway adds to a turn, beside LiteLLM's proxy (make bench-gateway)",
+    "invariance": "batch invariance: what it costs at 1, 64 and 256 requests at once",
+    "lag": "staleness: the demo's rl with a lag of 0, 2 and 8, and every correction",
+    "long_context": "one session of 131,072 tokens on a CUDA device, decoded and trained on",
+    "loop": "asynchrony: the same work with max_lag 0 and 2",
+    "publish": "weight updates while a model is trained, every version checked",
+    "replay": "router replay: a sparse model whose engine computes in another precision",
+    "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
+    "swap": "the pause of a swap: new weights for an 8B model on a CUDA device",
+    "train": "the trainer's throughput: steps of rl as a run takes them",
+    "trl": "beside TRL's GRPOTrainer on the same task (make bench-trl)",
+}
+"""The modules of `etude.bench`, each with what it measures."""
+
+
+def add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "benchmarks:\n" + "\n".join(
+        f"  {name:14} {text}" for name, text in BENCHMARKS.items()
+    )
+    parser.add_argument("name", metavar="NAME", help="one of the list below")
+    parser.add_argument(
+        "--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory"
+    )
+    parser.add_argument(
+        "--steps", type=at_least_one, help="publish: versions after the first (default: 50)"
+    )
+    parser.add_argument("--repo", metavar="DIR", help="edits: a git repository, for its history")
+    parser.add_argument(
+        "--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes"
+    )
+    parser.add_argument("--sessions", type=at_least_one, help="gateway: at once (default: 1000)")
+    parser.add_argument(
+        "--shards",
+        type=at_least_one,
+        help="gateway: processes that share the sessions (default: 1)",
+    )
+    parser.add_argument(
+        "--kills", action="store_const", const=True, help="gateway: kill it all the time, and count"
+    )
+    parser.add_argument(
+        "--simulate",
+        action="store_const",
+        const=True,
+        help="sandboxes: 100,000 over 200 hosts, under virtual time",
+    )
+    parser.add_argument(
+        "--soak",
+        type=at_least_one,
+        metavar="N",
+        help="sandboxes: open N with random kills, and count what is left",
+    )
+    parser.add_argument(
+        "--repositories",
+        type=at_least_one,
+        metavar="FORKS",
+        help="sandboxes: three packages of PyPI as images; test, fork, edit and grade each",
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, metavar="N", help="dash: whole groups of that size in all"
+    )
