@@ -69,7 +69,7 @@ def doctor(*, as_json: bool) -> int:
 def probe() -> Probe:
     """Opens a sandbox, which is the only way to know."""
     walls, refused = _walls()
-    programs = ("runsc", "mkfs.btrfs", _QEMU)
+    programs = ("runsc", "mkfs.btrfs", "mmdebstrap", _QEMU)
     sysctls = {
         name: path.read_text().strip()
         for name in _SWITCHES
@@ -157,6 +157,13 @@ def examine(found: Probe) -> list[Finding]:
             needed_for="the tier vm, which this version cannot give yet",
             fix="apt install qemu-system-arm qemu-system-x86",
         ),
+        Finding(
+            name="mmdebstrap",
+            there="mmdebstrap" in found.programs,
+            found="installed" if "mmdebstrap" in found.programs else "not installed",
+            needed_for="images of Debian packages (`etude images build`)",
+            fix="apt install mmdebstrap",
+        ),
         _btrfs(found),
     ]
 
@@ -204,7 +211,7 @@ def _btrfs(found: Probe) -> Finding:
         name="btrfs",
         there=not missing,
         found="kernel and programs" if not missing else f"{len(missing)} of 2 parts missing",
-        needed_for="images in snapshots, which this version does not make yet",
+        needed_for="images in snapshots; this version stacks layers instead",
         fix=" && ".join(missing),
     )
 

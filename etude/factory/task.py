@@ -92,6 +92,7 @@ class RepositoryTask:
                 "module": next(iter(self.solution)),
                 "kind": self.kind,
                 "repository": self.repository,
+                "family": f"{self.repository}: {self.kind}",
             },
         )
 

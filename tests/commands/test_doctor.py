@@ -23,7 +23,7 @@ ALL = Probe(
     refused="",
     gvisor_refused="",
     sysctls={"user.max_user_namespaces": "96373"},
-    programs=frozenset({"runsc", "mkfs.btrfs", f"qemu-system-{os.uname().machine}"}),
+    programs=frozenset({"runsc", "mkfs.btrfs", "mmdebstrap", f"qemu-system-{os.uname().machine}"}),
     file_systems=frozenset({"ext4", "btrfs"}),
 )
 NOTHING = Probe(
@@ -55,6 +55,7 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
     )
     assert findings["runsc"].fix == "apt install -t bookworm-backports runsc"
     assert "qemu-system-" in findings["qemu"].fix
+    assert findings["mmdebstrap"].fix == "apt install mmdebstrap"
     assert findings["btrfs"].fix == "modprobe btrfs && apt install btrfs-progs"
     told = "\n".join(page(NOTHING, list(findings.values())))
     assert "tier namespaces: not held here" in told and "sysctl -w" in told

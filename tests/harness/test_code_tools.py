@@ -167,6 +167,7 @@ async def test_what_is_said(sandbox: Sandbox) -> None:
     call = Session(sandbox, answers={"python.*version": "3.11"}, answer="as you like")
     items = [{"text": "look", "state": "done"}, {"text": "mend", "state": "open"}]
     assert await call("todo", items=items) == "[x] look\n[ ] mend\n1 of 2 not done"
+    assert call.tools.carried().todos == ("mend",)  # into the next window, if there is a summary
     assert "items[0]: there is no parameter" in await call("todo", items=[{**items[0], "x": 1}])
     assert "must be one of open, doing, done" in await call(
         "todo", items=[{"text": "a", "state": "never"}]
