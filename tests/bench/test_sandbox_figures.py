@@ -17,6 +17,7 @@ def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     for name, value in (("_STARTS", 3), ("_BURST", 4), ("_OTHER_STARTS", 1), ("_GB", 1_000_000)):
         monkeypatch.setattr(sandboxes, name, value)
     monkeypatch.setattr(sandboxes, "others", lambda directory: {"plain": ["echo", "up"]})
+    monkeypatch.setattr(sandboxes, "tiers", lambda: {"host.start_p50_ms": 1.0})
     assert main(["bench", "sandboxes", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
     assert figures.keys() == {
@@ -28,6 +29,7 @@ def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         "namespaces.mib_each",
         "namespaces.kernel_mib_each",
         "namespaces.fork_1gb_ms",
+        "host.start_p50_ms",
         "plain.echo_p50_ms",
         "plain.echo_p99_ms",
     }

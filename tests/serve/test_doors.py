@@ -23,6 +23,7 @@ from etude.serve.http import create_app
 from etude.serve.policies import POLICIES
 from etude.serve.production.config import ProductionConfig
 from etude.serve.production.routes import Production
+from etude.serve.relay import ShardRelay
 from etude.serve.router import Router
 from etude.serve.tokens import OF_ONE_SESSION, Scope, TokenAuthority, sign
 from etude.serve.worker import Worker
@@ -68,7 +69,9 @@ OPENS: dict[Scope, set[tuple[str, str]]] = {
     | {("POST", "/v1/completions"), ("POST", "/v1/feedback")}
     | {("POST", "/v1/consent"), ("DELETE", "/v1/users")},
     Scope.SCHEDULER: lines(EVERYBODY) | {("POST", "/v1/sessions")},
-    Scope.WORKER: lines(EVERYBODY) | {("POST", "/workers"), ("POST", "/generate")},
+    Scope.WORKER: lines(EVERYBODY)
+    | {("POST", "/workers"), ("POST", "/generate")}
+    | {("GET", "/shards/{epoch:int}/{version:int}/{hash}")},
     Scope.FEEDBACK: lines(EVERYBODY) | {("POST", "/v1/feedback")},
     Scope.ADMIN: set(POLICIES),
 }
@@ -87,6 +90,7 @@ def servers(tmp_path: Path) -> dict[str, list[Route]]:
         "worker": Worker(FakeEngine(), FILES, "here").routes(),  # type: ignore[arg-type]
         "policy": PolicySessions(Scripted([]), FILES, max_context=64).routes(),
         "script": ScriptedSessions([]).routes(),
+        "relay": ShardRelay(Any, Any).routes(),  # type: ignore[arg-type]
     }
 
 
@@ -126,6 +130,7 @@ def served_by(method: str, path: str) -> tuple[str, str]:
 
 def at(path: str) -> str:
     filled = path.replace("{session}", "mine").replace("{model:path}", "some/model")
+    filled = filled.replace("{epoch:int}/{version:int}/{hash}", f"1/2/{'a' * 64}")
     return filled.replace("{response}", "resp_1").replace("{id}", "0123456789abcdef")
 
 
