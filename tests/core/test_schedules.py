@@ -1,4 +1,4 @@
-"""Window and ledger together, over thousands of random schedules.
+"""Window and ledger together, over many random schedules.
 
 A schedule is a seeded random walk over everything that can happen to a run: groups that are slow,
 fail, teach nothing or are delivered twice; a trainer that lags behind; weights that go live late
@@ -19,7 +19,7 @@ import pytest
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
 from etude.core.window import Window
 
-SCHEDULES = 3000
+SCHEDULES = 1500
 SEEDS = [int(os.environ["ETUDE_SEED"])] if "ETUDE_SEED" in os.environ else range(SCHEDULES)
 
 
