@@ -107,7 +107,10 @@ def _unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path
             _remove(each)
         return
     if name.startswith(_GONE):
-        _remove(directory / name.removeprefix(_GONE))
+        gone = name.removeprefix(_GONE)
+        if gone in ("", ".", ".."):
+            raise EtudeError(f"a layer removes {gone!r} ({member.name}): no image tool writes that")
+        _remove(directory / gone)
         return
     place = directory / name
     if member.isdir():

@@ -197,6 +197,17 @@ def test_nothing_of_an_oci_image_leaves_its_directory(
     assert not Path("/out").exists()
 
 
+@pytest.mark.parametrize("name", [".wh.", ".wh..", ".wh...", "a/.wh..."])
+def test_a_layer_removes_nothing_but_what_it_names(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "beside" / "root"
+    root.mkdir(parents=True)
+    (tmp_path / "beside" / "other").write_text("x")
+    layout = make_layout(tmp_path / "layout", layer_of(("kept", b"1")), layer_of((name, b"")))
+    with pytest.raises(EtudeError, match="removes"):
+        unpack(layout, "", root)
+    assert (root / "kept").exists() and (tmp_path / "beside" / "other").exists()
+
+
 def test_links_in_a_circle_and_broken_blobs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     circle = make_layout(tmp_path / "circle", layer_of(("a", "b"), ("b", "a"), ("a/x", b"")))
