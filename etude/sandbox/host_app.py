@@ -30,6 +30,7 @@ ENVD_VERSION = "0.5.7"
 """The one of E2B whose routes these are."""
 DEFAULT_TEMPLATES = ("base", "")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_ONCE = ("host", "authorization", "x-api-key", "x-access-token", "e2b-sandbox-id")
 
 
 def create_app(host: SandboxHost, token: str | None) -> ASGIApp:
@@ -74,8 +75,12 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
-        if why := self._refusal(headers, scope["path"]):
+        pairs = [(name.decode().lower(), value.decode()) for name, value in scope["headers"]]
+        headers = dict(pairs)
+        if twice := [name for name in _ONCE if sum(name == each for each, _ in pairs) > 1]:
+            # routes might read another of them than was checked here
+            await _error(400, f"send the header {twice[0]} once")(scope, receive, send)
+        elif why := self._refusal(headers, scope["path"]):
             await _error(401, why)(scope, receive, send)
         elif int(headers.get("content-length", 0)) > MAX_BODY_BYTES:
             await _error(413, f"more than {MAX_BODY_BYTES} bytes")(scope, receive, send)

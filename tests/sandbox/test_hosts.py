@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, SandboxSpec, Service
@@ -191,6 +192,19 @@ async def test_a_page_in_a_browser_is_kept_out_where_there_is_no_token() -> None
             assert (await http.get(f"{url}/host")).status == 200
             for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
                 assert (await http.get(f"{url}/host", headers=headers)).status == 401
+
+
+async def test_the_token_of_one_sandbox_opens_no_other(guarded: str) -> None:
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        made = [await (await http.post("/sandboxes", json={})).json() for _ in range(2)]
+        mine, other = [each["sandboxID"] for each in made]
+        token = [("X-API-Key", ""), ("X-Access-Token", made[0]["envdAccessToken"])]
+        for names, status in (([mine], 200), ([other], 401), ([other, mine], 400)):
+            sent = CIMultiDict([*token, *(("E2b-Sandbox-Id", name) for name in names)])
+            posted = await http.post("/files?path=a", data=b"1", headers=sent)
+            assert posted.status == status
+        for name in (mine, other):
+            assert (await http.delete(f"/sandboxes/{name}")).status == 204
 
 
 async def test_what_the_sdk_of_e2b_does(guarded: str) -> None:
