@@ -177,9 +177,13 @@ class SandboxHost:
         return True
 
     async def watch(self) -> None:
-        """Close those whose lease is over, for as long as this runs."""
+        """Close those whose lease is over, for as long as this runs. One that hangs or fails holds
+        up no other."""
+        closing: set[asyncio.Task[None]] = set()
         while True:
-            await self.close_abandoned()
+            task = asyncio.create_task(self.close_abandoned())
+            closing.add(task)
+            task.add_done_callback(closing.discard)
             await asyncio.sleep(_LOOK_S)
 
     async def close_abandoned(self) -> None:

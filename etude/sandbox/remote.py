@@ -182,7 +182,7 @@ class _Host:
         """When it was asked to renew leases, if it owes the answer."""
 
 
-class _Full(Exception):
+class _Full(RolloutFailure):
     """No sandbox more at this host, for now."""
 
 
@@ -231,7 +231,10 @@ def _answer(url: str, status: int, content: bytes) -> Any:
         if (error := _field(content, "error")) is not None:
             raise failed(error)
         raise RolloutFailure(f"sandbox: {url} answered {status}: {_message(content, status)}")
-    return json.loads(content)
+    try:
+        return json.loads(content)
+    except ValueError as e:
+        raise RolloutFailure(f"sandbox: {url} answered what is not JSON: {content[:80]!r}") from e
 
 
 def _message(content: bytes, otherwise: object) -> str:

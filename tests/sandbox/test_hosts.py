@@ -4,6 +4,7 @@ all do is the business of `make test-tiers`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import AsyncIterator, Iterator
@@ -14,12 +15,12 @@ import pytest
 from multidict import CIMultiDict
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import Limits, SandboxSpec, Service
+from etude.core.sandbox import Limits, Sandbox, SandboxSpec, Service
 from etude.sandbox.envd import _parts
 from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.host import Full, Leases, SandboxHost
 from etude.sandbox.pool import check_tier, open_sandbox_pool
-from etude.sandbox.remote import RemoteSandboxPool
+from etude.sandbox.remote import RemoteSandboxPool, _answer
 from etude.sandbox.spec import from_message, to_message
 from tests.sandbox.hosts import sandbox_host
 
@@ -64,6 +65,69 @@ async def test_the_sandboxes_of_a_dead_owner_are_gone_within_two_minutes() -> No
     assert host.renew([left.name, fork.name], 90.0) == [left.name, fork.name]
     assert not await host.kill(left.name) and await host.kill(kept.name)
     await host.close()
+
+
+class _BadClosers(FakeSandboxPool):
+    """Sandboxes of which the first hangs when it is closed, the second fails, and others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened = 0
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        self._opened += 1
+        number = self._opened
+        async with super().open(spec) as sandbox:
+            yield sandbox
+        if number == 1:
+            await asyncio.Event().wait()
+        if number == 2:
+            raise OSError("no such device")
+
+
+async def test_one_sandbox_that_cannot_be_closed_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("etude.sandbox.host._LOOK_S", 0.0)
+    now = 0.0
+    host = SandboxHost({"bad": _BadClosers()}, max_sandboxes=3, clock=lambda: now)
+    for seconds in (10.0, 20.0, 30.0):
+        await host.open("bad", SandboxSpec(), seconds)
+    watching = asyncio.create_task(host.watch())
+    for left in (2, 1, 0):
+        now += 10.0
+        async with asyncio.timeout(LONG_S):
+            while len(host) > left:
+                assert not watching.done()
+                await asyncio.sleep(0)
+    await host.open("bad", SandboxSpec())  # the places of the other two are free
+    watching.cancel()
+
+
+async def test_a_lease_is_renewed_again_after_an_answer_that_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [(429, b"slow down"), (200, b"<html>"), (500, b"{}"), (200, b'{"gone": []}')]
+
+    async def request(_pool: object, *_: object) -> Any:
+        return _answer("http://host", *(answers.pop(0) if len(answers) > 1 else answers[0]))
+
+    monkeypatch.setattr("etude.sandbox.remote._RENEW_S", 0.0)
+    monkeypatch.setattr(RemoteSandboxPool, "_ask_tier", lambda *_: "process")
+    monkeypatch.setattr(RemoteSandboxPool, "_request", request)
+    pool = RemoteSandboxPool(["http://host"], "process")
+    host = pool._hosts[0]
+    pool.adopt(host, "one")
+    assert pool._renewing is not None
+    async with asyncio.timeout(LONG_S):
+        while len(answers) > 1:
+            assert not pool._renewing.done()
+            await asyncio.sleep(0)
+        while pool.owing():
+            await asyncio.sleep(0)
+    host.names.clear()
+    await pool.close()
 
 
 async def test_a_full_host_has_room_again_when_one_is_gone() -> None:
