@@ -271,6 +271,28 @@ async def test_the_token_of_one_sandbox_opens_no_other(guarded: str) -> None:
             assert (await http.delete(f"/sandboxes/{name}")).status == 204
 
 
+async def test_a_lease_that_is_no_number_opens_nothing(guarded: str) -> None:
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        for body in (b'{"timeout": NaN}', b'{"timeout": "nan"}'):
+            assert (await http.post("/sandboxes", data=body)).status == 400
+        assert await (await http.get("/sandboxes")).json() == []
+
+
+async def test_a_body_in_chunks_is_bounded_as_well(
+    guarded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.sandbox.host_app.MAX_BODY_BYTES", 100)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"timeout": 1, "metadata": {"a": "'
+        yield b"x" * 100
+        yield b'"}}'
+
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        assert (await http.post("/sandboxes", data=chunks())).status == 413
+        assert await (await http.get("/sandboxes")).json() == []
+
+
 async def test_what_the_sdk_of_e2b_does(guarded: str) -> None:
     async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
         asked = {"templateID": "base", "timeout": 30, "envVars": {"A": "1"}}
