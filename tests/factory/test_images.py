@@ -88,6 +88,18 @@ def test_a_build_that_broke_off_goes_on(
     assert list((store.root / "scratch").iterdir()) == []
 
 
+def test_what_is_being_made_stays_whoever_makes_it(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    with store.scratch() as mine:
+        # the number of a process of a container is none of ours
+        theirs = mine.rename(mine.with_name("999999999-x"))
+        (store.root / "scratch" / "left").mkdir()
+        with store.scratch():
+            assert theirs.is_dir() and not (store.root / "scratch" / "left").exists()
+    with store.scratch():
+        assert not theirs.exists()
+
+
 def test_what_only_one_image_has_goes_with_it(
     tmp_path: Path, repository: tuple[Path, list[str]]
 ) -> None:
