@@ -209,6 +209,23 @@ def test_nothing_of_an_oci_image_leaves_its_directory(
     assert not Path("/out").exists()
 
 
+def test_what_a_layer_removes_is_of_those_below(tmp_path: Path) -> None:
+    layout = make_layout(
+        tmp_path / "layout",
+        layer_of(("a/old", b"1"), ("a/in/old", b"1"), ("b/old", b"1"), ("c", b"old")),
+        layer_of(
+            ("a/new", b"2"), ("a/in/new", b"2"), ("a/.wh..wh..opq", b""),
+            ("b/new", b"2"), (".wh.b", b""), ("c", b"new"), (".wh.c", b""),
+        ),
+    )  # fmt: skip
+    root = tmp_path / "root"
+    root.mkdir()
+    unpack(layout, "", root)
+    found = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+    assert found == {"a/new", "a/in/new", "b/new", "c"}
+    assert (root / "c").read_bytes() == b"new"
+
+
 @pytest.mark.parametrize("name", [".wh.", ".wh..", ".wh...", "a/.wh..."])
 def test_a_layer_removes_nothing_but_what_it_names(tmp_path: Path, name: str) -> None:
     root = tmp_path / "beside" / "root"
