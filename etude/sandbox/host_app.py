@@ -137,7 +137,8 @@ class HostApi:
 
     async def describe(self, request: Request) -> Response:
         tiers = {name: pool.tier for name, pool in self._host.pools.items()}
-        return JSONResponse({"tiers": tiers, "sandboxes": len(self._host)})
+        places = list(self._host.places)
+        return JSONResponse({"tiers": tiers, "mounts": places, "sandboxes": len(self._host)})
 
     async def open(self, request: Request) -> Response:
         body = await request.json()

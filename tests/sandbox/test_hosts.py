@@ -8,6 +8,7 @@ import contextlib
 import json
 import struct
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ from etude.core.sandbox import Limits, Sandbox, SandboxSpec, Service
 from etude.sandbox.envd import _parts
 from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.host import Full, Leases, SandboxHost
+from etude.sandbox.mounts import mount_places
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.sandbox.remote import RemoteSandboxPool, _answer
 from etude.sandbox.spec import from_message, to_message
@@ -206,6 +208,17 @@ async def test_what_the_host_cannot_give_is_told_by_name(remote: RemoteSandboxPo
     with pytest.raises(EtudeError, match="process sandboxes cannot give.*: image"):
         async with remote.open(SandboxSpec(image="x")):
             pass
+
+
+async def test_mounts_that_a_host_does_not_show_are_told_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = f"{tmp_path}:/opt/venvs"
+    with sandbox_host("process") as (url, host):
+        with pytest.raises(EtudeError, match="shows no /opt/venvs .*--mount FOLDER:/opt/venvs"):
+            open_sandbox_pool("process", hosts=[url], mounts=[mount])
+        monkeypatch.setattr(host, "places", mount_places([mount]))
+        await open_sandbox_pool("process", hosts=[url], mounts=[mount]).close()
 
 
 async def test_a_command_that_nobody_waits_for_is_ended(remote: RemoteSandboxPool) -> None:
