@@ -9,6 +9,7 @@ from pathlib import Path
 
 from etude.sandbox.host import SandboxHost
 from etude.sandbox.host_app import create_app
+from etude.sandbox.mounts import mount_places
 from etude.sandbox.pool import open_sandbox_pool
 from etude.sandbox.remote import TOKEN_VARIABLE
 from etude.serve import process
@@ -38,7 +39,8 @@ async def _serve(options: Options) -> None:
         isolation: open_sandbox_pool(isolation, mounts=options.mount)
         for isolation in options.isolation or ("namespaces",)
     }
-    host = SandboxHost(pools, max_sandboxes=options.max_sandboxes)
+    places = mount_places(options.mount)
+    host = SandboxHost(pools, max_sandboxes=options.max_sandboxes, places=places)
     try:
         app = create_app(host, token)
         async with process.meanwhile(host.watch()), process.serving(app, listener) as running:

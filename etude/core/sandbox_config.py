@@ -71,12 +71,18 @@ class SandboxConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _hosts_have_mounts_of_their_own(self) -> SandboxConfig:
+    def _hosts_are_other_machines(self) -> SandboxConfig:
         if self.hosts and self.mounts:
             raise ValueError(
                 "mounts are directories of this machine, and hosts are others: give them to "
                 "etude sandboxes serve --mount there"
             )
+        for name in ("network_log", "mirrors"):
+            if self.hosts and getattr(self, name):
+                raise ValueError(
+                    f"{name} is for sandboxes of this machine, and hosts are others: leave out one "
+                    "of the two"
+                )
         return self
 
     @property

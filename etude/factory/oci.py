@@ -44,9 +44,10 @@ def unpack(layout: Path, tag: str, root: Path) -> None:
         kind = str(layer.get("mediaType", ""))
         if "zstd" in kind:
             raise EtudeError(f"{layout}: a layer is {kind}; copy it with gzip (skopeo --dest-..)")
+        own: set[Path] = set()
         with tarfile.open(_blob(layout, layer["digest"])) as archive:
             for member in archive:
-                _unpack_member(archive, member, root)
+                _unpack_member(archive, member, root, own)
 
 
 def read_config(layout: Path, tag: str) -> OciConfig:
@@ -96,7 +97,10 @@ def _blob(layout: Path, digest: str) -> Path:
     return path
 
 
-def _unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> None:
+def _unpack_member(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path, own: set[Path]
+) -> None:
+    """`own`: what this layer has put there so far, and all directories above that."""
     parent, _, name = os.path.normpath(f"/{member.name}").rpartition("/")
     if not name:
         return
@@ -104,12 +108,16 @@ def _unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path
     directory.mkdir(parents=True, exist_ok=True)
     if name == _ALL_GONE:
         for each in list(directory.iterdir()):
-            _remove(each)
+            _remove_below(each, own)
         return
     if name.startswith(_GONE):
-        _remove(directory / name.removeprefix(_GONE))
+        gone = name.removeprefix(_GONE)
+        if gone in ("", ".", ".."):
+            raise EtudeError(f"a layer removes {gone!r} ({member.name}): no image tool writes that")
+        _remove_below(directory / gone, own)
         return
     place = directory / name
+    own.update((place, *place.parents))
     if member.isdir():
         if place.is_symlink() or not place.is_dir():
             _remove(place)
@@ -155,6 +163,15 @@ def resolve(root: Path, path: str) -> Path:
         if len(pending) > 4096:
             break
     raise EtudeError(f"{path}: its links lead in a circle")
+
+
+def _remove_below(path: Path, own: set[Path]) -> None:
+    """What a layer removes is of the layers below it, wherever in the archive it says so."""
+    if path not in own:
+        _remove(path)
+    elif path.is_dir() and not path.is_symlink():
+        for each in list(path.iterdir()):
+            _remove_below(each, own)
 
 
 def _remove(path: Path) -> None:

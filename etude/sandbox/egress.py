@@ -34,6 +34,7 @@ _CHUNK = 1 << 16
 _HEAD_BYTES = 1 << 14
 _CONNECT_S = 30.0
 _FIRST_BYTES_S = 30.0
+_REQUEST = re.compile(r"[A-Za-z-]+ /[^\x00-\x20\x7f]* HTTP/1\.[01]")
 _HEADER = re.compile(r"[A-Za-z0-9_-]+:[^\r\n\0]*")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _HANDSHAKE, _CLIENT_HELLO, _SERVER_NAME = 22, 1, 0
@@ -216,9 +217,8 @@ def plain_request(head: bytes, host: str, port: int) -> tuple[str, bytes]:
     named = [value.strip().lower() for name, value in pairs if name.lower() == "host"]
     if named not in ([host], [f"{host}:{port}"]):
         raise Refused(f"the request is for {', '.join(named) or 'no host'}, not for {host}")
-    parts = line.split(" ")
-    if len(parts) != 3 or not parts[1].startswith("/"):
-        raise Refused(f"not a plain request: {line[:100]}")
+    if not _REQUEST.fullmatch(line):
+        raise Refused(f"not a plain request: {line[:100]!r}")
     dropped = ("connection:", "proxy-connection:", "keep-alive:", "upgrade:")
     kept = [each for each in headers if not each.lower().startswith(dropped)]
     sent = "\r\n".join([line, *kept, "Connection: close", "", ""])
@@ -226,26 +226,35 @@ def plain_request(head: bytes, host: str, port: int) -> tuple[str, bytes]:
 
 
 def server_name(hello: bytes) -> str:
-    """The host that a TLS client asks for; empty if it does not say, or cannot be read."""
+    """The host that a TLS client asks for; empty if it does not say, or cannot be read. It must be
+    said in one record, once, and with no length that is short of its content or beyond it: a server
+    could read another name than we do."""
+    names = []
     try:
-        if hello[0] != _CLIENT_HELLO:
-            return ""
-        at = 4 + 2 + 32
-        at += 1 + hello[at]
-        at += 2 + int.from_bytes(hello[at : at + 2])
-        at += 1 + hello[at]
-        end = at + 2 + int.from_bytes(hello[at : at + 2])
-        at += 2
-        while at < end:
-            kind, size = int.from_bytes(hello[at : at + 2]), int.from_bytes(hello[at + 2 : at + 4])
-            if kind == _SERVER_NAME:
-                entry = hello[at + 4 : at + 4 + size]
-                length = int.from_bytes(entry[3:5])
-                return entry[5 : 5 + length].decode("ascii")
-            at += 4 + size
-    except (IndexError, UnicodeDecodeError):
-        pass
-    return ""
+        body, after = _sized(hello[1:], 3)
+        _, rest = _sized(body[2 + 32 :], 1)
+        _, rest = _sized(rest, 2)
+        _, rest = _sized(rest, 1)
+        extensions, behind = _sized(rest, 2)
+        while extensions:
+            kind, (content, extensions) = extensions[:2], _sized(extensions[2:], 2)
+            if int.from_bytes(kind) == _SERVER_NAME:
+                entries, beyond = _sized(content, 2)
+                name, others = _sized(entries[1:], 2)
+                names.append(name.decode("ascii") if not (beyond or others) else "")
+    except ValueError:
+        return ""
+    whole = hello[0] == _CLIENT_HELLO and len(names) == 1 and not (after or behind)
+    return names[0] if whole else ""
+
+
+def _sized(data: bytes, width: int) -> tuple[bytes, bytes]:
+    """What follows a length of so many bytes, and what comes after that. ValueError if there is
+    less than it says."""
+    end = width + int.from_bytes(data[:width])
+    if end > len(data):
+        raise ValueError("cut short")
+    return data[width:end], data[end:]
 
 
 async def resolve(host: str, port: int) -> Address:
@@ -270,6 +279,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+        if parsed.is_site_local:
+            return False
     return parsed.is_global and not parsed.is_multicast and not parsed.is_reserved
 
 

@@ -21,6 +21,8 @@ LEASE_S = 60.0
 """Two of these, and what a killed owner had is gone: one until it is noticed, and time to close."""
 PRESSED = 0.95
 """A host whose pressure is above this gets nothing more."""
+_TINY = 1e-6
+"""Of a processor: by far more than sums of parts of one are off, however many came and went."""
 _PLAIN_STEP = 1.0 / 64
 """Differences of pressure below this do not count: hosts are chosen in turn."""
 
@@ -35,7 +37,7 @@ class Need:
 
     def fits(self, into: Need) -> bool:
         return (
-            self.cpus <= into.cpus
+            self.cpus <= into.cpus + _TINY
             and self.memory_bytes <= into.memory_bytes
             and self.disk_bytes <= into.disk_bytes
         )

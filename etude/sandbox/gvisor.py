@@ -28,6 +28,7 @@ from etude.sandbox.lines import Lines
 from etude.sandbox.link import REPLY_TIMEOUT_S, encoded
 from etude.sandbox.mounts import Mount, check_walled
 from etude.sandbox.places import WORK, WORKDIRS
+from etude.sandbox.reaper import is_abandoned, owner_mark
 from etude.sandbox.services import listen, start_services
 from etude.sandbox.spec import check_spec, opening_tree
 
@@ -61,7 +62,7 @@ class GvisorSandboxPool:
         self.reply_timeout_s = reply_timeout_s
         self._mounts = mounts
         _sweep()
-        self._home = Path(tempfile.mkdtemp(prefix=f"{_HOME}{os.getpid()}-"))
+        self._home = Path(tempfile.mkdtemp(prefix=_HOME + owner_mark()))
         self._engine = [runsc, f"--root={self._home}/state", *_ENGINE]
         self._names = itertools.count(1)
         self._templates: dict[int, asyncio.Task[Path]] = {}
@@ -278,8 +279,7 @@ def _sweep() -> None:
     ended with it."""
     places = (Path(tempfile.gettempdir()), _CGROUPS, *_CGROUPS.glob("*/"))
     for left in [found for place in places for found in place.glob(f"{_HOME}*")]:
-        owner = left.name.removeprefix(_HOME).partition("-")[0]
-        if owner.isdigit() and not os.path.exists(f"/proc/{owner}"):
+        if is_abandoned(left.name.removeprefix(_HOME)):
             _remove_cgroups(f"{left.name}/*", left.name)
             if left.parent == places[0]:
                 shutil.rmtree(left, ignore_errors=True)

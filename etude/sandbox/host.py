@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,13 @@ class SandboxHost:
         pools: Mapping[str, SandboxPool],
         *,
         max_sandboxes: int,
+        places: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pools`: by isolation, the one that is meant if none is named first."""
+        """`pools`: by isolation, the one that is meant if none is named first. `places`: where
+        sandboxes show directories of this machine."""
         self.pools = pools
+        self.places = places
         self._max_sandboxes = max_sandboxes
         self._clock = clock
         self._leases = Leases()
@@ -177,9 +180,13 @@ class SandboxHost:
         return True
 
     async def watch(self) -> None:
-        """Close those whose lease is over, for as long as this runs."""
+        """Close those whose lease is over, for as long as this runs. One that hangs or fails holds
+        up no other."""
+        closing: set[asyncio.Task[None]] = set()
         while True:
-            await self.close_abandoned()
+            task = asyncio.create_task(self.close_abandoned())
+            closing.add(task)
+            task.add_done_callback(closing.discard)
             await asyncio.sleep(_LOOK_S)
 
     async def close_abandoned(self) -> None:

@@ -7,16 +7,18 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import SandboxSpec
@@ -30,6 +32,7 @@ ENVD_VERSION = "0.5.7"
 """The one of E2B whose routes these are."""
 DEFAULT_TEMPLATES = ("base", "")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_ONCE = ("host", "authorization", "x-api-key", "x-access-token", "e2b-sandbox-id")
 
 
 def create_app(host: SandboxHost, token: str | None) -> ASGIApp:
@@ -60,6 +63,7 @@ def create_app(host: SandboxHost, token: str | None) -> ASGIApp:
         FileNotFoundError: _not_found,
         RolloutFailure: _broken,
         Full: _full,
+        HTTPException: _stopped,
     }
     app = Starlette(routes=[*control, *envd_routes(host)], exception_handlers=handlers)
     return Guard(app, token)
@@ -74,13 +78,17 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
-        if why := self._refusal(headers, scope["path"]):
+        pairs = [(name.decode().lower(), value.decode()) for name, value in scope["headers"]]
+        headers = dict(pairs)
+        if twice := [name for name in _ONCE if sum(name == each for each, _ in pairs) > 1]:
+            # routes might read another of them than was checked here
+            await _error(400, f"send the header {twice[0]} once")(scope, receive, send)
+        elif why := self._refusal(headers, scope["path"]):
             await _error(401, why)(scope, receive, send)
         elif int(headers.get("content-length", 0)) > MAX_BODY_BYTES:
             await _error(413, f"more than {MAX_BODY_BYTES} bytes")(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self._app(scope, _bounded(receive), send)
 
     def _refusal(self, headers: dict[str, str], path: str) -> str:
         if self._token is None:
@@ -93,6 +101,21 @@ class Guard:
             opens = access_token(self._token, headers.get("e2b-sandbox-id", ""))
             known = known or _equal(headers.get("x-access-token", ""), opens)
         return "" if known else "send the token of this host as X-API-Key"
+
+
+def _bounded(receive: Receive) -> Receive:
+    """What is sent in chunks says its length by arriving."""
+    left = MAX_BODY_BYTES
+
+    async def receive_some() -> Message:
+        nonlocal left
+        message = await receive()
+        left -= len(message.get("body", b""))
+        if left < 0:
+            raise HTTPException(413, f"more than {MAX_BODY_BYTES} bytes")
+        return message
+
+    return receive_some
 
 
 def access_token(token: str, name: str) -> str:
@@ -114,7 +137,8 @@ class HostApi:
 
     async def describe(self, request: Request) -> Response:
         tiers = {name: pool.tier for name, pool in self._host.pools.items()}
-        return JSONResponse({"tiers": tiers, "sandboxes": len(self._host)})
+        places = list(self._host.places)
+        return JSONResponse({"tiers": tiers, "mounts": places, "sandboxes": len(self._host)})
 
     async def open(self, request: Request) -> Response:
         body = await request.json()
@@ -124,7 +148,7 @@ class HostApi:
             spec: SandboxSpec = from_message(body["etude"])
         else:
             spec = SandboxSpec(env=body.get("envVars") or {})
-        lease_s = float(body.get("timeout") or LEASE_S)
+        lease_s = _seconds(body.get("timeout") or LEASE_S)
         try:
             hosted = await self._host.open(isolation, spec, lease_s, body.get("metadata"))
         except Full:
@@ -161,7 +185,7 @@ class HostApi:
         """E2B's word for a sandbox that goes on: its lease is made longer, never shorter."""
         name = request.path_params["name"]
         hosted = self._host.find(name)
-        wanted_s = float((await request.json()).get("timeout", 0))
+        wanted_s = _seconds((await request.json()).get("timeout", 0))
         self._host.renew([name], max(wanted_s, self._host.left_s(name)))
         return JSONResponse(self._summary(hosted))
 
@@ -173,12 +197,12 @@ class HostApi:
     async def renew(self, request: Request) -> Response:
         body = await request.json()
         name = self._host.find(request.path_params["name"]).name
-        self._host.renew([name], float(body.get("timeout", body.get("duration", LEASE_S))))
+        self._host.renew([name], _seconds(body.get("timeout", body.get("duration", LEASE_S))))
         return Response(status_code=204)
 
     async def renew_many(self, request: Request) -> Response:
         body = await request.json()
-        gone = self._host.renew(body["sandboxIDs"], float(body["duration"]))
+        gone = self._host.renew(body["sandboxIDs"], _seconds(body["duration"]))
         return JSONResponse({"gone": gone})
 
     async def call(self, request: Request) -> Response:
@@ -212,6 +236,13 @@ async def _while_asked(
         work.cancel()
 
 
+def _seconds(told: Any) -> float:
+    """Of a lease. JSON of Python has a number that no lease is ever over with."""
+    if math.isnan(seconds := float(told)):
+        raise ValueError("a lease of NaN seconds: send a number")
+    return seconds
+
+
 def _said(answer: dict[str, Any]) -> Response:
     """Names of files need not be text: in plain ASCII, what stands for other bytes stays as it
     is."""
@@ -237,6 +268,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _broken(request: Request, error: Exception) -> Response:
     return _error(502, str(error))
+
+
+async def _stopped(request: Request, error: HTTPException) -> Response:
+    return _error(error.status_code, error.detail)
 
 
 async def _full(request: Request, error: Exception) -> Response:

@@ -152,14 +152,18 @@ class ImageStore:
         taken away first."""
         place = self.root / "scratch"
         place.mkdir(parents=True, exist_ok=True)
-        for left in place.iterdir():
-            if not _alive(left.name.partition("-")[0]):
-                shutil.rmtree(left, ignore_errors=True)
-        directory = tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=place)
-        try:
-            yield Path(directory)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+        with self._locked("scratch", fcntl.LOCK_EX):
+            for left in place.iterdir():
+                if not _is_held(left / "lock"):
+                    shutil.rmtree(left, ignore_errors=True)
+            directory = Path(tempfile.mkdtemp(dir=place))
+            lock = (directory / "lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock:
+            try:
+                yield directory
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def keep(self, step: str, made: Path) -> str:
         """Take a directory over as the layer that a step has made; its digest."""
@@ -240,5 +244,13 @@ def _write(path: Path, text: str) -> None:
     half.rename(path)
 
 
-def _alive(pid: str) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+def _is_held(path: Path) -> bool:
+    """Whether somebody has locked it, in whatever container or on whatever machine."""
+    try:
+        with path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False

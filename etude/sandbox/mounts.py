@@ -36,6 +36,11 @@ def find_mounts(texts: Iterable[str]) -> tuple[Mount, ...]:
     return tuple(dict.fromkeys([*found, *pythons]))
 
 
+def mount_places(texts: Iterable[str]) -> list[str]:
+    """Where such mounts are in a sandbox."""
+    return [_parse(text).target for text in texts]
+
+
 def mount_programs(names: Iterable[str], place: str) -> tuple[str, ...]:
     """The mount that shows the programs of this installation, if one of these is among them. They
     are not searched for commands: whoever wants one says where it is."""

@@ -16,7 +16,7 @@ from etude.sandbox.gvisor import GvisorSandboxPool
 from etude.sandbox.image import default_store
 from etude.sandbox.imaged import ImagedPool
 from etude.sandbox.link import REPLY_TIMEOUT_S
-from etude.sandbox.mounts import Mount, find_mounts
+from etude.sandbox.mounts import Mount, find_mounts, mount_places
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 
@@ -49,14 +49,20 @@ def open_sandbox_pool(
 
     `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits` and
     `image`: of sandboxes whose task does not say otherwise. `hosts`: URLs of machines that they are
-    to be on instead of this one. `outside`: the network, for those whose task names hosts.
-    `budget`: of all sandboxes together."""
+    to be on instead of this one, with mounts of their own at the same places. `outside`: the
+    network, for those whose task names hosts. `budget`: of all sandboxes together."""
     pool: SandboxPool
     if hosts:
         from etude.sandbox.remote import TOKEN_VARIABLE, RemoteSandboxPool
 
         token = os.environ.get(TOKEN_VARIABLE)
-        pool = RemoteSandboxPool(hosts, isolation, token=token, reply_timeout_s=reply_timeout_s)
+        pool = RemoteSandboxPool(
+            hosts,
+            isolation,
+            places=mount_places(mounts),
+            token=token,
+            reply_timeout_s=reply_timeout_s,
+        )
     else:
         pool = ISOLATION[isolation](reply_timeout_s, find_mounts(mounts), outside)
     if budget:

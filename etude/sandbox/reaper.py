@@ -20,7 +20,7 @@ from pathlib import Path
 
 SWEEP_S = 60.0
 """Between two looks: half of the time within which nothing may be left."""
-_MARK = re.compile(rb"/etude-(\d+)-\w+\0")
+_MARK = re.compile(rb"/etude-(\d+-\d+-)\w+\0")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_USERS = 1_879_048_192
 """From here on are those that the zygote gives to sandboxes."""
@@ -29,20 +29,39 @@ _OWN_USERS = 1_879_048_192
 def mountpoint_prefix() -> str:
     """Of the directory that a zygote of this process begins with. It stays in the command line of
     all processes of its sandboxes that are ours."""
-    return f"etude-{os.getpid()}-"
+    return f"etude-{owner_mark()}"
+
+
+def owner_mark() -> str:
+    """This process, in the names of what it may leave behind: its number, and the namespace in
+    which that is one. Containers that share files or processes with us count their own."""
+    return f"{os.getpid()}-{_namespace()}-"
+
+
+def owner_of(mark: str) -> int | None:
+    """The process that a name with this mark at its beginning belongs to; None if there is no mark,
+    or one of a namespace whose processes we cannot tell."""
+    pid, _, rest = mark.partition("-")
+    here = pid.isdigit() and rest.startswith(f"{_namespace()}-")
+    return int(pid) if here else None
+
+
+def is_abandoned(mark: str) -> bool:
+    """Whether the owner of what has this mark is known to be gone."""
+    owner = owner_of(mark)
+    return owner is not None and not os.path.exists(f"/proc/{owner}")
 
 
 def sweep() -> int:
     """Kill what owners left that are gone, and remove their directories; how much it was."""
     found = 0
-    for pid, owner in _marked():
-        if not _alive(owner):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+    for pid in [pid for pid, mark in _marked() if is_abandoned(mark)]:
+        with contextlib.suppress(PermissionError):
+            with contextlib.suppress(ProcessLookupError):  # it ended with one before it
                 os.kill(pid, signal.SIGKILL)
-                found += 1
+            found += 1
     for place in Path(tempfile.gettempdir()).glob("etude-*-*"):
-        name = place.name.split("-")[1]
-        if name.isdigit() and not _alive(int(name)):
+        if is_abandoned(place.name.removeprefix("etude-")):
             with contextlib.suppress(OSError):  # not empty, or not ours
                 place.rmdir()
                 found += 1
@@ -65,8 +84,8 @@ class Footprint:
         self.owners |= owners
         host = os.readlink("/proc/self/ns/user")
         seen: list[int] = []
-        for pid, owner in _marked():
-            if owner not in owners:
+        for pid, mark in _marked():
+            if (owner := owner_of(mark)) not in owners:
                 continue
             with contextlib.suppress(OSError):
                 if _parent_of(pid) == owner:
@@ -108,7 +127,7 @@ class Footprint:
     def _processes(self) -> set[int]:
         """Ours by their command line, what descends from them, and whatever has the user of one of
         our sandboxes. Namespaces would not do: their numbers are given again."""
-        found = {pid for pid, owner in _marked() if owner in self.owners}
+        found = {pid for pid, mark in _marked() if owner_of(mark) in self.owners}
         parents = {pid: parent for pid in _pids() if (parent := _parent_of(pid)) is not None}
         more = found
         while more := {pid for pid, parent in parents.items() if parent in more} - found:
@@ -116,13 +135,13 @@ class Footprint:
         return found | {pid for pid in parents if _user(pid) in self.own_users}
 
 
-def _marked() -> Iterator[tuple[int, int]]:
-    """Processes of any pool on this machine, each with the process that owns it."""
+def _marked() -> Iterator[tuple[int, str]]:
+    """Processes of any pool on this machine, each with the mark of the process that owns it."""
     for pid in _pids():
         with contextlib.suppress(OSError):
             command = _command(pid)
             if b"etude.sandbox.zygote" in command and (mark := _MARK.search(command)):
-                yield pid, int(mark[1])
+                yield pid, mark[1].decode()
 
 
 def _command(pid: int) -> bytes:
@@ -145,8 +164,8 @@ def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _alive(pid: int) -> bool:
-    return os.path.exists(f"/proc/{pid}")
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _read_link(path: str) -> str:

@@ -38,26 +38,29 @@ class RemoteSandboxPool:
         urls: Sequence[str],
         isolation: str,
         *,
+        places: Sequence[str] = (),
         token: str | None = None,
         reply_timeout_s: float = REPLY_TIMEOUT_S,
     ) -> None:
-        """Raises EtudeError for a host that does not answer, or has none of this isolation."""
+        """`places`: where sandboxes must show directories of their host. Raises EtudeError for a
+        host that does not answer, does not show them, or has none of this isolation."""
         self._headers = {"X-API-Key": token} if token else {}
         self._isolation = isolation
         self.reply_timeout_s = reply_timeout_s
         self._hosts = [_Host(url.rstrip("/")) for url in urls]
-        tiers = [self._ask_tier(host.url) for host in self._hosts]
+        tiers = [self._ask_tier(host.url, places) for host in self._hosts]
         self.tier: Tier = min(tiers, key=TIERS.index)
         self._session: aiohttp.ClientSession | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._closed = False
 
-    def _ask_tier(self, url: str) -> Tier:
+    def _ask_tier(self, url: str, places: Sequence[str]) -> Tier:
         request = urllib.request.Request(f"{url}/host", headers=self._headers)
         directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with directly.open(request, timeout=_PROBE_S) as response:
-                tiers = json.load(response)["tiers"]
+                told = json.load(response)
+                tiers, shown = told["tiers"], told["mounts"]
         except urllib.error.HTTPError as e:
             raise EtudeError(f"sandbox.hosts: {url} refuses: {_message(e.read(), e)}") from e
         except (OSError, ValueError, KeyError) as e:
@@ -69,6 +72,12 @@ class RemoteSandboxPool:
             raise EtudeError(
                 f"sandbox.hosts: {url} has no sandboxes of isolation {self._isolation}, only "
                 f"{', '.join(tiers)}; etude doctor says there what is missing"
+            )
+        if missing := [place for place in places if place not in shown]:
+            raise EtudeError(
+                f"sandbox.hosts: {url} shows no {missing[0]} in its sandboxes: start it with "
+                f"--mount FOLDER:{missing[0]}, or leave out what is to be there (/opt/servers: "
+                "harness.code.diagnostics; other places: tasks.path)"
             )
         tier: Tier = tiers[self._isolation]
         return tier
@@ -182,7 +191,7 @@ class _Host:
         """When it was asked to renew leases, if it owes the answer."""
 
 
-class _Full(Exception):
+class _Full(RolloutFailure):
     """No sandbox more at this host, for now."""
 
 
@@ -231,7 +240,10 @@ def _answer(url: str, status: int, content: bytes) -> Any:
         if (error := _field(content, "error")) is not None:
             raise failed(error)
         raise RolloutFailure(f"sandbox: {url} answered {status}: {_message(content, status)}")
-    return json.loads(content)
+    try:
+        return json.loads(content)
+    except ValueError as e:
+        raise RolloutFailure(f"sandbox: {url} answered what is not JSON: {content[:80]!r}") from e
 
 
 def _message(content: bytes, otherwise: object) -> str:

@@ -7,9 +7,11 @@ Standard library only: this runs in the zygote.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import shutil
+import stat
 import sys
 from typing import NamedTuple
 
@@ -119,11 +121,18 @@ def _own_places(root: str, shown: Shown) -> None:
 
 
 def _others(layers: list[str], name: str) -> str:
-    """The accounts of an image beside that of commands."""
+    """The accounts of an image beside that of commands. Whoever made it is a stranger: a link would
+    lead to a file of this machine."""
     for layer in reversed(layers):
-        if os.path.isfile(path := f"{layer}/etc/{name}"):
-            with open(path) as file:
-                return "".join(line for line in file if f":x:{GUEST_ID}:" not in line)
+        with contextlib.suppress(OSError):
+            etc = os.open(f"{layer}/etc", os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=etc)
+            finally:
+                os.close(etc)
+            with open(found) as file:
+                if stat.S_ISREG(os.fstat(found).st_mode):
+                    return "".join(line for line in file if f":x:{GUEST_ID}:" not in line)
     return ""
 
 

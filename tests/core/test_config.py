@@ -214,6 +214,16 @@ def test_a_model_from_a_directory() -> None:
             'sandbox: isolation "process" holds less than tier "namespaces"',
         ),
         (
+            "[model]",
+            '[sandbox]\nhosts = ["http://h"]\nnetwork_log = "log"\n[model]',
+            "sandbox: network_log is for sandboxes of this machine",
+        ),
+        (
+            "[model]",
+            '[sandbox]\nhosts = ["http://h"]\nmirrors = {"pypi.org" = "10.0.0.5:443"}\n[model]',
+            "sandbox: mirrors is for sandboxes of this machine",
+        ),
+        (
             'kind = "midtrain"',
             'kind = "rl"',
             "two stages are called rl: give one of them a name = of its own",

@@ -88,6 +88,18 @@ def test_a_build_that_broke_off_goes_on(
     assert list((store.root / "scratch").iterdir()) == []
 
 
+def test_what_is_being_made_stays_whoever_makes_it(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    with store.scratch() as mine:
+        # the number of a process of a container is none of ours
+        theirs = mine.rename(mine.with_name("999999999-x"))
+        (store.root / "scratch" / "left").mkdir()
+        with store.scratch():
+            assert theirs.is_dir() and not (store.root / "scratch" / "left").exists()
+    with store.scratch():
+        assert not theirs.exists()
+
+
 def test_what_only_one_image_has_goes_with_it(
     tmp_path: Path, repository: tuple[Path, list[str]]
 ) -> None:
@@ -195,6 +207,34 @@ def test_nothing_of_an_oci_image_leaves_its_directory(
     inside = set(root.rglob("*")) | set(layout.rglob("*")) | {layout}
     assert set(tmp_path.rglob("*")) == before | inside
     assert not Path("/out").exists()
+
+
+def test_what_a_layer_removes_is_of_those_below(tmp_path: Path) -> None:
+    layout = make_layout(
+        tmp_path / "layout",
+        layer_of(("a/old", b"1"), ("a/in/old", b"1"), ("b/old", b"1"), ("c", b"old")),
+        layer_of(
+            ("a/new", b"2"), ("a/in/new", b"2"), ("a/.wh..wh..opq", b""),
+            ("b/new", b"2"), (".wh.b", b""), ("c", b"new"), (".wh.c", b""),
+        ),
+    )  # fmt: skip
+    root = tmp_path / "root"
+    root.mkdir()
+    unpack(layout, "", root)
+    found = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
+    assert found == {"a/new", "a/in/new", "b/new", "c"}
+    assert (root / "c").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("name", [".wh.", ".wh..", ".wh...", "a/.wh..."])
+def test_a_layer_removes_nothing_but_what_it_names(tmp_path: Path, name: str) -> None:
+    root = tmp_path / "beside" / "root"
+    root.mkdir(parents=True)
+    (tmp_path / "beside" / "other").write_text("x")
+    layout = make_layout(tmp_path / "layout", layer_of(("kept", b"1")), layer_of((name, b"")))
+    with pytest.raises(EtudeError, match="removes"):
+        unpack(layout, "", root)
+    assert (root / "kept").exists() and (tmp_path / "beside" / "other").exists()
 
 
 def test_links_in_a_circle_and_broken_blobs_are_refused(tmp_path: Path) -> None:

@@ -4,21 +4,25 @@ all do is the business of `make test-tiers`."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import struct
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from multidict import CIMultiDict
 
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import Limits, SandboxSpec, Service
+from etude.core.sandbox import Limits, Sandbox, SandboxSpec, Service
 from etude.sandbox.envd import _parts
 from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.host import Full, Leases, SandboxHost
+from etude.sandbox.mounts import mount_places
 from etude.sandbox.pool import check_tier, open_sandbox_pool
-from etude.sandbox.remote import RemoteSandboxPool
+from etude.sandbox.remote import RemoteSandboxPool, _answer
 from etude.sandbox.spec import from_message, to_message
 from tests.sandbox.hosts import sandbox_host
 
@@ -63,6 +67,69 @@ async def test_the_sandboxes_of_a_dead_owner_are_gone_within_two_minutes() -> No
     assert host.renew([left.name, fork.name], 90.0) == [left.name, fork.name]
     assert not await host.kill(left.name) and await host.kill(kept.name)
     await host.close()
+
+
+class _BadClosers(FakeSandboxPool):
+    """Sandboxes of which the first hangs when it is closed, the second fails, and others do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened = 0
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[Sandbox]:
+        self._opened += 1
+        number = self._opened
+        async with super().open(spec) as sandbox:
+            yield sandbox
+        if number == 1:
+            await asyncio.Event().wait()
+        if number == 2:
+            raise OSError("no such device")
+
+
+async def test_one_sandbox_that_cannot_be_closed_keeps_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("etude.sandbox.host._LOOK_S", 0.0)
+    now = 0.0
+    host = SandboxHost({"bad": _BadClosers()}, max_sandboxes=3, clock=lambda: now)
+    for seconds in (10.0, 20.0, 30.0):
+        await host.open("bad", SandboxSpec(), seconds)
+    watching = asyncio.create_task(host.watch())
+    for left in (2, 1, 0):
+        now += 10.0
+        async with asyncio.timeout(LONG_S):
+            while len(host) > left:
+                assert not watching.done()
+                await asyncio.sleep(0)
+    await host.open("bad", SandboxSpec())  # the places of the other two are free
+    watching.cancel()
+
+
+async def test_a_lease_is_renewed_again_after_an_answer_that_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = [(429, b"slow down"), (200, b"<html>"), (500, b"{}"), (200, b'{"gone": []}')]
+
+    async def request(_pool: object, *_: object) -> Any:
+        return _answer("http://host", *(answers.pop(0) if len(answers) > 1 else answers[0]))
+
+    monkeypatch.setattr("etude.sandbox.remote._RENEW_S", 0.0)
+    monkeypatch.setattr(RemoteSandboxPool, "_ask_tier", lambda *_: "process")
+    monkeypatch.setattr(RemoteSandboxPool, "_request", request)
+    pool = RemoteSandboxPool(["http://host"], "process")
+    host = pool._hosts[0]
+    pool.adopt(host, "one")
+    assert pool._renewing is not None
+    async with asyncio.timeout(LONG_S):
+        while len(answers) > 1:
+            assert not pool._renewing.done()
+            await asyncio.sleep(0)
+        while pool.owing():
+            await asyncio.sleep(0)
+    host.names.clear()
+    await pool.close()
 
 
 async def test_a_full_host_has_room_again_when_one_is_gone() -> None:
@@ -143,6 +210,17 @@ async def test_what_the_host_cannot_give_is_told_by_name(remote: RemoteSandboxPo
             pass
 
 
+async def test_mounts_that_a_host_does_not_show_are_told_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = f"{tmp_path}:/opt/venvs"
+    with sandbox_host("process") as (url, host):
+        with pytest.raises(EtudeError, match="shows no /opt/venvs .*--mount FOLDER:/opt/venvs"):
+            open_sandbox_pool("process", hosts=[url], mounts=[mount])
+        monkeypatch.setattr(host, "places", mount_places([mount]))
+        await open_sandbox_pool("process", hosts=[url], mounts=[mount]).close()
+
+
 async def test_a_command_that_nobody_waits_for_is_ended(remote: RemoteSandboxPool) -> None:
     async with remote.open(SandboxSpec()) as sandbox:
         command = ["sh", "-c", "echo on > went; exec sleep 1000"]
@@ -191,6 +269,41 @@ async def test_a_page_in_a_browser_is_kept_out_where_there_is_no_token() -> None
             assert (await http.get(f"{url}/host")).status == 200
             for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}):
                 assert (await http.get(f"{url}/host", headers=headers)).status == 401
+
+
+async def test_the_token_of_one_sandbox_opens_no_other(guarded: str) -> None:
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        made = [await (await http.post("/sandboxes", json={})).json() for _ in range(2)]
+        mine, other = [each["sandboxID"] for each in made]
+        token = [("X-API-Key", ""), ("X-Access-Token", made[0]["envdAccessToken"])]
+        for names, status in (([mine], 200), ([other], 401), ([other, mine], 400)):
+            sent = CIMultiDict([*token, *(("E2b-Sandbox-Id", name) for name in names)])
+            posted = await http.post("/files?path=a", data=b"1", headers=sent)
+            assert posted.status == status
+        for name in (mine, other):
+            assert (await http.delete(f"/sandboxes/{name}")).status == 204
+
+
+async def test_a_lease_that_is_no_number_opens_nothing(guarded: str) -> None:
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        for body in (b'{"timeout": NaN}', b'{"timeout": "nan"}'):
+            assert (await http.post("/sandboxes", data=body)).status == 400
+        assert await (await http.get("/sandboxes")).json() == []
+
+
+async def test_a_body_in_chunks_is_bounded_as_well(
+    guarded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.sandbox.host_app.MAX_BODY_BYTES", 100)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b'{"timeout": 1, "metadata": {"a": "'
+        yield b"x" * 100
+        yield b'"}}'
+
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        assert (await http.post("/sandboxes", data=chunks())).status == 413
+        assert await (await http.get("/sandboxes")).json() == []
 
 
 async def test_what_the_sdk_of_e2b_does(guarded: str) -> None:

@@ -19,6 +19,7 @@ from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.image import Image, ImageStore
 from etude.sandbox.imaged import ImagedPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.sandbox.root import _others
 from tests.namespaces import need_namespaces
 
 LONG_S = 60.0
@@ -146,6 +147,22 @@ async def test_a_system_of_its_own_hides_that_of_the_machine(
         fork = await sandbox.fork()
         assert await fork.read("a") == "1"
         await fork.close()
+
+
+def test_the_accounts_of_an_image_are_no_files_of_the_host(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret\n")
+    (tmp_path / "host").mkdir()
+    (tmp_path / "host" / "group").write_text("secret\n")
+    base, upper, top = (tmp_path / name for name in ("base", "upper", "top"))
+    (base / "etc").mkdir(parents=True)
+    (base / "etc" / "group").write_text("daemon:x:1:\nuser:x:1000:\n")
+    (upper / "etc").mkdir(parents=True)
+    (upper / "etc" / "group").symlink_to(tmp_path / "secret")
+    top.mkdir()
+    (top / "etc").symlink_to(tmp_path / "host")
+    layers = [str(each) for each in (base, upper, top)]
+    assert _others(layers, "group") == "daemon:x:1:\n"
+    assert _others(layers, "passwd") == ""
 
 
 async def test_a_lived_in_image_has_fewer_tells(store: ImageStore, pool: SandboxPool) -> None:

@@ -130,7 +130,7 @@ def test_what_is_public() -> None:
     for address in (
         "0.0.0.0", "10.1.2.3", "100.64.0.1", "127.0.0.1", "169.254.169.254", "172.16.0.1",
         "192.168.1.1", "198.18.0.1", "224.0.0.1", "255.255.255.255", "::", "::1", "fc00::1",
-        "fe80::1%eth0", "ff02::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254",
+        "fec0::1", "fe80::1%eth0", "ff02::1", "::ffff:127.0.0.1", "::ffff:169.254.169.254",
         "64:ff9b::7f00:1", "2002:7f00:1::",
     ):  # fmt: skip
         assert not is_public(address), address
@@ -154,6 +154,8 @@ def test_only_names_are_hosts(name: str) -> None:
         "GET http://b/ HTTP/1.1\r\nHost: a\r\n\r\n",
         "CONNECT b:443 HTTP/1.1\r\nHost: a\r\n\r\n",
         "GET / HTTP/1.1\r\n\r\n",
+        "GET / HTTP/1.1\nHost:b\n\nX:\r\nHost: a\r\n\r\n",
+        "GET /\tx HTTP/1.1\r\nHost: a\r\n\r\n",
     ],
 )
 def test_a_request_for_another_host_is_refused(head: str) -> None:
@@ -177,4 +179,22 @@ def test_the_name_that_tls_asks_for_is_read() -> None:
     hello = outgoing.read()[5:]
     assert server_name(hello) == "pypi.org"
     for cut in range(len(hello)):  # whatever a client sends, it is read without an error
-        assert "pypi.org".startswith(server_name(hello[:cut]))
+        assert server_name(hello[:cut]) == ""
+    # a name that goes on in a second record, and one of two
+    longer = hello.replace(b"pypi.org", b"pypi.org.evil.example")
+    assert server_name(longer) == ""
+    begin = hello.index(b"pypi.org") - 9
+    twice = _with_extension(hello, hello[begin : begin + 17])
+    assert server_name(_with_extension(hello, b"\x7f\x7f\0\0")) == "pypi.org"
+    assert server_name(twice) == ""
+
+
+def _with_extension(hello: bytes, extension: bytes) -> bytes:
+    """The same ClientHello with one more at its end."""
+    at = 4 + 2 + 32
+    at += 1 + hello[at]
+    at += 2 + int.from_bytes(hello[at : at + 2])
+    at += 1 + hello[at]
+    body = hello[4:at] + (len(hello) - at - 2 + len(extension)).to_bytes(2)
+    body += hello[at + 2 :] + extension
+    return hello[:1] + len(body).to_bytes(3) + body

@@ -56,7 +56,8 @@ def _reap_what_it_left(owner: subprocess.Popen[bytes], tmp_path: Path) -> None:
         time.sleep(0.02)
     for pid in (*seen, *footprint.zygotes):
         os.kill(pid, signal.SIGSTOP)
-    (tmp_path / f"etude-{owner.pid}-x").mkdir()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    (tmp_path / f"etude-{owner.pid}-{namespace}-x").mkdir()
     owner.kill()
     owner.wait()
     left = footprint.left()
@@ -74,8 +75,32 @@ def test_a_sweep_leaves_alone_what_has_an_owner(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = tmp_path / f"{reaper.mountpoint_prefix()}x"
-    full = tmp_path / "etude-999999999-x"
-    for place in (mine, full / "inner", tmp_path / "etude-git-x"):
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    full = tmp_path / f"etude-999999999-{namespace}-x"
+    gone = tmp_path / f"etude-999999999-{namespace}-y"
+    # a container counts its own processes, and may share this directory
+    elsewhere = tmp_path / f"etude-999999999-{namespace + 1}-x"
+    for place in (mine, full / "inner", gone, elsewhere, tmp_path / "etude-git-x"):
         place.mkdir(parents=True)
     reaper.sweep()
     assert mine.is_dir() and full.is_dir() and (tmp_path / "etude-git-x").is_dir()
+    assert elsewhere.is_dir() and not gone.exists()
+
+
+def test_a_process_of_a_container_is_not_taken_for_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    argv = [sys.executable, "-S", "-c", "import time; time.sleep(1000)", "etude.sandbox.zygote"]
+    ours, theirs = [
+        subprocess.Popen([*argv, f"/etude-999999999-{number}-x"])
+        for number in (namespace, namespace + 1)
+    ]
+    try:
+        reaper.sweep()
+        assert ours.wait(timeout=60) == -signal.SIGKILL and theirs.poll() is None
+    finally:
+        for each in (ours, theirs):
+            each.kill()
+            each.wait()

@@ -10,7 +10,7 @@ import pytest
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, SandboxSpec
 from etude.sandbox.fake import FakeSandboxPool
-from etude.sandbox.fleet import LEASE_S, Fleet, Need
+from etude.sandbox.fleet import LEASE_S, Fleet, Need, Placed
 from etude.sandbox.fleet_pool import FleetPool, need_of, with_budget
 
 
@@ -83,6 +83,18 @@ def test_what_a_silent_owner_had_is_closed_and_what_a_silent_host_had_waits_agai
     fleet.renew("you", 100.0)
     assert fleet.expire(59.0 + LEASE_S).lost == (others,)
     assert [(each.sandbox, each.host) for each in fleet.place()] == [(others, other)]
+
+
+def test_parts_of_a_processor_add_up_to_a_whole_one_again() -> None:
+    fleet = fleet_of(1, size=1.0)
+    parts = [fleet.want("o", need(cpus, 0, 0), 0.0) for cpus in (0.1, 0.2, 0.3)]
+    assert len(fleet.place()) == 3
+    for number in parts:
+        fleet.closed(number)
+    whole = fleet.want("o", need(1.0, 0, 0), 0.0)
+    assert fleet.place() == [Placed(whole, "h0")]
+    fleet.want("o", need(0.1, 0, 0), 0.0)
+    assert fleet.place() == []
 
 
 def test_what_can_never_be_is_refused() -> None:
