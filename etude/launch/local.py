@@ -236,9 +236,9 @@ def execute(
     """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`. `dash`:
     with a dashboard beside it, whose link is printed."""
     check_start(config, place, fresh=fresh)
-    if fresh:
-        place.remove()
     with locked(place.directory) as lock:
+        if fresh:
+            place.remove()
         run = Run.open(place.store)
         run.put_config(config)
         if not is_finished(run, config):

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.core.errors import EtudeError
-from etude.launch.launcher import locked
 from etude.store.objects import Objects, is_bucket
-from etude.store.runs import Run
+from etude.store.runs import FOLDERS, Run
+
+LOCAL = ("logs", "rendezvous", "tensorboard", "wandb")
+"""What the processes of a run leave on their machine, wherever its store is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,20 @@ class RunPlace:
         """Refuse to remove what is not a run, also one that has lost its config."""
         found = self.find()
         made_by_launcher = all((self.directory / name).exists() for name in ("lock", "logs"))
-        if found is None or found.objects.exists("config.json") or made_by_launcher:
+        if found is None or found.has_config() or made_by_launcher:
+            return
+        if set(found.objects.list("")) <= {"lock"}:  # there is nothing to remove
             return
         raise EtudeError(f"{self} is no run of etude: it is not removed; give another --dir")
 
     def remove(self) -> None:
-        """Everything of the run, while nobody runs it."""
-        if self.directory.exists():
-            with locked(self.directory):
-                shutil.rmtree(self.directory)
+        """Everything of the run but the lock, which the caller holds. What others have put beside
+        it stays."""
         if is_bucket(self.store):
-            Objects.open(self.store).clear()
+            Run.open(self.store).clear()
+        for name in (*FOLDERS, *LOCAL, "config.json"):
+            path = self.directory / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

@@ -216,11 +216,6 @@ class Objects:
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):
             obstore.delete(self._store, key)
 
-    def clear(self) -> None:
-        """Deletes everything."""
-        for key in self.list(""):
-            self.delete(key)
-
 
 def is_bucket(url: str) -> bool:
     """Whether the store is far away, behind an address; otherwise it is a directory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from obstore.store import MemoryStore
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.launch.place import RunPlace
+from etude.store import runs
 from etude.store.objects import Objects
 from etude.store.runs import Run
 
@@ -55,11 +57,44 @@ def test_a_run_may_move_to_another_store() -> None:
 
 
 def test_only_a_run_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
     place = RunPlace.of(tmp_path)
+    (tmp_path / "lock").touch()
+    place.check_removable()
+    (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(EtudeError, match="is no run of etude: it is not removed"):
         place.check_removable()
-    Run.open(place.store).put_config(parse(TOML))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(EtudeError, match="is no run of etude: it is not removed"):
+        place.check_removable()
+
+
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> Objects:
+    """What is in every bucket."""
+    objects = Objects(MemoryStore(), "s3://bucket/run")
+    monkeypatch.setattr(Objects, "open", lambda url, create=True: objects)
+    return objects
+
+
+@pytest.mark.parametrize("in_bucket", [False, True])
+def test_of_a_run_nothing_is_left_and_what_lies_beside_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_bucket: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects = in_memory(monkeypatch) if in_bucket else Objects.open("here")
+    place = RunPlace.of(objects.url)
+    for name in runs.FOLDERS:
+        objects.put(f"{name}/a/b", b"")
+    objects.put("notes.txt", b"mine")
+    objects.put("other-run/config.json", b"")
+    Run(objects).put_config(parse(TOML))
+    (place.directory / "logs").mkdir(parents=True)
     place.check_removable()
     place.remove()
-    assert not tmp_path.exists()
+    assert objects.list("") == ["notes.txt", "other-run/config.json"]
+    beside = [] if in_bucket else ["notes.txt", "other-run"]
+    assert sorted(path.name for path in place.directory.iterdir()) == beside
+
+
+def test_all_folders_of_the_layout_are_known() -> None:
+    told = re.findall(r"^    ([a-z-]+)/", runs.__doc__ or "", re.M)
+    assert list(dict.fromkeys(told)) == list(runs.FOLDERS)
