@@ -31,6 +31,7 @@ among these (a desktop's, an editor's) are not seen: a name that is not of our f
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Container, Iterable
@@ -135,9 +136,15 @@ class Run:
         """Deletes the run, and nothing that others have put beside it. The config goes last: what
         is left of a removal that was broken off is known as a run by it."""
         for key in self.objects.list(""):
-            if key.partition("/")[0] in FOLDERS:
+            if _is_of_run(key):
                 self.objects.delete(key)
         self.objects.delete(_CONFIG)
+
+    def last_written(self) -> float:
+        """When anything of the run was, in seconds since the epoch; -inf if nothing is there. The
+        controller of a run that goes on writes events every few seconds (`store.telemetry`)."""
+        times = self.objects.times().items()
+        return max((time for key, time in times if _is_of_run(key)), default=-math.inf)
 
     @property
     def _place(self) -> str:
@@ -314,6 +321,10 @@ class Run:
     def _names(self, folder: str) -> list[str]:
         names = (key.removeprefix(f"{folder}/") for key in self.objects.list(folder))
         return [name for name in names if re.fullmatch(_NAMES[folder], name)]
+
+
+def _is_of_run(key: str) -> bool:
+    return key.partition("/")[0] in FOLDERS
 
 
 def _batch_key(step: int) -> str:
