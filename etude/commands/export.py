@@ -46,6 +46,7 @@ def export(config: RunConfig, text: str, kind: str, options: Options, console: C
         regions=config.engine.regions,
         workers=options.workers,
         worker_gpus=options.worker_gpus,
+        evaluates=config.eval.every_steps > 0,
         trainer_nodes=options.trainer_nodes,
         trainer_gpus=options.trainer_gpus,
         image=options.image,

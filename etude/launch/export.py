@@ -27,6 +27,8 @@ class Export:
     trainer_nodes: int
     trainer_gpus: int
     """Of each node; 0: on the CPU, one process a node."""
+    evaluates: bool = False
+    """While loops go on (`eval.every_steps`)."""
     image: str = "etude:latest"
     config_path: str = "/etc/etude/run.toml"
     gateway: str = ""
@@ -94,6 +96,15 @@ def parts(export: Export, *, host: str) -> list[Part]:
             port=TRAINER_PORT,
         )
     )
+    if export.evaluates:
+        made.append(
+            Part(
+                name="evaluator",
+                kind="job",
+                argv=(*PYTHON, "etude.run.evaluator", *store),
+                gpus=min(1, export.worker_gpus),
+            )
+        )
     made.append(
         Part(
             name="controller",

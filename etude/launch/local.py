@@ -299,7 +299,7 @@ async def _run(
             scope=Scope.ADMIN,
             cpus=placement.sandbox_cpus,
         )
-        evaluators = evaluator_programs(place.store, config.eval.every_steps)
+        evaluators = evaluator_programs(place.store, config.eval.every_steps, placement)
         programs = [*servers, *trainers, *evaluators, controller]
         await launcher.run_all(programs, until="controller")
 

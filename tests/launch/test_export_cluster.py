@@ -79,6 +79,18 @@ def test_slurm(toml: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "gpu"),
+    [("k8s", "08-evaluator.yaml", "nvidia.com/gpu: 1"), ("slurm", "evaluator.sbatch", "gpu:1")],
+)
+def test_evaluations_on_the_way_have_a_part_of_their_own(
+    toml: Path, kind: str, name: str, gpu: str
+) -> None:
+    toml.write_text(TOML + "[eval]\nevery_steps = 5\n")
+    text = exported(kind, toml)[name]
+    assert "etude.run.evaluator" in text and gpu in text
+
+
 def test_no_secret_is_written(toml: Path) -> None:
     for text in exported("k8s", toml).values():
         assert 'kind: "Secret"' not in text
