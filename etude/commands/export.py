@@ -74,7 +74,10 @@ def _kubernetes(made: Export) -> dict[str, str]:
         replace(
             made,
             gateway=kubernetes.gateway_url(made),
-            relay=f"http://{names.of('relay')}-{{region}}:{RELAY_PORT}",
+            relays={
+                region: f"http://{names.of('relay', region)}:{RELAY_PORT}"
+                for region in made.regions
+            },
             advertise=f"http://$(POD_IP):{WORKER_PORT}",
             rendezvous=f"{trainer}-0.{trainer}:{TRAINER_PORT}",
         )
