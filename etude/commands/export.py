@@ -46,6 +46,7 @@ def export(config: RunConfig, text: str, kind: str, options: Options, console: C
         regions=config.engine.regions,
         workers=options.workers,
         worker_gpus=options.worker_gpus,
+        evaluates=config.eval.every_steps > 0,
         trainer_nodes=options.trainer_nodes,
         trainer_gpus=options.trainer_gpus,
         image=options.image,
@@ -73,7 +74,10 @@ def _kubernetes(made: Export) -> dict[str, str]:
         replace(
             made,
             gateway=kubernetes.gateway_url(made),
-            relay=f"http://{names.of('relay')}-{{region}}:{RELAY_PORT}",
+            relays={
+                region: f"http://{names.of('relay', region)}:{RELAY_PORT}"
+                for region in made.regions
+            },
             advertise=f"http://$(POD_IP):{WORKER_PORT}",
             rendezvous=f"{trainer}-0.{trainer}:{TRAINER_PORT}",
         )

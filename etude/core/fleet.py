@@ -11,7 +11,9 @@ A worker holds a lease, which every heartbeat renews, and is in one of these sta
 Only a live worker is sent requests: its lease holds, and it serves the oldest version that may
 sample (`floor`) or a newer one. One that has less is syncing. One whose lease is over is suspect
 although nothing broke: it is stopped, or hangs, or its host is gone. One that comes back is another
-`Worker`: what still arrives from the old one is told apart by identity.
+`Worker`: what still arrives from the old one is told apart by identity. One that failed while it
+was draining is draining again when it joins, unless its lease was over in between: at its address
+there may be another one by then.
 
 The floor rises when the fleet can afford it (`may_raise_floor`), not when its slowest worker has
 loaded: who is behind then is syncing, and begins nothing until it has caught up. That keeps the
@@ -76,6 +78,8 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._suspects: dict[str, Worker] = {}
         self._gone: set[str] = set()
+        # failed while they were draining: when they were last heard
+        self._drained: dict[str, float] = {}
         self._affinity: dict[str, Worker] = {}
         self._quorum: tuple[int, float] | None = None  # a version, and since when enough have it
 
@@ -121,8 +125,9 @@ class Fleet:
         self._gone.discard(url)
         known = self._workers.get(url)
         if known is None or known.version > version:
-            draining = known is not None and known.draining
+            draining = url in self._drained or (known is not None and known.draining)
             known = self._workers[url] = Worker(url, region, version, draining=draining)
+        self._drained.pop(url, None)
         known.version, known.heard = version, now
         return known
 
@@ -139,6 +144,9 @@ class Fleet:
             if not worker.draining:
                 self._gone.discard(worker.url)
                 self._suspects[worker.url] = worker
+        for url, heard in list(self._drained.items()):
+            if now - heard >= self._heartbeat_timeout_s:
+                del self._drained[url]
         for worker in self.suspects if self._workers else ():
             if now - worker.heard >= GONE_AFTER * self._heartbeat_timeout_s:
                 del self._suspects[worker.url]
@@ -146,10 +154,12 @@ class Fleet:
         return expired
 
     def leave(self, worker: Worker) -> None:
-        """It failed, or says goodbye."""
+        """It failed."""
         if self.knows(worker):
             del self._workers[worker.url]
             self._gone.add(worker.url)
+            if worker.draining:
+                self._drained[worker.url] = worker.heard
 
     def drain(self, url: str, draining: bool = True) -> Worker | None:
         """Gives a worker nothing new from now on, so that it can be used elsewhere when it has

@@ -23,6 +23,12 @@ class PlacementConfig(Config):
     sandbox_cpus: Devices = ()
     """CPU cores of the sandboxes and of what grades in them; none: all."""
 
+    @property
+    def evaluator(self) -> Devices:
+        """It shares a GPU with an engine, never with the trainer: the last one of the region that
+        has most."""
+        return max(self.engines.values(), key=len, default=())[-1:]
+
     @model_validator(mode="after")
     def _once(self) -> PlacementConfig:
         for region, devices in self.engines.items():

@@ -27,12 +27,14 @@ class Export:
     trainer_nodes: int
     trainer_gpus: int
     """Of each node; 0: on the CPU, one process a node."""
+    evaluates: bool = False
+    """While loops go on (`eval.every_steps`)."""
     image: str = "etude:latest"
     config_path: str = "/etc/etude/run.toml"
     gateway: str = ""
     """Where the others find it."""
-    relay: str = ""
-    """Where workers find the relay of their region; `{region}` stands for its name."""
+    relays: Mapping[str, str] = field(default_factory=dict)
+    """Region -> where its workers find their relay."""
     advertise: str = ""
     """Where the gateway finds a worker."""
     rendezvous: str = ""
@@ -94,6 +96,15 @@ def parts(export: Export, *, host: str) -> list[Part]:
             port=TRAINER_PORT,
         )
     )
+    if export.evaluates:
+        made.append(
+            Part(
+                name="evaluator",
+                kind="job",
+                argv=(*PYTHON, "etude.run.evaluator", *store),
+                gpus=min(1, export.worker_gpus),
+            )
+        )
     made.append(
         Part(
             name="controller",
@@ -109,7 +120,6 @@ def _region_parts(export: Export, region: str, host: str) -> list[Part]:
     """The relay of a region, and its workers."""
     store = ("--store", export.store)
     made: list[Part] = []
-    relay = export.relay.format(region=region)
     made.append(
         Part(
             name=f"relay-{region}",
@@ -130,7 +140,7 @@ def _region_parts(export: Export, region: str, host: str) -> list[Part]:
             argv=(
                 *(*PYTHON, "etude.serve.worker", *store, "--host", host, "--region", region),
                 *("--port", str(WORKER_PORT), "--gateway", export.gateway),
-                *("--relay", relay, "--advertise", export.advertise),
+                *("--relay", export.relays[region], "--advertise", export.advertise),
             ),
             replicas=export.workers,
             gpus=export.worker_gpus,

@@ -7,8 +7,10 @@ the trainer, whose pods meet by torchrun, and a Job for the controller. All they
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,8 @@ from typing import Any
 from etude.launch.export import GATEWAY_PORT, Export, Part, parts
 
 MOUNT = "/etc/etude"
+MAX_NAME = 52
+"""Kubernetes allows 63 characters, and adds up to 11 to the name of a StatefulSet."""
 
 Manifest = dict[str, Any]
 
@@ -27,8 +31,13 @@ class Names:
     run: str
 
     def of(self, *part: str) -> str:
-        name = "-".join((self.run, *part)).lower().replace("_", "-").replace(".", "-")
-        return name[:63].strip("-")
+        """A name that is too long keeps its part, and a digest for what is cut off."""
+        run, role = (re.sub("[_.]", "-", text.lower()) for text in (self.run, "-".join(part)))
+        name = f"{run}-{role}"
+        if len(name) <= MAX_NAME:
+            return name.strip("-")
+        role = f"{hashlib.sha256(name.encode()).hexdigest()[:8]}-{role[: MAX_NAME // 2]}"
+        return f"{run[: MAX_NAME - len(role) - 1]}-{role}".strip("-")
 
     def labels(self, *part: str) -> dict[str, str]:
         return {"app.kubernetes.io/name": "etude", "etude/part": self.of(*part)}

@@ -389,10 +389,21 @@ def server_programs(
     return [gateway, *workers], url
 
 
-def evaluator_programs(store: str, every_steps: int) -> list[Program]:
+def evaluator_programs(
+    store: str, every_steps: int, placement: PlacementConfig = ALL_SHARED
+) -> list[Program]:
     """What evaluates versions while a loop goes on, if that is wanted."""
-    evaluator = python("etude.run.evaluator", "--store", store)
-    return [Program("evaluator", evaluator, restarts=RESTARTS)] if every_steps else []
+    if not every_steps:
+        return []
+    return [
+        Program(
+            "evaluator",
+            python("etude.run.evaluator", "--store", store),
+            restarts=RESTARTS,
+            gpus=placement.evaluator,
+            cpus=placement.sandbox_cpus,
+        )
+    ]
 
 
 def trainer_programs(

@@ -236,9 +236,9 @@ def execute(
     """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`. `dash`:
     with a dashboard beside it, whose link is printed."""
     check_start(config, place, fresh=fresh)
-    if fresh:
-        place.remove()
     with locked(place.directory) as lock:
+        if fresh:
+            place.remove()
         run = Run.open(place.store)
         run.put_config(config)
         if not is_finished(run, config):
@@ -299,7 +299,7 @@ async def _run(
             scope=Scope.ADMIN,
             cpus=placement.sandbox_cpus,
         )
-        evaluators = evaluator_programs(place.store, config.eval.every_steps)
+        evaluators = evaluator_programs(place.store, config.eval.every_steps, placement)
         programs = [*servers, *trainers, *evaluators, controller]
         await launcher.run_all(programs, until="controller")
 

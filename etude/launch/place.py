@@ -3,15 +3,22 @@ lock and logs lie in."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
-from etude.launch.launcher import locked
 from etude.store.objects import Objects, is_bucket
-from etude.store.runs import Run
+from etude.store.runs import FOLDERS, Run
+from etude.store.telemetry import BUCKET_FLUSH_S
+
+LOCAL = ("logs", "rendezvous", "tensorboard", "wandb")
+"""What the processes of a run leave on their machine, wherever its store is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +35,9 @@ class RunPlace:
         """`place`: a directory, `file:` with one, or the URL of a bucket."""
         text = str(place).rstrip("/") or "/"
         if is_bucket(text):
-            return cls(text, Path("runs") / re.sub(r"[^A-Za-z0-9._]+", "-", text))
+            readable = re.sub(r"[^A-Za-z0-9._]+", "-", text)
+            digest = hashlib.sha256(text.encode()).hexdigest()[:8]  # several URLs read alike
+            return cls(text, Path("runs") / f"{readable}-{digest}")
         path = Path(re.sub("^file:(//)?", "", text))
         if "://" in text and not text.startswith("file:"):
             Objects.open(text, create=False)  # says what a place can be
@@ -52,17 +61,40 @@ class RunPlace:
         return Run.open(self.store, create=False) if self.directory.is_dir() else None
 
     def check_removable(self) -> None:
-        """Refuse to remove what is not a run, also one that has lost its config."""
+        """Refuse to remove what is not a run, also one that has lost its config, and a run in a
+        bucket that goes on: its lock may be on another machine."""
         found = self.find()
+        if found is not None and is_bucket(self.store):
+            self._check_still(found)
         made_by_launcher = all((self.directory / name).exists() for name in ("lock", "logs"))
-        if found is None or found.objects.exists("config.json") or made_by_launcher:
+        if found is None or found.has_config() or made_by_launcher:
+            return
+        if set(found.objects.list("")) <= {"lock"}:  # there is nothing to remove
             return
         raise EtudeError(f"{self} is no run of etude: it is not removed; give another --dir")
 
+    def _check_still(self, run: Run) -> None:
+        patience_s = RunConfig.model_fields["heartbeat_timeout_s"].default
+        with contextlib.suppress(EtudeError):  # it is lost, or of another version
+            patience_s = run.config().heartbeat_timeout_s
+        patience_s += BUCKET_FLUSH_S
+        silent_s = time.time() - run.last_written()
+        if silent_s < patience_s:
+            raise EtudeError(
+                f"{self} was written to {max(0.0, silent_s):.0f} s ago, so it is being run, "
+                f"perhaps from another machine: stop it there first; it can be removed when "
+                f"nothing has been written for {patience_s:g} s"
+            )
+
     def remove(self) -> None:
-        """Everything of the run, while nobody runs it."""
-        if self.directory.exists():
-            with locked(self.directory):
-                shutil.rmtree(self.directory)
+        """Everything of the run but the lock, which the caller holds. What others have put beside
+        it stays."""
+        self.check_removable()  # somebody may have gone on with it since
         if is_bucket(self.store):
-            Objects.open(self.store).clear()
+            Run.open(self.store).clear()
+        for name in (*FOLDERS, *LOCAL, "config.json"):
+            path = self.directory / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ def slurm_files(export: Export) -> dict[str, str]:
     shown = replace(
         export,
         gateway="@GATEWAY@",
-        relay="@RELAY@",
+        relays=dict.fromkeys(export.regions, "@RELAY@"),
         advertise="@OWN@",
         rendezvous="@RENDEZVOUS@",
     )

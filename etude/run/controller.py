@@ -93,20 +93,17 @@ class Controller:
 
     async def run_stages(self) -> None:
         """The whole run, from wherever it stands."""
-        async with asyncio.TaskGroup() as group:
-            reporting = group.create_task(self.report_fleet())
-            await self.check_tasks()
-            if self.config.model.path is not None:
-                await self.evaluate_start()
-            for span in stage_spans(self.config.stage):
-                if isinstance(span.stage, RolloutStageConfig):
-                    await self.run_loop(span, span.stage)
-                else:
-                    await self.wait_for_version(span.end)
-                for split in EVAL_SPLITS:
-                    await self.evaluate(span.end, split)
-            self.emit(RunDone(version=span.end))
-            reporting.cancel()
+        await self.check_tasks()
+        if self.config.model.path is not None:
+            await self.evaluate_start()
+        for span in stage_spans(self.config.stage):
+            if isinstance(span.stage, RolloutStageConfig):
+                await self.run_loop(span, span.stage)
+            else:
+                await self.wait_for_version(span.end)
+            for split in EVAL_SPLITS:
+                await self.evaluate(span.end, split)
+        self.emit(RunDone(version=span.end))
 
     async def evaluate_start(self) -> None:
         """Evaluate the model that the run was given, so that there is something to compare
@@ -442,7 +439,9 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
 
 @contextlib.asynccontextmanager
 async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIterator[Controller]:
-    """A controller with everything that it needs, closed again at the end."""
+    """A controller with everything that it needs, closed again at the end. In between it looks at
+    the fleet, whatever else it does: a gateway that was started again has no worker answer before
+    that look tells it which weights may."""
     run = Run.open(store, create=False)
     config = run.config()
     async with (
@@ -451,7 +450,11 @@ async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIt
         GatewayClient(gateway_url, config.engine.public_url) as gateway,
     ):
         await gateway.ready()
-        yield Controller(run, config, gateway, environment, emit, pool.owing, pool.check)
+        controller = Controller(run, config, gateway, environment, emit, pool.owing, pool.check)
+        async with asyncio.TaskGroup() as group:
+            reporting = group.create_task(controller.report_fleet())
+            yield controller
+            reporting.cancel()
 
 
 def main() -> int:

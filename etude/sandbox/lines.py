@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import secrets
 from typing import Any
 
 from etude.core.errors import RolloutFailure
@@ -16,10 +17,12 @@ class Lines:
 
     def __init__(self, answers: asyncio.StreamReader, requests: asyncio.StreamWriter) -> None:
         self._requests = requests
-        self._numbers = itertools.count(1)
+        # a machine that was restored still answers what its origin was asked
+        self._numbers = itertools.count(secrets.randbits(60))
         self._owed: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read(answers))
         self._over = False
+        self._requests.write(b"\n")  # ends what the origin was saying at the checkpoint
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
         begun = False

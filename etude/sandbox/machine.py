@@ -90,7 +90,10 @@ class Machine:
         lines = asyncio.StreamReader(limit=_LINE_BYTES)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
         while line := await lines.readline():
-            message = json.loads(line)
+            try:
+                message = json.loads(line)
+            except ValueError:  # it was cut off by a checkpoint, and what follows is the fork's
+                continue
             if "cancel" in message:
                 if task := self._tasks.get(message["cancel"]):
                     task.cancel()

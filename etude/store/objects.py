@@ -180,6 +180,17 @@ class Objects:
         self._count(lists=1 + len(found) // LIST_PAGE)
         return found
 
+    def times(self) -> dict[str, float]:
+        """When each object was last written, by the store's clock, in seconds since the epoch."""
+        with _explained(f"list {self.url}"):
+            found = {
+                meta["path"]: meta["last_modified"].timestamp()
+                for page in obstore.list(self._store)
+                for meta in page
+            }
+        self._count(lists=1 + len(found) // LIST_PAGE)
+        return found
+
     def size(self, prefix: str) -> int:
         """Bytes of all objects under the folder `prefix`."""
         with _explained(f"list {prefix} in {self.url}"):
@@ -215,11 +226,6 @@ class Objects:
         """The key is free afterwards, whether or not it was before."""
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):
             obstore.delete(self._store, key)
-
-    def clear(self) -> None:
-        """Deletes everything."""
-        for key in self.list(""):
-            self.delete(key)
 
 
 def is_bucket(url: str) -> bool:

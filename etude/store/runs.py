@@ -31,6 +31,7 @@ among these (a desktop's, an editor's) are not seen: a name that is not of our f
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Container, Iterable
@@ -49,6 +50,12 @@ from etude.store.objects import Missing, Objects
 
 R = TypeVar("R")
 
+FOLDERS = (
+    "model", "tasks", "ledger", "events", "groups", "rollouts", "batches", "recomputed", "sessions",
+    "closed-sessions", "revoked-tokens", "experts", "production", "feedback", "verdicts",
+    "checkpoints", "evals", "weights",
+)  # fmt: skip
+_CONFIG = "config.json"
 _MANIFEST = "manifest.json"
 _NUMBER = "(?:[0-9]{6}|[1-9][0-9]{6,})"
 _NAMES = {
@@ -79,7 +86,7 @@ class Run:
         if not (self.checkpoints() or self.ledger.end()):
             return
         otherwise = "choose another --dir, or begin anew with --fresh, which removes this one"
-        if not self.objects.exists("config.json"):
+        if not self.objects.exists(_CONFIG):
             raise EtudeError(
                 f"{self._place} holds a run that has lost its config.json, and nothing else "
                 f"says what it was started with: bring the file back from a copy, {otherwise}"
@@ -95,16 +102,16 @@ class Run:
 
     def put_config(self, config: RunConfig) -> None:
         self.check_config(config)
-        there = self.config() if self.objects.exists("config.json") else None
+        there = self.config() if self.objects.exists(_CONFIG) else None
         if there == config:
             return
         if there is not None and refused_changes(there, config, version=0):
             self.objects.delete("model/config.json")  # made from the other config
-        self.objects.put_sealed("config.json", (config.model_dump_json(indent=1) + "\n").encode())
+        self.objects.put_sealed(_CONFIG, (config.model_dump_json(indent=1) + "\n").encode())
 
     def config(self) -> RunConfig:
         try:
-            data = self.objects.get_sealed("config.json")
+            data = self.objects.get_sealed(_CONFIG)
         except Missing as e:
             raise Missing(
                 f"{self._place} holds no run: check the path{self._runs_below()}, or start one "
@@ -116,6 +123,28 @@ class Run:
             raise EtudeError(
                 f"{self.objects.url}: config.json was written by another version of etude: {e}"
             ) from e
+
+    def has_config(self) -> bool:
+        """Whether there is a config that was written by us: a model's has the same name."""
+        try:
+            self.objects.get_sealed(_CONFIG)
+        except (Missing, Damaged):
+            return False
+        return True
+
+    def clear(self) -> None:
+        """Deletes the run, and nothing that others have put beside it. The config goes last: what
+        is left of a removal that was broken off is known as a run by it."""
+        for key in self.objects.list(""):
+            if _is_of_run(key):
+                self.objects.delete(key)
+        self.objects.delete(_CONFIG)
+
+    def last_written(self) -> float:
+        """When anything of the run was, in seconds since the epoch; -inf if nothing is there. The
+        controller of a run that goes on writes events every few seconds (`store.telemetry`)."""
+        times = self.objects.times().items()
+        return max((time for key, time in times if _is_of_run(key)), default=-math.inf)
 
     @property
     def _place(self) -> str:
@@ -292,6 +321,10 @@ class Run:
     def _names(self, folder: str) -> list[str]:
         names = (key.removeprefix(f"{folder}/") for key in self.objects.list(folder))
         return [name for name in names if re.fullmatch(_NAMES[folder], name)]
+
+
+def _is_of_run(key: str) -> bool:
+    return key.partition("/")[0] in FOLDERS
 
 
 def _batch_key(step: int) -> str:

@@ -24,7 +24,7 @@ NEXT = {
     },
     WorkerState.SUSPECT: {WorkerState.SYNCING, WorkerState.LIVE, WorkerState.GONE},
     WorkerState.DRAINING: {WorkerState.SYNCING, WorkerState.LIVE, WorkerState.GONE},
-    WorkerState.GONE: {WorkerState.SYNCING, WorkerState.LIVE},
+    WorkerState.GONE: {WorkerState.SYNCING, WorkerState.LIVE, WorkerState.DRAINING},
 }  # fmt: skip
 
 
@@ -191,6 +191,21 @@ def test_a_drained_worker_finishes_what_it_has_and_goes() -> None:
     assert fleet.pick("s") is only
     fleet.drain("a")
     assert fleet.expire(15.0) == [only] and fleet.state("a") is WorkerState.GONE
+
+
+def test_a_failure_does_not_end_a_drain_and_the_end_of_the_lease_does() -> None:
+    fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
+    for now in (0.0, 5.0):
+        failed = fleet.join("a", "r", 0, now)
+        fleet.drain("a")
+        fleet.leave(failed)
+        fleet.expire(now + 4.0)
+        fleet.join("a", "r", 0, now + 4.0)
+        assert fleet.state("a") is WorkerState.DRAINING and fleet.pick() is None
+    fleet.leave(fleet.join("a", "r", 0, 10.0))
+    fleet.expire(20.0)
+    fleet.join("a", "r", 0, 21.0)
+    assert fleet.state("a") is WorkerState.LIVE, "another one at its address"
 
 
 def test_the_last_suspects_are_not_forgotten() -> None:

@@ -14,7 +14,14 @@ from etude.core.errors import EtudeError
 from etude.core.placement_config import PlacementConfig, deal
 from etude.launch import devices
 from etude.launch.devices import count_gpus, described_placement, placed
-from etude.launch.launcher import Launcher, Program, locked, server_programs, trainer_programs
+from etude.launch.launcher import (
+    Launcher,
+    Program,
+    evaluator_programs,
+    locked,
+    server_programs,
+    trainer_programs,
+)
 
 TOML = 'name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'
 ON_GPUS = ["engine.device=auto", "trainer.device=cuda"]
@@ -56,6 +63,11 @@ def test_programs_see_their_own(tmp_path: Path) -> None:
     assert [program.gpus for program in servers] == [(), (2,), (3,)]
     trainers = trainer_programs("S", 2, tmp_path / "r", placement.trainer)
     assert [program.gpus for program in trainers] == [(0, 1)] * 2
+    assert evaluator_programs("S", 0, placement) == []
+    (evaluator,) = evaluator_programs("S", 5, PlacementConfig(sandbox_cpus=(3,)))
+    assert (evaluator.gpus, evaluator.cpus) == ((), (3,)), "all share all"
+    (evaluator,) = evaluator_programs("S", 5, deal(7, 2, ("east", "west")))
+    assert evaluator.gpus == (6,), "never the trainer's"
 
 
 def test_a_process_is_given_its_devices_and_cores(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from etude.cli import main
 from etude.core.config import parse
-from etude.launch.kubernetes import to_yaml
+from etude.launch.kubernetes import Names, to_yaml
 from etude.launch.start import start
 from etude.store.runs import Run
 
@@ -77,6 +77,37 @@ def test_slurm(toml: Path) -> None:
     assert order[0] == "prepare" and set(order) == {
         name.removesuffix(".sbatch") for name in files if name.endswith(".sbatch")
     }
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "gpu"),
+    [("k8s", "08-evaluator.yaml", "nvidia.com/gpu: 1"), ("slurm", "evaluator.sbatch", "gpu:1")],
+)
+def test_evaluations_on_the_way_have_a_part_of_their_own(
+    toml: Path, kind: str, name: str, gpu: str
+) -> None:
+    toml.write_text(TOML + "[eval]\nevery_steps = 5\n")
+    text = exported(kind, toml)[name]
+    assert "etude.run.evaluator" in text and gpu in text
+
+
+@pytest.mark.parametrize("length", [20, 48, 58, 200])
+def test_no_two_objects_of_a_long_name_are_one(length: int) -> None:
+    parts = ["gateway", "relay-us", "relay-eu", *(f"relay-{'x' * 60}{n}" for n in range(2))]
+    names = [Names("r" * length).of(part) for part in parts]
+    names += [Names("r" * length + "s").of(part) for part in parts]
+    assert len(set(names)) == 2 * len(parts)
+    assert all(re.fullmatch("[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", name) for name in names)
+    assert names[0].endswith("-gateway") and names[1].endswith("-relay-us")
+
+
+def test_workers_find_the_relay_of_a_run_with_a_long_name(toml: Path) -> None:
+    toml.write_text(TOML.replace("My_run.1", "r" * 58))
+    files = exported("k8s", toml)
+    names = re.findall(r'^  name: "(\S+-relay-\w+)"$', files["03-relay-east.yaml"], re.M)
+    assert set(names) and all(
+        f'"http://{name}:8200"' in files["04-worker-east.yaml"] for name in names
+    )
 
 
 def test_no_secret_is_written(toml: Path) -> None:

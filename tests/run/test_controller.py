@@ -445,6 +445,10 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
             if broken:
                 raise EtudeError("no gateway")
 
+        async def regions(self) -> tuple[dict[str, RegionStatus], list[str]]:
+            looks.append(1)
+            return await super().regions()
+
     def opened(store: str, *, create: bool) -> Run:
         assert store == "S" and not create
         return run
@@ -468,6 +472,7 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
         made.append(Pool())
         return made[-1]
 
+    looks: list[int] = []
     built: list[dict[str, Any]] = []
     loaded: list[str] = []
     monkeypatch.setattr(controller.Run, "open", opened)
@@ -475,11 +480,15 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
     monkeypatch.setattr(controller, "GatewayClient", Ready)
     monkeypatch.setattr(controller, "build", lambda *named, **told: built.append(told))
     monkeypatch.setattr(controller, "load", lambda reference, key: loaded.append(key))
+    monkeypatch.setattr(controller, "FLEET_REPORT_S", 0.0)
     with pytest.raises(EtudeError) if broken else contextlib.nullcontext():
         async with controller.open_controller("S", "G", "controller") as opened_one:
             assert opened_one.owing() == {"zygote": 1.0}
             opened_one.emit(RunDone(version=1))
             assert happened == ["G", "ready"]
+            async with asyncio.timeout(30):
+                while len(looks) < 2:  # whatever else it does
+                    await asyncio.sleep(0)
     assert happened == ["G", "ready", "left", "closed"]
     assert built == [{"counts": {"train": 7, "heldout": 3, "novel": 2}, "seed": 5}]
     assert loaded == ["harness.agent"]  # what is misspelt is told before the first stage

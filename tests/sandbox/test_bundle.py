@@ -15,6 +15,7 @@ import pytest
 
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import Limits
+from etude.sandbox import machine
 from etude.sandbox.bundle import SOURCE, build_root, copy_program, oci_spec
 from etude.sandbox.lines import Lines
 from etude.sandbox.mounts import Mount
@@ -63,9 +64,9 @@ class Other:
     """The other end of the lines."""
 
     def __init__(self) -> None:
-        self.asked, ours = os.pipe()
+        self.asked, self.requests = os.pipe()
         theirs, self.says = os.pipe()
-        self._ends = (theirs, ours)
+        self._ends = (theirs, self.requests)
 
     async def lines(self) -> Lines:
         loop = asyncio.get_running_loop()
@@ -82,9 +83,9 @@ class Other:
     async def hear(self, number: int = 1) -> list[Any]:
         """So many calls, however the pipe cuts them."""
         data = b""
-        while data.count(b"\n") < number:
+        while data.lstrip().count(b"\n") < number:
             data += await asyncio.to_thread(os.read, self.asked, 1 << 16)
-        return [json.loads(line) for line in data.splitlines()]
+        return [json.loads(line) for line in data.lstrip().splitlines()]
 
     def say(self, *answers: object) -> None:
         for each in answers:
@@ -113,6 +114,39 @@ async def test_answers_come_in_any_order_also_after_a_restoration(other: Other) 
     lines.close()
     with pytest.raises(RolloutFailure, match="closed"):
         await lines.call("x", {}, LONG_S)
+
+
+async def test_what_the_origin_asked_is_no_answer_to_a_fork(other: Other) -> None:
+    origin = Other()
+    asking = [await origin.lines(), await other.lines()]
+    calls = [asyncio.ensure_future(lines.call("x", {}, LONG_S)) for lines in asking]
+    (before,), (after,) = await origin.hear(), await other.hear()
+    other.say({"id": before["id"], "ok": "the origin's"}, {"id": after["id"], "ok": "the fork's"})
+    assert await calls[1] == "the fork's"
+    for lines in asking:
+        lines.close()
+    with pytest.raises(RolloutFailure):
+        await calls[0]
+    os.close(origin.asked)
+    os.close(origin.says)
+
+
+async def test_a_request_that_a_checkpoint_cut_off_is_left_out(
+    other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: asyncio.Queue[object] = asyncio.Queue()
+    monkeypatch.setattr(machine, "_say", said.put_nowait)
+    monkeypatch.setattr("sys.stdin", os.fdopen(os.dup(other.asked), "rb"))
+    os.write(other.requests, b'{"id": 7, "operation": "wri')
+    serving = asyncio.create_task(machine.Machine().serve())
+    lines = await other.lines()
+    call = asyncio.ensure_future(lines.call("hello", {}, LONG_S))
+    async with asyncio.timeout(LONG_S):
+        answer = await said.get()
+        other.say(answer)
+        assert await call is None
+        lines.close()
+        await serving
 
 
 async def test_what_nobody_waits_for_is_cancelled_there(other: Other) -> None:

@@ -228,11 +228,3 @@ def test_requests_and_bytes_are_counted() -> None:
 
 def test_a_bucket_is_asked_less_often() -> None:
     assert Objects(MemoryStore(), "s3://fake").poll_s > Objects.open("memory:").poll_s
-
-
-def test_clear_leaves_nothing() -> None:
-    objects = Objects.open("memory:")
-    for key in ("a", "b/c"):
-        objects.put(key, b"")
-    objects.clear()
-    assert objects.list("") == []
