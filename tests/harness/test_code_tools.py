@@ -109,6 +109,23 @@ async def test_write_and_apply_patch(call: Session) -> None:
         await call.sandbox.read("pyproject.toml")
 
 
+async def test_a_patch_is_checked_before_anything_is_written(call: Session) -> None:
+    await call.sandbox.write("f.txt", "one\ntwo\n")
+    first = "*** Begin Patch\n*** Update File: f.txt\n-one\n+1\n"
+    for wrong in (
+        "*** Add File: /etc/x\n+x\n",
+        "*** Add File: ../x\n+x\n",
+        f"*** Add File: {EFFORT}\n+x\n",
+        "*** Add File: new\n+\ud800\n",
+    ):
+        said = await call("apply_patch", patch=first + wrong)
+        assert said.startswith("error: nothing was changed: ")
+        assert await call.sandbox.read("f.txt") == "one\ntwo\n"
+    second = "*** Update File: ./f.txt\n*** Move to: g.txt\n-two\n+2\n"
+    assert await call("apply_patch", patch=first + second) == "ok\nchanged g.txt\ndeleted f.txt"
+    assert await call.sandbox.read("g.txt") == "1\n2\n"
+
+
 async def test_grep_and_glob(call: Session) -> None:
     number = FILES[EFFORT].splitlines().index("class Effort:") + 1
     assert await call("grep", pattern=r"^class Ef+ort\b", glob="etude/**/*.py") == (
