@@ -249,7 +249,51 @@ async def test_servers_that_are_absent_or_broken_are_told_of_once(call: Session)
     call.use(LanguageServers(call.sandbox, servers, timeout_s=LONG_S))
     said = await call("write", path="a.py", content="x = 1\n")
     assert "(no diagnostics of none: no program no-such-server in the sandbox)" in said
-    assert "(no diagnostics of mute: ended (0))" in said and "of loud: ended (0)" in said
+    assert "(no diagnostics of mute: it has ended (exit code 0))" in said
+    assert "(no diagnostics of loud: it does not speak LSP" in said
+    assert await call("edit", path="a.py", old="1", new="2") == "ok: line 1"
+
+
+async def test_a_server_that_speaks_something_else_is_not_waited_for(call: Session) -> None:
+    banner = "printf 'hello\\r\\n\\r\\n'; echo $$ > pid; exec sleep 1000"
+    servers = {"banner": ["sh", "-c", banner]}
+    call.use(LanguageServers(call.sandbox, servers, timeout_s=LONG_S))
+    said = await call("write", path="a.py", content="x = 1\n")
+    assert "(no diagnostics of banner: it does not speak LSP" in said
+    alive = await call("terminal", command="[ ! -f pid ] || ! kill -0 $(cat pid) 2> /dev/null")
+    assert alive == "(no output)"
+
+
+SERVER = """
+import json, sys
+while True:
+    size = 0
+    while (line := sys.stdin.buffer.readline()) != b"\\r\\n":
+        size = int(line.split(b":")[1])
+    asked = json.loads(sys.stdin.buffer.read(size))
+    if "id" in asked:
+        first = asked["method"] == "initialize"
+        said = '{"id": ID, "result": null}' if first else sys.argv[1]
+        said = said.replace("ID", str(asked["id"])).encode()
+        sys.stdout.buffer.write(b"Content-Length: %d\\r\\n\\r\\n%s" % (len(said), said))
+        sys.stdout.buffer.flush()
+"""
+
+
+async def test_a_server_whose_answers_are_wrong_is_dropped(call: Session) -> None:
+    answers = {
+        "list": "[1]",
+        "json": "{nope",
+        "range": '{"id": ID, "result": {"items": [{"message": "x"}]}}',
+        "items": '{"id": ID, "result": [1]}',
+        "error": '{"id": ID, "error": "broken"}',
+    }
+    await call.sandbox.write("server.py", SERVER)
+    servers = {name: ["python", "-S", "server.py", said] for name, said in answers.items()}
+    call.use(LanguageServers(call.sandbox, servers, timeout_s=LONG_S))
+    said = await call("write", path="a.py", content="x = 1\n")
+    for name in answers:
+        assert f"(no diagnostics of {name}: it " in said
     assert await call("edit", path="a.py", old="1", new="2") == "ok: line 1"
 
 

@@ -159,7 +159,7 @@ def test_line_numbers_are_hints_which_decide_between_places_that_are_alike() -> 
         patched(text, parse_patch("--- f\n+++ f\n@@ -7,1 +7,1 @@\n-x\n+y\n")[0])
     with pytest.raises(PatchError, match="no file is named"):
         parse_patch("hello")
-    for nameless in ("--- /dev/null\n+++ /dev/null\n", "rename to f\n", "*** Add File:  \n"):
+    for nameless in ("--- /dev/null\n+++ /dev/null\n", "rename to f\n"):
         with pytest.raises(PatchError, match="no name in it"):
             parse_patch(nameless)
 

@@ -161,8 +161,8 @@ def _after(lines: list[str], anchor: str) -> int:
 
 
 def _is_header(lines: Sequence[str], changes: Sequence[FileChange]) -> bool:
-    """Whether a file is named here. In a hunk, `--- x` may be a line `-- x` that goes: the counts of
-    the hunk would tell, if models could count."""
+    """Whether a file is named here. In a hunk, `--- x` may be a line `-- x` that goes: its counts
+    would tell, if models could count."""
     names_file = lines[0].startswith("--- ") and lines[1:2] and lines[1].startswith("+++ ")
     is_in_hunk = bool(changes and changes[-1].hunks)
     return bool(names_file and (not is_in_hunk or lines[2:] and lines[2].startswith("@@")))

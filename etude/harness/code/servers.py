@@ -13,6 +13,8 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
+import msgspec
+
 from etude.core.harness_config import SERVERS
 from etude.core.sandbox import Process, Sandbox
 from etude.core.types import Json
@@ -35,7 +37,28 @@ _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TY_MAX_PARALLELISM": "1"}
 
 
 class ServerGone(Exception):
-    """A server that is not there, or no longer. Says why."""
+    """A server that is not there, or no longer, or that cannot be understood. Says why."""
+
+
+class _Position(msgspec.Struct):
+    line: int
+
+
+class _Range(msgspec.Struct):
+    start: _Position
+
+
+class _Item(msgspec.Struct):
+    range: _Range
+    message: str
+    code: int | str | None = None
+    severity: int | None = None
+
+
+class _Report(msgspec.Struct):
+    """An answer to `textDocument/diagnostic`."""
+
+    items: list[_Item] = []
 
 
 class LanguageServers:
@@ -84,9 +107,11 @@ async def start_server(sandbox: Sandbox, name: str, argv: Sequence[str]) -> Lang
     except TimeoutError:
         await process.kill()
         raise ServerGone(f"it did not start within {START_S:g} s") from None
-    except ServerGone:
+    except ServerGone as e:
+        await process.kill()  # one that speaks something else would go on
         code = await process.wait()
-        what = f"no program {argv[0]} in the sandbox" if code == _NOT_FOUND else f"ended ({code})"
+        is_missing = code == _NOT_FOUND
+        what = f"no program {argv[0]} in the sandbox" if is_missing else f"{e} (exit code {code})"
         raise ServerGone(what) from None
     return server
 
@@ -107,7 +132,7 @@ class LanguageServer:
         while b"\n" not in self._pending:
             await self._more()
         line, _, rest = bytes(self._pending).partition(b"\n")
-        self._root, self._pending = f"file://{line.decode()}", bytearray(rest)
+        self._root, self._pending = f"file://{line.decode(errors='replace')}", bytearray(rest)
         document: Json = {"diagnostic": {}, "synchronization": {}}
         await self._request(
             "initialize",
@@ -130,15 +155,19 @@ class LanguageServer:
             await self._show(uri, text)
             document = {"textDocument": {"uri": uri}}
             answer = await self._request("textDocument/diagnostic", document)
+        try:
+            report = msgspec.convert(answer or {}, _Report)
+        except msgspec.ValidationError as e:
+            raise ServerGone(f"it does not speak LSP: {e}") from e
         return [
             Diagnostic(
-                line=item["range"]["start"]["line"] + 1,
-                code=str(item.get("code", "")),
-                message=str(item["message"]).partition("\n")[0],  # then come hints
+                line=item.range.start.line + 1,
+                code="" if item.code is None else str(item.code),
+                message=item.message.partition("\n")[0],  # then come hints
                 source=self._name,
             )
-            for item in (answer or {}).get("items", ())
-            if item.get("severity", 1) <= _ERRORS_AND_WARNINGS
+            for item in report.items
+            if (item.severity or 1) <= _ERRORS_AND_WARNINGS
         ]
 
     async def kill(self) -> None:
@@ -164,7 +193,7 @@ class LanguageServer:
             message = await self._receive()
             if message.get("id") == number and "method" not in message:
                 if "error" in message:
-                    raise ServerGone(str(message["error"].get("message")))
+                    raise ServerGone(f"it answered {str(message['error'])[:200]}")
                 return message.get("result")
             if "id" in message and "method" in message:
                 await self._answer(message)
@@ -172,7 +201,9 @@ class LanguageServer:
     async def _answer(self, message: dict[str, Json]) -> None:
         """What a server asks for: settings, of which there are none, or leave, which it has."""
         is_settings = message["method"] == "workspace/configuration"
-        result = [None for _ in message["params"]["items"]] if is_settings else None
+        params = message.get("params")
+        items = params.get("items") if is_settings and isinstance(params, dict) else None
+        result = [None for _ in items] if isinstance(items, list) else None
         await self._send({"id": message["id"], "result": result})
 
     async def _send(self, message: dict[str, Json]) -> None:
@@ -195,11 +226,15 @@ class LanguageServer:
             await self._more()
         body = bytes(self._pending[:size])
         del self._pending[:size]
-        message: dict[str, Json] = json.loads(body)
-        return message
+        try:
+            return msgspec.json.decode(body, type=dict[str, Json])
+        except (ValueError, RecursionError) as e:
+            raise ServerGone(f"it does not speak LSP: {e}") from e
 
     async def _more(self) -> None:
         data = await self._process.read()
         if not data:
             raise ServerGone("it has ended")
         self._pending += data
+        if len(self._pending) > 2 * _MAX_MESSAGE:
+            raise ServerGone("it says too much")
