@@ -40,6 +40,20 @@ def test_white_space_is_forgiven_and_the_indentation_of_the_file_stays() -> None
     )
 
 
+def test_places_that_overlap_are_replaced_as_exact_ones_are() -> None:
+    text = "  x = 1\n" * 3 + "end"
+    exact, _ = replace(text, "  x = 1\n  x = 1\n", "  y\n", everywhere=True)
+    spaced, how = replace(text, "x  = 1\nx  = 1", "y", everywhere=True)
+    assert (spaced, how) == (exact, "white space") and exact == "  y\n  x = 1\nend"
+
+
+def test_one_line_that_is_only_alike_is_another_line() -> None:
+    text = "def test():\n    self.assertEqual(compute(2), 1)\n"
+    for old in ("    self.assertEqual(compute(1), 1)\n", "self.assertEqual(compute(1), 1)"):
+        with pytest.raises(NoMatch, match=r"most like it are these lines(?s:.)*compute\(2\)"):
+            replace(text, old, "pass")
+
+
 def test_a_slip_in_one_line_of_several_is_forgiven() -> None:
     old = "        full = sum(self.item)\n        reduced = full - full * discount // 100\n"
     text, how = replace(TEXT, old, "        reduced = 0\n")
