@@ -151,6 +151,27 @@ async def test_the_terminal_remembers(call: Session) -> None:
     assert await call("terminal", command="basename $PWD") == "etude"
 
 
+async def test_a_shell_that_holds_much_goes_on(call: Session) -> None:
+    for name in "fg":
+        await call("terminal", command=f"{name}() {{ echo {'a' * 70_000}; }}")
+    assert (await call("terminal", command="f | wc -c; g | wc -c")).split() == ["70001"] * 2
+    quotes = "\\'" * 40_000
+    assert (await call("terminal", command=f"echo {quotes} | wc -c")).strip() == "40001"
+    # Nothing starts with such a variable; it is forgotten, and the rest is not.
+    await call("terminal", command="B=$(printf %0200000d 0); export B; cd etude")
+    said = await call("terminal", command='echo "[$B]"; ls core/seeds.py; f | wc -c')
+    assert said.split() == ["[]", "core/seeds.py", "70001"]
+    # More than is kept of an output: the shell goes on from what it had before.
+    longer = 'eval "$(declare -f f | sed s/a/bbbbb/g)"'
+    await call("terminal", command=f"{longer}; cd core")
+    assert (await call("terminal", command="ls core/seeds.py; f | wc -c")).split() == [
+        "core/seeds.py",
+        "70001",
+    ]
+    for wrong in ("echo \0", "echo \ud800"):
+        assert (await call("terminal", command=wrong)).startswith("error: ")
+
+
 async def test_jobs_in_the_background(call: Session) -> None:
     said = await call("terminal", command="echo up; exec sleep 1000", timeout_s=1)
     assert "still running after 1 s: it goes on as job 1" in said
