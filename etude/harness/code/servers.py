@@ -13,8 +13,6 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
-import msgspec
-
 from etude.core.harness_config import SERVERS
 from etude.core.sandbox import Process, Sandbox
 from etude.core.types import Json
@@ -23,6 +21,7 @@ from etude.harness.code.diagnostics import Diagnostic
 START_S = 30.0
 _ERRORS_AND_WARNINGS = 2
 _NOT_FOUND = 127
+_NOT_LSP = "it does not speak LSP"
 _MAX_MESSAGE = 16 << 20
 _START = f"""
 PATH="$PATH:{SERVERS}:$1"
@@ -38,27 +37,6 @@ _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TY_MAX_PARALLELISM": "1"}
 
 class ServerGone(Exception):
     """A server that is not there, or no longer, or that cannot be understood. Says why."""
-
-
-class _Position(msgspec.Struct):
-    line: int
-
-
-class _Range(msgspec.Struct):
-    start: _Position
-
-
-class _Item(msgspec.Struct):
-    range: _Range
-    message: str
-    code: int | str | None = None
-    severity: int | None = None
-
-
-class _Report(msgspec.Struct):
-    """An answer to `textDocument/diagnostic`."""
-
-    items: list[_Item] = []
 
 
 class LanguageServers:
@@ -156,19 +134,18 @@ class LanguageServer:
             document = {"textDocument": {"uri": uri}}
             answer = await self._request("textDocument/diagnostic", document)
         try:
-            report = msgspec.convert(answer or {}, _Report)
-        except msgspec.ValidationError as e:
-            raise ServerGone(f"it does not speak LSP: {e}") from e
-        return [
-            Diagnostic(
-                line=item.range.start.line + 1,
-                code="" if item.code is None else str(item.code),
-                message=item.message.partition("\n")[0],  # then come hints
-                source=self._name,
-            )
-            for item in report.items
-            if (item.severity or 1) <= _ERRORS_AND_WARNINGS
-        ]
+            return [
+                Diagnostic(
+                    line=item["range"]["start"]["line"] + 1,
+                    code=str(item.get("code", "")),
+                    message=str(item["message"]).partition("\n")[0],  # then come hints
+                    source=self._name,
+                )
+                for item in (answer or {}).get("items", ())
+                if (item.get("severity") or 1) <= _ERRORS_AND_WARNINGS
+            ]
+        except (AttributeError, KeyError, TypeError) as e:
+            raise ServerGone(_NOT_LSP) from e
 
     async def kill(self) -> None:
         await self._process.kill()
@@ -218,7 +195,7 @@ class LanguageServer:
         try:
             size = int(fields[b"Content-Length"])
         except (KeyError, ValueError):
-            raise ServerGone("it does not speak LSP") from None
+            raise ServerGone(_NOT_LSP) from None
         if not 0 <= size <= _MAX_MESSAGE:
             raise ServerGone("it says too much")
         self._pending = bytearray(rest)
@@ -227,9 +204,12 @@ class LanguageServer:
         body = bytes(self._pending[:size])
         del self._pending[:size]
         try:
-            return msgspec.json.decode(body, type=dict[str, Json])
+            message = json.loads(body)
         except (ValueError, RecursionError) as e:
-            raise ServerGone(f"it does not speak LSP: {e}") from e
+            raise ServerGone(_NOT_LSP) from e
+        if not isinstance(message, dict):
+            raise ServerGone(_NOT_LSP)
+        return message
 
     async def _more(self) -> None:
         data = await self._process.read()
