@@ -21,15 +21,14 @@ from etude.core.patience import when_back
 from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
 from etude.core.types import Json, PromptPart, Task, Transcript
+from etude.harness.summary import SCHEMA as SUMMARY_SCHEMA
 from etude.harness.summary import (
-    REQUEST,
     SUMMARISE,
     CarriedState,
     Conversation,
     Message,
     summary_of,
 )
-from etude.harness.summary import SCHEMA as SUMMARY_SCHEMA
 from etude.harness.tools import Tools
 
 NUDGE = "call a tool"
@@ -130,7 +129,7 @@ class CodingAgent:
         return Opening(messages=task.opening, tools=Tools(task, sandbox))
 
     async def _summarise(self, ask: Ask, talk: Conversation, tools: AgentTools, seed: int) -> None:
-        talk.add({"role": "user", "content": REQUEST})
+        talk.request_summary()
         own_seed = derive(seed, SUMMARISE, talk.num_summaries)
         answer, _ = await ask(talk.window, own_seed, kind="summary")
         talk.add(answer)

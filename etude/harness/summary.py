@@ -86,20 +86,27 @@ class Conversation:
         del self.window[self._num_fitted :]
         return True
 
+    def request_summary(self) -> None:
+        self.said.append({"role": "user", "content": REQUEST})
+        self.window = _followed(self.window, REQUEST)
+
     def reopen(self, summary: str, carried: CarriedState) -> None:
         """Begin the next window."""
         self.num_summaries += 1
         told = f"Your summary {self.num_summaries} of the session so far:\n{summary}"
         text = "\n\n".join(part for part in (told, str(carried)) if part)
-        *before, last = self._opening
-        if last["role"] == "user" and isinstance(last["content"], str):
-            # many chat templates refuse two messages of one role in a row
-            last = last | {"content": f"{last['content']}\n\n{text}"}
-            self.window = [*before, last]
-        else:
-            self.window = [*self._opening, {"role": "user", "content": text}]
+        self.window = _followed(self._opening, text)
         self.said.append({"role": "user", "content": text})
         self._num_tokens = 0
+
+
+def _followed(messages: Sequence[Message], text: str) -> list[Message]:
+    """The messages, and what the user says then. Within the last one, if it is the user's: many
+    chat templates refuse two messages of one role in a row."""
+    *before, last = messages
+    if last["role"] == "user" and isinstance(last["content"], str):
+        return [*before, last | {"content": f"{last['content']}\n\n{text}"}]
+    return [*messages, {"role": "user", "content": text}]
 
 
 def summary_of(answer: Message) -> str:

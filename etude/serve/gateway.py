@@ -85,6 +85,7 @@ from etude.serve.http import (
     create_app,
     gather,
     read,
+    read_bytes,
     respond,
     respond_packed,
 )
@@ -254,7 +255,7 @@ class Gateway:
         return respond({"state": fleet.state(asked.url).value, "active": worker.active})
 
     async def up(self, http: HttpRequest) -> Response:
-        await http.body()
+        await read_bytes(http)
         await cancel_on_disconnect(http, self.router.up())
         return Response(status_code=204)
 

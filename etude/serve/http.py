@@ -37,6 +37,8 @@ MSGPACK = "application/msgpack"
 DONE = "[DONE]"
 """The last event of a stream in OpenAI's chat."""
 LAST = f"data: {DONE}\n\n".encode()
+NOTHING_SENT = 499
+"""The status of a stream until its first event: if there is none, the client went away."""
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
@@ -109,6 +111,13 @@ class DeadlineExceeded(ApiError):
         )
 
 
+class InternalError(ApiError):
+    """Something of ours broke: clients are told no more than that."""
+
+    def __init__(self) -> None:
+        super().__init__("the server failed: its log says why", status=500, code="internal_error")
+
+
 class ClientDisconnected(ApiError):
     """The client closed the connection."""
 
@@ -145,8 +154,8 @@ def error_response(error: ApiError | AccessDenied, path: str) -> Response:
         response.headers["Retry-After"] = str(RETRY_AFTER_S)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if error.code == "request_timeout":
-        # the rest of the body could still come, byte by byte
+    if error.code in ("request_timeout", "internal_error"):
+        # the rest of the body could still come, byte by byte; a server hangs up after a crash
         response.headers["Connection"] = "close"
     return response
 
@@ -205,19 +214,23 @@ async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) 
     task = asyncio.current_task()
     assert task is not None
     gone = asyncio.ensure_future(receive())
+    is_working, has_cancelled = True, False
 
     def end(_: object) -> None:
-        task.cancel()
+        # may be called late: in the pass of the loop in which the client goes, the work can end
+        nonlocal has_cancelled
+        if is_working:
+            has_cancelled = task.cancel()
 
     gone.add_done_callback(end)
     try:
         return await work
     except asyncio.CancelledError:
-        if gone.done() and not task.uncancel():
+        if has_cancelled and not task.uncancel():
             raise ClientDisconnected() from None
         raise
     finally:
-        gone.remove_done_callback(end)
+        is_working = False
         gone.cancel()
 
 
@@ -257,7 +270,7 @@ class EventStream(Response):
         media_type = "text/event-stream" if encode is None else MSGPACK
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self.status_code = ClientDisconnected().status  # before anything has been sent
+        self.status_code = NOTHING_SENT
         self._work = work
         self._named = named or encode is not None
         self._failed = failed
@@ -330,13 +343,20 @@ class _App:
             finally:
                 record.status = response.status_code
 
+        response: Response | None = None
         with self._metrics.answering(record):
             try:
                 address, _ = scope.get("client") or ("", 0)
                 scope[IDENTITY] = self._access.identify(request.headers, address)
-                await answer(await self._response(request, record))
+                response = await self._response(request, record)
+                await answer(response)
             except (ApiError, AccessDenied) as e:
                 await answer(error_response(e, scope["path"]))
+            except Exception:
+                if response is None or response.status_code == NOTHING_SENT:
+                    await answer(error_response(InternalError(), scope["path"]))
+                record.status = InternalError().status
+                raise  # into the log, by the server that calls us
 
     async def _response(self, request: Request, record: RequestRecord) -> Response:
         scope, allowed = request.scope, set[str]()

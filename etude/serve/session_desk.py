@@ -36,7 +36,7 @@ from etude.core.remote import (
     SessionOffer,
     SessionOutcome,
 )
-from etude.serve.http import ApiError, cancel_on_disconnect, read, respond
+from etude.serve.http import ApiError, cancel_on_disconnect, read, read_bytes, respond
 from etude.serve.session_journal import Journal, NoJournal, SettledSession, WithdrawnSession
 
 MAX_WAIT_S = 60.0
@@ -151,7 +151,7 @@ class SessionRoutes:
             now = self._desk.outcome(session)
             return now if now.result is not None or (now.claimed and not is_known) else None
 
-        await http.body()
+        await read_bytes(http)
         try:
             found = await cancel_on_disconnect(http, self._when(news, wait_s))
             return respond(found or self._desk.outcome(session))

@@ -105,12 +105,13 @@ class WorkerConnection(asyncio.Protocol):
 
     def close(self) -> None:
         """Free for the next request, when the answer is whole. One that is not wanted to its end is
-        broken off, so that its worker stops."""
+        broken off, so that its worker stops. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if self._is_whole:
             self._keep()
-        elif self._is_over:
-            self._is_closed = True
-        else:
+        elif not self._is_over:
             self.abort()
 
     def abort(self) -> None:

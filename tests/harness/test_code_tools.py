@@ -109,6 +109,23 @@ async def test_write_and_apply_patch(call: Session) -> None:
         await call.sandbox.read("pyproject.toml")
 
 
+async def test_a_patch_is_checked_before_anything_is_written(call: Session) -> None:
+    await call.sandbox.write("f.txt", "one\ntwo\n")
+    first = "*** Begin Patch\n*** Update File: f.txt\n-one\n+1\n"
+    for wrong in (
+        "*** Add File: /etc/x\n+x\n",
+        "*** Add File: ../x\n+x\n",
+        f"*** Add File: {EFFORT}\n+x\n",
+        "*** Add File: new\n+\ud800\n",
+    ):
+        said = await call("apply_patch", patch=first + wrong)
+        assert said.startswith("error: nothing was changed: ")
+        assert await call.sandbox.read("f.txt") == "one\ntwo\n"
+    second = "*** Update File: ./f.txt\n*** Move to: g.txt\n-two\n+2\n"
+    assert await call("apply_patch", patch=first + second) == "ok\nchanged g.txt\ndeleted f.txt"
+    assert await call.sandbox.read("g.txt") == "1\n2\n"
+
+
 async def test_grep_and_glob(call: Session) -> None:
     number = FILES[EFFORT].splitlines().index("class Effort:") + 1
     assert await call("grep", pattern=r"^class Ef+ort\b", glob="etude/**/*.py") == (
@@ -132,6 +149,27 @@ async def test_the_terminal_remembers(call: Session) -> None:
     assert await call("terminal", command='echo "[$A]"; ls core/seeds.py') == "[]\ncore/seeds.py"
     assert "syntax error" in (await call("terminal", command="if")).lower()
     assert await call("terminal", command="basename $PWD") == "etude"
+
+
+async def test_a_shell_that_holds_much_goes_on(call: Session) -> None:
+    for name in "fg":
+        await call("terminal", command=f"{name}() {{ echo {'a' * 70_000}; }}")
+    assert (await call("terminal", command="f | wc -c; g | wc -c")).split() == ["70001"] * 2
+    quotes = "\\'" * 40_000
+    assert (await call("terminal", command=f"echo {quotes} | wc -c")).strip() == "40001"
+    # Nothing starts with such a variable; it is forgotten, and the rest is not.
+    await call("terminal", command="B=$(printf %0200000d 0); export B; cd etude")
+    said = await call("terminal", command='echo "[$B]"; ls core/seeds.py; f | wc -c')
+    assert said.split() == ["[]", "core/seeds.py", "70001"]
+    # More than is kept of an output: the shell goes on from what it had before.
+    longer = 'eval "$(declare -f f | sed s/a/bbbbb/g)"'
+    await call("terminal", command=f"{longer}; cd core")
+    assert (await call("terminal", command="ls core/seeds.py; f | wc -c")).split() == [
+        "core/seeds.py",
+        "70001",
+    ]
+    for wrong in ("echo \0", "echo \ud800"):
+        assert (await call("terminal", command=wrong)).startswith("error: ")
 
 
 async def test_jobs_in_the_background(call: Session) -> None:
@@ -232,7 +270,51 @@ async def test_servers_that_are_absent_or_broken_are_told_of_once(call: Session)
     call.use(LanguageServers(call.sandbox, servers, timeout_s=LONG_S))
     said = await call("write", path="a.py", content="x = 1\n")
     assert "(no diagnostics of none: no program no-such-server in the sandbox)" in said
-    assert "(no diagnostics of mute: ended (0))" in said and "of loud: ended (0)" in said
+    assert "(no diagnostics of mute: it has ended (exit code 0))" in said
+    assert "(no diagnostics of loud: it does not speak LSP" in said
+    assert await call("edit", path="a.py", old="1", new="2") == "ok: line 1"
+
+
+async def test_a_server_that_speaks_something_else_is_not_waited_for(call: Session) -> None:
+    banner = "printf 'hello\\r\\n\\r\\n'; echo $$ > pid; exec sleep 1000"
+    servers = {"banner": ["sh", "-c", banner]}
+    call.use(LanguageServers(call.sandbox, servers, timeout_s=LONG_S))
+    said = await call("write", path="a.py", content="x = 1\n")
+    assert "(no diagnostics of banner: it does not speak LSP" in said
+    alive = await call("terminal", command="[ ! -f pid ] || ! kill -0 $(cat pid) 2> /dev/null")
+    assert alive == "(no output)"
+
+
+SERVER = """
+import json, sys
+while True:
+    size = 0
+    while (line := sys.stdin.buffer.readline()) != b"\\r\\n":
+        size = int(line.split(b":")[1])
+    asked = json.loads(sys.stdin.buffer.read(size))
+    if "id" in asked:
+        first = asked["method"] == "initialize"
+        said = '{"id": ID, "result": null}' if first else sys.argv[1]
+        said = said.replace("ID", str(asked["id"])).encode()
+        sys.stdout.buffer.write(b"Content-Length: %d\\r\\n\\r\\n%s" % (len(said), said))
+        sys.stdout.buffer.flush()
+"""
+
+
+async def test_a_server_whose_answers_are_wrong_is_dropped(call: Session) -> None:
+    answers = {
+        "list": "[1]",
+        "json": "{nope",
+        "range": '{"id": ID, "result": {"items": [{"message": "x"}]}}',
+        "items": '{"id": ID, "result": [1]}',
+        "error": '{"id": ID, "error": "broken"}',
+    }
+    await call.sandbox.write("server.py", SERVER)
+    servers = {name: ["python", "-S", "server.py", said] for name, said in answers.items()}
+    call.use(LanguageServers(call.sandbox, servers, timeout_s=LONG_S))
+    said = await call("write", path="a.py", content="x = 1\n")
+    for name in answers:
+        assert f"(no diagnostics of {name}: it " in said
     assert await call("edit", path="a.py", old="1", new="2") == "ok: line 1"
 
 

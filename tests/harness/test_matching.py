@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from etude.harness.code.matching import NoMatch, replace
 from etude.harness.code.output import clip
-from etude.harness.code.patches import PatchError, parse_patch, patched
+from etude.harness.code.patches import PatchError, after_changes, parse_patch, patched
 
 TEXT = """\
 class Cart:
@@ -38,6 +38,20 @@ def test_white_space_is_forgiven_and_the_indentation_of_the_file_stays() -> None
         "        reduced = full - full * discount // 100\n",
         "        if discount:\n            reduced = full\n",
     )
+
+
+def test_places_that_overlap_are_replaced_as_exact_ones_are() -> None:
+    text = "  x = 1\n" * 3 + "end"
+    exact, _ = replace(text, "  x = 1\n  x = 1\n", "  y\n", everywhere=True)
+    spaced, how = replace(text, "x  = 1\nx  = 1", "y", everywhere=True)
+    assert (spaced, how) == (exact, "white space") and exact == "  y\n  x = 1\nend"
+
+
+def test_one_line_that_is_only_alike_is_another_line() -> None:
+    text = "def test():\n    self.assertEqual(compute(2), 1)\n"
+    for old in ("    self.assertEqual(compute(1), 1)\n", "self.assertEqual(compute(1), 1)"):
+        with pytest.raises(NoMatch, match=r"most like it are these lines(?s:.)*compute\(2\)"):
+            replace(text, old, "pass")
 
 
 def test_a_slip_in_one_line_of_several_is_forgiven() -> None:
@@ -72,20 +86,64 @@ def test_two_places_that_differ_in_white_space_only_are_no_one_place() -> None:
         replace(text, "go(1)", "go(2)")
 
 
-LINES = st.lists(st.sampled_from(["a", "b", "  c", "d = 1", "", "e"]), min_size=1, max_size=12)
+LINES = st.lists(st.sampled_from(["a", "b", "  c", "d = 1", "", "-- e"]), min_size=1, max_size=12)
 
 
 @settings(max_examples=60, deadline=None)
-@given(before=LINES, after=LINES)
+@given(before=LINES, after=LINES, around=st.sampled_from([0, 1, 20]))
 def test_any_unified_diff_gives_the_file_that_it_was_made_from(
-    before: list[str], after: list[str]
+    before: list[str], after: list[str], around: int
 ) -> None:
     old, new = ("\n".join(lines) + "\n" for lines in (before, after))
-    diff = "\n".join(difflib.unified_diff(before, after, "a/f.txt", "b/f.txt", lineterm="", n=20))
+    names = ("a/f.txt", "b/f.txt")
+    diff = "\n".join(difflib.unified_diff(before, after, *names, lineterm="", n=around))
     if before == after:
         return
     [change] = parse_patch(diff)
     assert change.path == "f.txt" and patched(old, change) == new
+
+
+def test_a_line_that_looks_like_a_header_is_a_line() -> None:
+    before, after = "select 1;\n-- old\nselect 2;\n", "select 1;\n-- new\nselect 2;\n"
+    hunk = " select 1;\n--- old\n+-- new\n select 2;\n"
+    for head in ("--- a/q.sql\n+++ b/q.sql\n@@ -1,3 +1,3 @@\n", "*** Update File: q.sql\n@@\n"):
+        [change] = parse_patch(f"{head}{hunk}")
+        assert (change.path, patched(before, change)) == ("q.sql", after)
+    twice = f"--- q\n+++ q\n@@ -1,3 +1,3 @@\n{hunk}--- r\n+++ r\n@@ -1,3 +1,3 @@\n{hunk}"
+    assert [(each.path, patched(before, each)) for each in parse_patch(twice)] == [
+        ("q", after),
+        ("r", after),
+    ]
+
+
+def test_a_hunk_that_only_adds_comes_behind_the_line_that_it_names() -> None:
+    diff = "--- a/f\n+++ b/f\n@@ -{},0 +2 @@\n+new\n"
+    texts = [patched("one\ntwo\n", parse_patch(diff.format(n))[0]) for n in (0, 1, 2, 9)]
+    assert texts == ["new\none\ntwo\n", "one\nnew\ntwo\n", *["one\ntwo\nnew\n"] * 2]
+
+
+def test_a_file_that_git_renames() -> None:
+    renamed = "diff --git a/g b/h\nsimilarity index 90%\nrename from g\nrename to h\n"
+    hunk = "index 1..2 100644\n--- a/g\n+++ b/h\n@@ -1 +1 @@\n-x\n+y\n"
+    for patch, text in ((renamed, "x\n"), (renamed + hunk, "y\n")):
+        changes = parse_patch(f"--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n one\n-two\n+2\n{patch}")
+        before = {"f": "one\ntwo\n", "g": "x\n", "h": None}
+        assert after_changes(before, changes) == {"f": "one\n2\n", "g": None, "h": text}
+    with pytest.raises(PatchError, match="cannot copy a file"):
+        parse_patch(renamed.replace("rename", "copy"))
+
+
+def test_sections_of_a_patch_stand_on_one_another_and_none_overwrites_a_file() -> None:
+    sections = "*** Update File: f\n-a\n+A\n*** Update File: f\n-c\n+C\n"
+    assert after_changes({"f": "a\nb\nc\n"}, parse_patch(sections)) == {"f": "A\nb\nC\n"}
+    anew = parse_patch("*** Delete File: f\n*** Add File: f\n+new\n")
+    assert after_changes({"f": "a\n"}, anew) == {"f": "new\n"}
+    there = {"f": "a\n", "g": "b\n"}
+    for wrong in ("*** Add File: g\n+x\n", "*** Update File: f\n*** Move to: g\n-a\n+b\n"):
+        with pytest.raises(PatchError, match="g is there already: update it"):
+            after_changes(there, parse_patch(wrong))
+    with pytest.raises(PatchError, match="there is no file f"):
+        after_changes(there, parse_patch("*** Delete File: f\n*** Update File: f\n-a\n+b\n"))
 
 
 def test_a_patch_in_sections() -> None:
@@ -115,6 +173,9 @@ def test_line_numbers_are_hints_which_decide_between_places_that_are_alike() -> 
         patched(text, parse_patch("--- f\n+++ f\n@@ -7,1 +7,1 @@\n-x\n+y\n")[0])
     with pytest.raises(PatchError, match="no file is named"):
         parse_patch("hello")
+    for nameless in ("--- /dev/null\n+++ /dev/null\n", "rename to f\n"):
+        with pytest.raises(PatchError, match="no name in it"):
+            parse_patch(nameless)
 
 
 def test_of_a_long_output_beginning_end_and_errors_stay() -> None:

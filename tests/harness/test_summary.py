@@ -16,8 +16,8 @@ from etude.core.protocols import Sandbox
 from etude.core.sampling import Request, Sample
 from etude.core.sandbox import CommandResult, SandboxSpec
 from etude.core.types import Attempt, Group, Score, Task, Trajectory, turns
-from etude.harness.agent import CodingAgent
-from etude.harness.summary import CarriedState, Conversation
+from etude.harness.agent import NUDGE, CodingAgent
+from etude.harness.summary import REQUEST, CarriedState, Conversation
 from etude.model.transformer import ModelConfig, Transformer
 from etude.run.loop import assemble_batch
 from etude.run.rollout import RolloutRunner
@@ -181,8 +181,9 @@ async def test_what_is_too_long_for_the_window_is_left_out_of_the_summary(
     room = len(policy.asked[0].prompt) + 250
     monkeypatch.setitem(globals(), "OUTPUT", "x " * 500)
     texts = [call("test"), "the tests say too much", call("submit")]
-    trajectory, _ = await attempt(texts, network, max_context=room, summarise_at=room - 80)
+    trajectory, policy = await attempt(texts, network, max_context=room, summarise_at=room - 80)
     assert trajectory.status == "done"
+    assert f"fix area\n\n{REQUEST}" in TOKENIZER.decode(policy.asked[-2].prompt), "in one message"
     assert [(segment.kind, len(turns(segment))) for segment in trajectory.segments] == [
         ("turns", 1),
         ("summary", 1),
@@ -191,6 +192,17 @@ async def test_what_is_too_long_for_the_window_is_left_out_of_the_summary(
     assert "the tests say too much" in TOKENIZER.decode(trajectory.segments[2].prompt)
     ended, _ = await attempt(texts, network, max_context=room)
     assert ended.status == "timeout", "without summaries it ends as it stands"
+
+
+async def test_a_summary_is_asked_for_within_the_reminder_to_call_a_tool(
+    network: Transformer,
+) -> None:
+    texts = ["hm", "nothing is done", call("submit")]
+    trajectory, policy = await attempt(texts, network, summarise_at=1)
+    assert trajectory.status == "done"
+    assert f"{NUDGE}\n\n{REQUEST}" in TOKENIZER.decode(policy.asked[1].prompt), "in one message"
+    user = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+    assert user[1:3] == [NUDGE, REQUEST], "people read them one by one"
 
 
 def test_what_the_harness_knows_goes_on_beside_the_summary() -> None:

@@ -7,20 +7,27 @@ import re
 import signal
 import time
 
+import aiohttp
 import pytest
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from etude.serve import process
 from etude.serve.http import (
     ApiError,
     ClientDisconnected,
     DeadlineExceeded,
+    EventStream,
+    SendEvent,
     Unavailable,
+    create_app,
     deadline,
     error_response,
     read,
 )
 from etude.serve.metrics import BOUNDS_S, Metrics, RequestRecord
+from tests.serve.conftest import served
 
 
 def figures(text: str) -> dict[str, float]:
@@ -123,3 +130,38 @@ async def test_signals_mean_what_they_did_when_a_server_has_ended() -> None:
         signal.raise_signal(signal.SIGTERM)
         await running
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+async def test_a_crash_is_a_500_with_a_body_and_an_id(http: aiohttp.ClientSession) -> None:
+    async def health(request: Request) -> Response:
+        raise RuntimeError("a secret")
+
+    async def status(request: Request) -> Response:
+        async def work(send: SendEvent) -> None:
+            raise RuntimeError("a secret")
+
+        return EventStream(work)
+
+    async def up(request: Request) -> Response:
+        async def work(send: SendEvent) -> None:
+            await send({"first": 1})
+            raise RuntimeError("a secret")
+
+        return EventStream(work)
+
+    metrics = Metrics()
+    routes = [Route("/health", health), Route("/status", status), Route("/up", up)]
+    async with served(create_app(routes, None, metrics)) as url:
+        for path in ("/health", "/status"):
+            async with http.get(f"{url}{path}", headers={"x-request-id": "mine"}) as response:
+                error = (await response.json())["error"]
+                assert (response.status, error["code"]) == (500, "internal_error")
+                assert "secret" not in error["message"]
+                assert response.headers["x-request-id"] == "mine"
+        async with http.get(f"{url}/up") as response:
+            assert response.status == 200
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.read()
+    found = figures(metrics.text({}))
+    for route in ("health", "status", "up"):
+        assert found[f'etude_requests_total{{route="{route}",status="500"}}'] == 1

@@ -251,3 +251,35 @@ async def test_work_is_cancelled_with_its_client_and_never_after_its_end() -> No
         await cancel_on_disconnect(http, asyncio.sleep(3600))
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("passes", range(4))
+async def test_a_client_that_goes_as_the_work_ends_cancels_nothing_that_follows(
+    passes: int,
+) -> None:
+    gone, done = asyncio.Event(), asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def answer() -> str:
+        try:
+            return await cancel_on_disconnect(HttpRequest({"type": "http"}, receive), waiting())
+        except ClientDisconnected:
+            return "gone"
+        finally:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+    async def waiting() -> str:
+        await done.wait()
+        return "done"
+
+    answering = asyncio.create_task(answer())
+    await asyncio.sleep(0.001)
+    gone.set()
+    for _ in range(passes):
+        await asyncio.sleep(0)
+    done.set()
+    assert await answering in ("done", "gone") and not answering.cancelling()

@@ -54,6 +54,17 @@ async def say_all(writer: asyncio.StreamWriter, number: int) -> None:
     writer.write(WHOLE)
 
 
+async def test_a_connection_that_is_closed_twice_is_free_once() -> None:
+    worker, client = Worker(say_all), WorkerClient()
+    async with worker.at() as url:
+        connection = await ask(client, url)
+        await connection.read_all()
+        connection.close()
+        connection.close()
+        assert client.idle(url) is connection and client.idle(url) is None
+        connection.abort()
+
+
 async def test_a_connection_is_used_again() -> None:
     worker, client = Worker(say_all), WorkerClient()
     async with worker.at() as url:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import posixpath
 from collections.abc import Sequence
 
 from etude.harness.code.matching import NoMatch, replace
-from etude.harness.code.patches import FileChange, PatchError, parse_patch, patched
+from etude.harness.code.patches import FileChange, after_changes, parse_patch
 from etude.harness.code.tool import Tool, ToolError, boolean, integer, string
 
 READ_LINES = 400
@@ -107,35 +109,35 @@ class ApplyPatch(Tool):
 
     async def call(self, patch: str) -> str:
         try:
-            changes = parse_patch(patch)
-            texts = [await self._after(change) for change in changes]
-        except PatchError as e:
+            changes = [await self._placed(change) for change in parse_patch(patch)]
+            names = dict.fromkeys(n for change in changes for n in (change.path, change.to) if n)
+            before = {name: await self.workspace.find(name) for name in names}
+            after = after_changes(before, changes)
+            for text in after.values():
+                (text or "").encode()  # what no file can hold
+        except ValueError as e:
             raise ToolError(f"nothing was changed: {e}") from e
-        except ToolError as e:
-            raise ToolError(f"nothing was changed: {e}") from e
-        said = [await self._save(*each) for each in zip(changes, texts, strict=True)]
-        return "\n".join(["ok", *(line for line in said if line)])
+        moved = {change.to: change.path for change in changes if change.to}
+        said = ["ok"]
+        for name, text in after.items():
+            if text is not None and text != before[name]:
+                was = before[moved.get(name, name)]
+                found = await self.workspace.save(name, was, text)
+                what = "added" if was is None else "changed"
+                said.append(f"{what} {name}\n{found}".rstrip())
+        for name, text in after.items():
+            if text is None and before[name] is not None:
+                await self.workspace.remove(name)
+                said.append(f"deleted {name}")
+        return "\n".join(said)
 
-    async def _after(self, change: FileChange) -> tuple[str | None, str]:
-        """The text before, and after."""
-        if change.kind == "add":
-            return None, patched("", change)
-        before = await self.workspace.read(change.path)
-        if change.kind == "delete":
-            return before, ""
-        after = patched(_unix(before), change)
-        return before, after.replace("\n", "\r\n") if "\r\n" in before else after
-
-    async def _save(self, change: FileChange, texts: tuple[str | None, str]) -> str:
-        before, after = texts
-        if change.kind == "delete":
-            await self.workspace.remove(change.path)
-            return f"deleted {change.path}"
-        target = change.to or change.path
-        said = await self.workspace.save(target, before, after)
-        if change.to:
-            await self.workspace.remove(change.path)
-        return f"{'added' if before is None else 'changed'} {target}\n{said}".rstrip()
+    async def _placed(self, change: FileChange) -> FileChange:
+        """With names that are the same if they mean the same file."""
+        path, to = [
+            posixpath.normpath(await self.workspace.inside(name)) if name else ""
+            for name in (change.path, change.to)
+        ]
+        return dataclasses.replace(change, path=path, to=to)
 
 
 def _unix(text: str) -> str:

@@ -1,8 +1,8 @@
 """Where a piece of text stands in a file, though it was quoted from memory.
 
 Three ways, from the strictest to the most forgiving: as it is; with other white space; with slips
-in a few of its lines. A more forgiving way is only taken where the stricter ones find nothing, and
-none of them ever chooses between two places.
+in a few lines of several. A more forgiving way is only taken where the stricter ones find nothing,
+and none of them ever chooses between two places.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ def places(lines: Sequence[str], wanted: Sequence[str]) -> list[Place]:
     spaced = [n for n in starts if plain[n : n + count] == plainly_wanted]
     if spaced:
         return [Place(n, n + count, "white space") for n in spaced]
+    if sum(map(bool, plainly_wanted)) == 1:
+        return []  # a line that is alike is as often another one, `f(2)` for `f(1)`
     return [Place(n, n + count, "fuzzy") for n in _alike(plain, plainly_wanted, ALIKE)]
 
 
@@ -68,9 +70,18 @@ def replace(text: str, old: str, new: str, *, everywhere: bool = False) -> tuple
     if len(found_places) > 1 and not everywhere:
         raise NoMatch(_ambiguous([place.start + 1 for place in found_places], "old"))
     written = new.strip("\n").split("\n") if new.strip("\n") else []
-    for place in reversed(found_places):
+    for place in reversed(_apart(found_places)):
         lines[place.start : place.stop] = shifted(written, wanted, lines[place.start : place.stop])
     return "\n".join(lines), found_places[0].how
+
+
+def _apart(found: Sequence[Place]) -> list[Place]:
+    """Those that do not overlap, the first ones first, as `str.replace` has it."""
+    apart: list[Place] = []
+    for place in found:
+        if not apart or place.start >= apart[-1].stop:
+            apart.append(place)
+    return apart
 
 
 def shifted(new: Sequence[str], wanted: Sequence[str], found: Sequence[str]) -> list[str]:

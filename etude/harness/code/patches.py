@@ -8,13 +8,18 @@ tool finds text.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etude.harness.code.matching import NoMatch, nearest, places, shifted
 
-_NUMBERS = re.compile(r"@@ -(\d+)(?:,\d+)? \+\d+(?:,\d+)? @@")
+_NUMBERS = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 _SECTION = re.compile(r"\*\*\* (Add|Update|Delete) File: (.+)")
-_NOISE = ("diff --git ", "index ", "new file mode", "deleted file mode", "*** End of File", "\\ No")
+_NOISE = (
+    *("diff --git ", "index ", "new file mode", "deleted file mode", "old mode ", "new mode "),
+    *("similarity index ", "dissimilarity index ", "*** Begin Patch", "*** End Patch"),
+    *("*** End of File", "\\ No"),
+)
 
 
 class PatchError(ValueError):
@@ -51,18 +56,25 @@ def parse_patch(text: str) -> list[FileChange]:
     """The changes, in order. PatchError if there are none."""
     changes: list[FileChange] = []
     source = ""
-    for line in text.strip("\n").split("\n"):
-        if line.startswith("--- "):
-            source = _name(line)
-        elif line.startswith("+++ "):
-            changes.append(_unified(source, _name(line)))
+    lines = iter(enumerate(all_lines := text.strip("\n").split("\n")))
+    for number, line in lines:
+        if _is_header(all_lines[number : number + 3], changes):
+            change = _unified(_name(line), _name(next(lines)[1]))
+            if changes[-1:] != [change]:  # after git's lines of a renaming it is the same one
+                changes.append(change)
+        elif line.startswith("rename from "):
+            source = line.removeprefix("rename from ")
+        elif line.startswith("rename to "):
+            changes.append(FileChange(source, "update", to=line.removeprefix("rename to ")))
+        elif line.startswith("copy from "):
+            raise PatchError(f"{line!r}: a patch cannot copy a file; add the new one")
         elif section := _SECTION.fullmatch(line.rstrip()):
             changes.append(FileChange(section[2].strip(), section[1].lower()))
             if section[1] == "Add":
                 changes[-1].hunks.append(Hunk())
         elif line.startswith("*** Move to: "):
             _current(changes, line).to = line.removeprefix("*** Move to: ").strip()
-        elif line.startswith(("*** Begin Patch", "*** End Patch", *_NOISE)):
+        elif line.startswith(_NOISE):
             continue
         elif line.startswith("@@"):
             _current(changes, line).hunks.append(_hunk(line))
@@ -73,9 +85,33 @@ def parse_patch(text: str) -> list[FileChange]:
             "no file is named in it: give a unified diff (--- a/FILE, +++ b/FILE, @@), or sections "
             "'*** Update File: FILE' between '*** Begin Patch' and '*** End Patch'"
         )
+    if not all(change.path for change in changes):
+        raise PatchError("a file has no name in it")
     for hunk in (hunk for change in changes for hunk in change.hunks if hunk.blank):
         del hunk.old[-hunk.blank :], hunk.new[-hunk.blank :]
     return changes
+
+
+def after_changes(
+    before: Mapping[str, str | None], changes: Sequence[FileChange]
+) -> dict[str, str | None]:
+    """The texts of all files after the changes, each on top of those before it. None: there is no
+    such file. PatchError where one does not fit."""
+    after = dict(before)
+    for change in changes:
+        text, target = after[change.path], change.to or change.path
+        if (change.kind == "add" or target != change.path) and after[target] is not None:
+            raise PatchError(f"{target} is there already: update it, or delete it first")
+        if change.kind == "add":
+            after[target] = patched("", change)
+            continue
+        if text is None:
+            raise PatchError(f"there is no file {change.path}: glob finds files by pattern")
+        after[change.path] = None
+        if change.kind == "update":
+            new = patched(text.replace("\r\n", "\n"), change)
+            after[target] = new.replace("\n", "\r\n") if "\r\n" in text else new
+    return after
 
 
 def patched(text: str, change: FileChange) -> str:
@@ -98,8 +134,9 @@ def _where(lines: list[str], hunk: Hunk, offset: int) -> tuple[int, int]:
     if not hunk.old:
         if hunk.line is None and not hunk.anchor and any(lines):
             raise NoMatch("it only adds, and does not say where: give lines around it")
-        at = _after(lines, hunk.anchor) if hunk.anchor else (hunk.line or 0) + bool(hunk.line)
-        return min(at, len(lines)), min(at, len(lines))
+        at = _after(lines, hunk.anchor) if hunk.anchor else max((hunk.line or 0) + offset, 0)
+        at = min(at, len(lines) - (lines[-1] == ""))
+        return at, at
     found = places(lines, hunk.old)
     if not found:
         raise NoMatch(f"its lines stand nowhere in the file{nearest(lines, hunk.old)}")
@@ -123,6 +160,14 @@ def _after(lines: list[str], anchor: str) -> int:
     return found[0] + 1
 
 
+def _is_header(lines: Sequence[str], changes: Sequence[FileChange]) -> bool:
+    """Whether a file is named here. In a hunk, `--- x` may be a line `-- x` that goes: its counts
+    would tell, if models could count."""
+    names_file = lines[0].startswith("--- ") and lines[1:2] and lines[1].startswith("+++ ")
+    is_in_hunk = bool(changes and changes[-1].hunks)
+    return bool(names_file and (not is_in_hunk or lines[2:] and lines[2].startswith("@@")))
+
+
 def _name(line: str) -> str:
     name = line[4:].split("\t")[0].strip().strip('"')
     return "" if name == "/dev/null" else re.sub(r"^[ab]/", "", name)
@@ -138,7 +183,9 @@ def _unified(source: str, target: str) -> FileChange:
 
 def _hunk(line: str) -> Hunk:
     if numbers := _NUMBERS.match(line):
-        return Hunk(line=max(int(numbers[1]) - 1, 0))
+        # Without lines of the file, a hunk names the one that it comes behind.
+        is_behind = numbers[2] is not None and int(numbers[2]) == 0
+        return Hunk(line=max(int(numbers[1]) - (not is_behind), 0))
     return Hunk(anchor=line.strip("@ ").strip())
 
 

@@ -21,6 +21,7 @@ from etude.harness.code.diagnostics import Diagnostic
 START_S = 30.0
 _ERRORS_AND_WARNINGS = 2
 _NOT_FOUND = 127
+_NOT_LSP = "it does not speak LSP"
 _MAX_MESSAGE = 16 << 20
 _START = f"""
 PATH="$PATH:{SERVERS}:$1"
@@ -35,7 +36,7 @@ _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TY_MAX_PARALLELISM": "1"}
 
 
 class ServerGone(Exception):
-    """A server that is not there, or no longer. Says why."""
+    """A server that is not there, or no longer, or that cannot be understood. Says why."""
 
 
 class LanguageServers:
@@ -84,9 +85,11 @@ async def start_server(sandbox: Sandbox, name: str, argv: Sequence[str]) -> Lang
     except TimeoutError:
         await process.kill()
         raise ServerGone(f"it did not start within {START_S:g} s") from None
-    except ServerGone:
+    except ServerGone as e:
+        await process.kill()  # one that speaks something else would go on
         code = await process.wait()
-        what = f"no program {argv[0]} in the sandbox" if code == _NOT_FOUND else f"ended ({code})"
+        is_missing = code == _NOT_FOUND
+        what = f"no program {argv[0]} in the sandbox" if is_missing else f"{e} (exit code {code})"
         raise ServerGone(what) from None
     return server
 
@@ -107,7 +110,7 @@ class LanguageServer:
         while b"\n" not in self._pending:
             await self._more()
         line, _, rest = bytes(self._pending).partition(b"\n")
-        self._root, self._pending = f"file://{line.decode()}", bytearray(rest)
+        self._root, self._pending = f"file://{line.decode(errors='replace')}", bytearray(rest)
         document: Json = {"diagnostic": {}, "synchronization": {}}
         await self._request(
             "initialize",
@@ -130,16 +133,19 @@ class LanguageServer:
             await self._show(uri, text)
             document = {"textDocument": {"uri": uri}}
             answer = await self._request("textDocument/diagnostic", document)
-        return [
-            Diagnostic(
-                line=item["range"]["start"]["line"] + 1,
-                code=str(item.get("code", "")),
-                message=str(item["message"]).partition("\n")[0],  # then come hints
-                source=self._name,
-            )
-            for item in (answer or {}).get("items", ())
-            if item.get("severity", 1) <= _ERRORS_AND_WARNINGS
-        ]
+        try:
+            return [
+                Diagnostic(
+                    line=item["range"]["start"]["line"] + 1,
+                    code=str(item.get("code", "")),
+                    message=str(item["message"]).partition("\n")[0],  # then come hints
+                    source=self._name,
+                )
+                for item in (answer or {}).get("items", ())
+                if (item.get("severity") or 1) <= _ERRORS_AND_WARNINGS
+            ]
+        except (AttributeError, KeyError, TypeError) as e:
+            raise ServerGone(_NOT_LSP) from e
 
     async def kill(self) -> None:
         await self._process.kill()
@@ -164,7 +170,7 @@ class LanguageServer:
             message = await self._receive()
             if message.get("id") == number and "method" not in message:
                 if "error" in message:
-                    raise ServerGone(str(message["error"].get("message")))
+                    raise ServerGone(f"it answered {str(message['error'])[:200]}")
                 return message.get("result")
             if "id" in message and "method" in message:
                 await self._answer(message)
@@ -172,7 +178,9 @@ class LanguageServer:
     async def _answer(self, message: dict[str, Json]) -> None:
         """What a server asks for: settings, of which there are none, or leave, which it has."""
         is_settings = message["method"] == "workspace/configuration"
-        result = [None for _ in message["params"]["items"]] if is_settings else None
+        params = message.get("params")
+        items = params.get("items") if is_settings and isinstance(params, dict) else None
+        result = [None for _ in items] if isinstance(items, list) else None
         await self._send({"id": message["id"], "result": result})
 
     async def _send(self, message: dict[str, Json]) -> None:
@@ -187,7 +195,7 @@ class LanguageServer:
         try:
             size = int(fields[b"Content-Length"])
         except (KeyError, ValueError):
-            raise ServerGone("it does not speak LSP") from None
+            raise ServerGone(_NOT_LSP) from None
         if not 0 <= size <= _MAX_MESSAGE:
             raise ServerGone("it says too much")
         self._pending = bytearray(rest)
@@ -195,7 +203,12 @@ class LanguageServer:
             await self._more()
         body = bytes(self._pending[:size])
         del self._pending[:size]
-        message: dict[str, Json] = json.loads(body)
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as e:
+            raise ServerGone(_NOT_LSP) from e
+        if not isinstance(message, dict):
+            raise ServerGone(_NOT_LSP)
         return message
 
     async def _more(self) -> None:
@@ -203,3 +216,5 @@ class LanguageServer:
         if not data:
             raise ServerGone("it has ended")
         self._pending += data
+        if len(self._pending) > 2 * _MAX_MESSAGE:
+            raise ServerGone("it says too much")

@@ -81,7 +81,8 @@ class Job:
         if not self._end:
             return bytes(self._output), b""
         output, _, left = bytes(self._output).partition(self._end)
-        return output, left
+        is_cut = self._dropped and len(output) < KEPT_BYTES // 2
+        return output, b"" if is_cut else left
 
 
 class Shell:
@@ -103,12 +104,17 @@ class Shell:
         if remember:
             lines.append(
                 f'trap \'e=$?; trap - EXIT; printf "\\n%s\\0" {self._mark}; pwd; printf "\\0";'
-                f' declare -f 2>/dev/null; printf "\\0"; /usr/bin/env -0; exit $e\' EXIT'
+                f' declare -f 2>/dev/null; printf "\\0"; /usr/bin/env -0 2>/dev/null;'
+                f" exit $e' EXIT"
             )
         lines.append(f"eval {shlex.quote(command)} </dev/null")
-        script = "\n".join(lines)
-        argv = ["sh", "-c", 'exec "$(command -v bash || echo sh)" -c "$1"', "sh", script]
-        return Job(await self._sandbox.start(argv, env=self._env), f"\n{self._mark}\0")
+        script = "\n".join(lines).encode()
+        # The script is no argument: those have at most 128 KiB.
+        argv = ["sh", "-c", 'exec "$(command -v bash || echo sh)" -c \'eval "$(cat)"\'']
+        job = Job(await self._sandbox.start(argv, env=self._env), f"\n{self._mark}\0")
+        await job.write(script)
+        await job.write(b"")
+        return job
 
     def left(self, job: Job) -> str:
         """The output of a command that has ended; what it left behind is there for the next."""
@@ -117,8 +123,9 @@ class Shell:
             return output
         directory, functions, *pairs = state.split("\0")
         env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        self._env = {k: v for k, v in env.items() if _VARIABLE.fullmatch(k) and k not in _OWN}
-        self._known |= self._env.keys()
+        if env:  # no program starts with a variable that is too long, nor does the one that tells
+            self._env = {k: v for k, v in env.items() if _VARIABLE.fullmatch(k) and k not in _OWN}
+            self._known |= self._env.keys()
         self._directory, self._functions = directory.strip("\n"), functions.strip("\n")
         return output
 
@@ -157,6 +164,8 @@ class Terminal(Tool):
             raise ToolError("give a command, or the job that is meant")
         if len(command) > _MAX_COMMAND:
             raise ToolError(f"a command has at most {_MAX_COMMAND} characters: write a file first")
+        if "\0" in command:
+            raise ToolError("a command has no NUL characters: write a file first")
         started = await self._shell.start(command, remember=not background)
         if not background and await started.ended(wait_s):
             return _told(self._shell.left(started), started.exit_code)

@@ -71,11 +71,17 @@ class Workspace:
 
     async def read(self, path: str) -> str:
         """ToolError if there is no such text."""
+        if (text := await self.find(path)) is None:
+            raise ToolError(f"there is no file {path}: glob finds files by pattern")
+        return text
+
+    async def find(self, path: str) -> str | None:
+        """None if there is no such file. ToolError if it is not text."""
         place = await self.inside(path)
         try:
             return await self.sandbox.read(place)
         except FileNotFoundError:
-            raise ToolError(f"there is no file {path}: glob finds files by pattern") from None
+            return None
         except UnicodeDecodeError:
             raise ToolError(f"{path} is not text: use the terminal to look at it") from None
 
