@@ -73,7 +73,7 @@ async def _probe(run: Run, config: RunConfig, version: int) -> Found:
         for split in SPLITS:
             if wanted := getattr(config.tasks, split):
                 tasks = await read_tasks(environment, config.tasks, split)
-                probes = chosen_probes(tasks[: min(wanted, config.tasks.heldout)], config.seed)
+                probes = chosen_probes(tasks[: config.tasks.heldout or wanted], config.seed)
                 found[split] = count(await asyncio.gather(*map(answer, probes)))
     return found
 

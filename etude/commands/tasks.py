@@ -21,6 +21,7 @@ from etude.factory.build import build as build_tasks
 from etude.factory.harbor import is_ours, read_task
 from etude.factory.harbor_task import read_harbor_task, read_provided
 from etude.factory.swebench import diff
+from etude.run.task_folder import heldout_ids
 
 
 def build(
@@ -64,7 +65,22 @@ def _print_build(status: Status, out: Path, console: Console) -> None:
     for title, counts in (("kept", found["kinds"]), ("rejected", found["rejected"])):
         told = ", ".join(f"{name} {count}" for name, count in counts.items())
         console.print(f"{title}: {told or 'none'}", highlight=False, soft_wrap=True)
+    if status.kept:
+        _print_splits(_splits(out), console)
     console.print(f"look at them: etude tasks show {out}", highlight=False, soft_wrap=True)
+
+
+def _splits(folder: Path) -> dict[str, int]:
+    """Split -> tasks, of those that `etude.run.task_folder:TaskFolder` reads."""
+    found = [read_task(place) for place in checking.task_folders(folder) if is_ours(place)]
+    heldout = len(heldout_ids(found))
+    return {"train": len(found) - heldout, "heldout": heldout}
+
+
+def _print_splits(splits: dict[str, int], console: Console) -> None:
+    console.print(f"{splits['train']} to train on, {splits['heldout']} held out", highlight=False)
+    if sum(splits.values()) == 1:
+        console.print("one task cannot be divided: set tasks.heldout = 0", highlight=False)
 
 
 def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Console) -> int:
@@ -103,6 +119,9 @@ def stats(*, dir: Path, json: bool, console: Console) -> int:
         table.add_row(name, *(str(counts[kind]) for kind in kinds), str(counts.total()))
     table.add_row("all", *(str(found.kinds[kind]) for kind in kinds), str(found.kinds.total()))
     console.print(table)
+    splits = _splits(dir)
+    if any(splits.values()):
+        _print_splits(splits, console)
     mutations = ", ".join(f"{name} {count}" for name, count in found.mutations.most_common())
     console.print(f"mutations: {mutations or 'none'}", highlight=False, soft_wrap=True)
     failing = statistics.median(found.failing or [0])
@@ -117,6 +136,7 @@ def stats(*, dir: Path, json: bool, console: Console) -> int:
     if json:
         told = {
             "tasks": found.kinds.total(),
+            "splits": splits,
             "kinds": found.kinds,
             "repositories": found.repositories,
             "mutations": found.mutations,

@@ -34,8 +34,8 @@ class TasksConfig(Config):
     JSON, for `pull` or instead of those that a service gives."""
     train: Count = 4096
     """Tasks to train on."""
-    heldout: Count = 400
-    """Tasks for evaluation; they share no program with the training tasks."""
+    heldout: CountOrZero = 400
+    """Tasks for evaluation; they share no program with the training tasks. 0: none."""
     novel: CountOrZero = 200
     """Tasks for evaluation from templates that are never trained on."""
     timeout_s: Positive = 600.0

@@ -300,7 +300,7 @@ async def read_tasks(environment: Environment, config: TasksConfig, split: str) 
     with user_code(f"tasks.environment = {reference!r}"):
         tasks = await asyncio.to_thread(environment.tasks, split)
     if not tasks:
-        otherwise = ", or set tasks.novel = 0" if split == "novel" else ""
+        otherwise = f", or set tasks.{split} = 0" if split in EVAL_SPLITS else ""
         raise EtudeError(
             f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of which "
             f"the run wants {getattr(config, split)}: look at its tasks(){otherwise}"

@@ -53,6 +53,8 @@ async def run_evaluator(store: str) -> None:
         for version in periodic_versions(config.stage, config.eval.every_steps)
         if config.tasks.heldout and report_name(version, SPLIT) not in run.evals()
     ]
+    if not due:
+        return
     files = read_model_files(run)
     fetch = Follower(Chain(run.objects), name="evaluator").fetch
     async with (

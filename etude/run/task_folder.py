@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
 
 HELDOUT_SHARE = 4
-"""One file in this many: tasks that change the same file are on the same side."""
+"""One in this many."""
 
 
 class TaskFolder:
@@ -29,10 +29,12 @@ class TaskFolder:
         self._counts = counts
         found = map(read_task, task_folders(Path(path)))
         self._tasks: dict[str, RepositoryTask] = {task.id: task for task in found}
+        self._heldout = heldout_ids(self._tasks.values())
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Those of a split, in an order that does not favour a repository. None are novel."""
-        chosen = [task for task in self._tasks.values() if split_of(task) == split]
+        names = {"heldout": self._heldout, "train": self._tasks.keys() - self._heldout}
+        chosen = [self._tasks[name] for name in names.get(split, ())]
         chosen.sort(key=lambda task: hash_of(task.id))
         return [task.as_task() for task in chosen[: self._counts[split]]]
 
@@ -46,10 +48,24 @@ class TaskFolder:
         return await grade(self._tasks[task.id], sandbox, self._pool)
 
 
-def split_of(task: RepositoryTask) -> str:
-    """By the hash of the file that it changes, so that it stays when others come and go."""
-    changed = f"{task.repository}/{min(task.solution)}"
-    return "heldout" if hash_of(changed) % HELDOUT_SHARE == 0 else "train"
+def heldout_ids(tasks: Collection[RepositoryTask]) -> set[str]:
+    """By the hash of the file that a task changes, so that it stays when others come and go. Few
+    files may all be on one side: then by the function, and at last one task by one."""
+    for unit in (_file, _function):
+        held = {task.id for task in tasks if hash_of(unit(task)) % HELDOUT_SHARE == 0}
+        if 0 < len(held) < len(tasks):
+            return held
+    names = sorted((task.id for task in tasks), key=hash_of)
+    return set(names[: (len(names) + HELDOUT_SHARE // 2) // HELDOUT_SHARE])
+
+
+def _file(task: RepositoryTask) -> str:
+    return f"{task.repository}/{min(task.solution)}"
+
+
+def _function(task: RepositoryTask) -> str:
+    """The first of those that it changes; a task from a commit knows only files."""
+    return f"{task.repository}/{min(task.facts.get('functions', '').split(', '))}"
 
 
 def hash_of(text: str) -> int:

@@ -19,7 +19,7 @@ from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
 from etude.harness.code.agent import CodeAgent
-from etude.run.task_folder import TaskFolder, split_of
+from etude.run.task_folder import TaskFolder
 from tests.factory.tiny import build_tiny, make_repository
 from tests.harness.test_agent import model, says
 
@@ -134,7 +134,10 @@ async def test_a_run_can_be_made_of_it(built: tuple[Path, Status]) -> None:
     counts = {"train": 100, "heldout": 100, "novel": 0}
     async with open_workshop(built[0], Options()) as workshop:
         environment = TaskFolder(workshop.pool, counts=counts, seed=0, path=str(built[0]))
-        tasks = [*environment.tasks("train"), *environment.tasks("heldout")]
+        splits = [environment.tasks("train"), environment.tasks("heldout")]
+        assert all(splits) and not environment.tasks("novel")  # of a single file
+        tasks = [*splits[0], *splits[1]]
+        assert len(tasks) == len(tasks_of(built[0]))
         assert {task.id for task in tasks} == {task.id for task in tasks_of(built[0])}
         task = tasks[0]
         async with environment.open(task) as sandbox:
@@ -175,16 +178,17 @@ async def test_a_session_of_the_coding_harness_earns_its_reward(built: tuple[Pat
     assert "passed" in told[1] and told[2] == f"ok\nchanged {path}"  # its own tests are hidden
 
 
-def test_tasks_that_change_the_same_file_are_on_the_same_side(built: tuple[Path, Status]) -> None:
-    assert len({split_of(task) for task in tasks_of(built[0])}) == 1
-
-
 def test_the_commands_say_what_there_is(
     built: tuple[Path, Status], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = built[0]
     assert main(["tasks", "stats", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kinds"] == dict(built[1].kinds)
+    told = capsys.readouterr()
+    found = json.loads(told.out.splitlines()[-1])
+    assert found["kinds"] == dict(built[1].kinds)
+    splits = found["splits"]
+    assert f"{splits['train']} to train on, {splits['heldout']} held out" in told.err
+    assert all(splits.values()) and sum(splits.values()) == built[1].kept
     one = task_folders(folder)[0]
     assert main(["tasks", "show", str(folder), one.name]) == 0
     said = capsys.readouterr().out

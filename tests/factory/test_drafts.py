@@ -15,7 +15,7 @@ from etude.factory.prove import Rejected, Seen, prove
 from etude.factory.recipe import Recipe
 from etude.factory.survey import Survey
 from etude.factory.task import RepositoryTask
-from etude.run.task_folder import split_of
+from etude.run.task_folder import heldout_ids
 
 TEST = "tests/test_shop.py::test_all"
 TASK = RepositoryTask(
@@ -87,10 +87,28 @@ async def test_a_task_like_another_is_rejected_before_it_is_graded(
     assert graded == ["one"]
 
 
-def test_about_a_quarter_of_the_files_is_held_out() -> None:
-    def split(path: str) -> str:
-        return split_of(replace(TASK, solution={path: b""}))
+def changing(path: str, function: str, id: str) -> RepositoryTask:
+    facts = {"functions": f"{path}:{function}"}
+    return replace(TASK, id=id, solution={path: b""}, facts=facts)
 
-    splits = [split(f"shop/part_{n}.py") for n in range(400)]
-    assert {*splits} == {"train", "heldout"} and 60 <= splits.count("heldout") <= 140
-    assert splits == [split(f"shop/part_{n}.py") for n in range(400)]
+
+def test_about_a_quarter_of_the_files_is_held_out_and_none_by_halves() -> None:
+    tasks = {
+        part: [changing(f"shop/part_{part}.py", name, f"{name}-{part}") for name in "fg"]
+        for part in range(400)
+    }
+    held = heldout_ids([task for pair in tasks.values() for task in pair])
+    sides = [{task.id in held for task in pair} for pair in tasks.values()]
+    assert all(len(side) == 1 for side in sides) and 60 <= sides.count({True}) <= 140
+    some = [task for part in range(40) for task in tasks[part]]
+    assert heldout_ids(some) == {task.id for task in some} & held  # others do not matter
+
+
+def test_a_file_or_a_function_alone_is_divided_all_the_same() -> None:
+    file = {f: [changing("a.py", f"f{f}", f"{f}-{n}") for n in range(2)] for f in range(40)}
+    held = heldout_ids([task for pair in file.values() for task in pair])
+    assert all(len({task.id in held for task in pair}) == 1 for pair in file.values())
+    assert 0 < len(held) < 80
+    for count, wanted in ((1, 0), (2, 1), (3, 1), (4, 1), (9, 2)):
+        function = [changing("a.py", "f", str(n)) for n in range(count)]
+        assert len(heldout_ids(function)) == wanted

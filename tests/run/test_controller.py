@@ -87,10 +87,11 @@ def test_a_run_without_rollouts_needs_no_tasks_to_train_on() -> None:
 def test_splits_without_tasks_are_told_before_the_first_stage() -> None:
     with pytest.raises(EtudeError, match=r"split 'train', .* look at its tasks\(\)$"):
         checked(RL + "novel = 2", [])
-    with pytest.raises(EtudeError, match=r"split 'novel', .* or set tasks.novel = 0$"):
-        asyncio.run(
-            read_tasks(SimpleNamespace(tasks=lambda split: []), TasksConfig(), "novel")  # type: ignore[arg-type]
-        )
+    for split in ("heldout", "novel"):
+        with pytest.raises(EtudeError, match=rf"'{split}', .* or set tasks.{split} = 0$"):
+            asyncio.run(
+                read_tasks(SimpleNamespace(tasks=lambda split: []), TasksConfig(), split)  # type: ignore[arg-type]
+            )
 
 
 def test_a_sandbox_that_cannot_be_had_is_told_with_its_task() -> None:
