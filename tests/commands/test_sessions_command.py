@@ -147,7 +147,7 @@ def test_by_task_and_by_name(run: Run) -> None:
     assert "1 of 1 sessions like that" in printed(run, task="t2")
     assert "g000001.1, train task t1" in printed(run, id="g000001.1")
     lost = printed(run, id="g000003.0")
-    assert "error     sandbox: no room" in lost and "is not stored" in lost
+    assert "error     sandbox: no room" in lost and "all sessions of its group have ended" in lost
     with pytest.raises(EtudeError, match="no task t9: the nearest of 3 are t2, t1, h1"):
         printed(run, task="t9")
     with pytest.raises(EtudeError, match=r"no session g1.1: the nearest of 6 are g000001\.1,"):
