@@ -256,6 +256,8 @@ def _print_whole(
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
         whole_of = "group" if session.split == "train" else "evaluation"
         why = f"its conversation is stored once all sessions of its {whole_of} have ended"
+        if session.split != "train" and session.status == "failed":
+            why = "its conversation is not stored: an evaluation tries again what failed"
         blocks = [Block("error" if session.error else "score", told), Block("note", why)]
     else:
         blocks = read_session(trajectory, decode)
