@@ -191,6 +191,13 @@ def _add_export(add: AddCommand) -> None:
             name, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
         )
     parser.add_argument("--image", default="etude:latest", help="k8s (default: %(default)s)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="PATH",
+        help="the folder of RUN.toml as the cluster's machines see it, where its relative paths "
+        "start (default for slurm: where it is; k8s: none)",
+    )
 
 
 def _add_compare(add: AddCommand) -> None:

@@ -152,10 +152,10 @@ def export(args: argparse.Namespace) -> int:
     from etude.commands.export import Options, export
     from etude.commands.run_file import read_run_file
 
-    names = ("target", "workers", "worker_gpus", "trainer_nodes", "trainer_gpus", "image")
+    sizes = ("workers", "worker_gpus", "trainer_nodes", "trainer_gpus")
+    names = ("target", *sizes, "image", "folder")
     options = Options(**{name: getattr(args, name) for name in names})
-    config = read_run_file(args.config, ())
-    export(config, args.config.read_text(), args.kind, options, _console(False))
+    export(read_run_file(args.config, ()), args.config, args.kind, options, _console(False))
     return 0
 
 

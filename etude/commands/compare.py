@@ -14,6 +14,9 @@ from etude.dash.page import share
 from etude.launch.place import RunPlace
 from etude.run.evaluate import Report, reports
 
+FEWEST_TASKS = 6
+"""With fewer, no difference is significant: p of the sign-flip test is at least 2 / 2**tasks."""
+
 
 def compare(before: str, after: str, split: str, console: Console) -> dict[str, Json]:
     """Show the comparison, and return what `--json` prints. Each side is a run's directory, with
@@ -35,6 +38,8 @@ def compare(before: str, after: str, split: str, console: Console) -> dict[str, 
     left_out = len(there.keys() | here.keys()) - len(common)
     console.print(table([(before, first), (after, second)]))
     console.print(verdict(found, left_out))
+    if first == second:
+        console.print(f"both are one evaluation, of version {first.version}: name another @VERSION")
     fields = ("num_tasks", "before", "after", "difference", "low", "high", "p_value")
     return {name: getattr(found, name) for name in (*fields, "gained", "lost")}
 
@@ -79,8 +84,13 @@ def table(sides: Sequence[tuple[str, Report]]) -> Table:
 
 def verdict(found: PairedComparison, left_out: int) -> str:
     points = [100 * each for each in (found.difference, found.low, found.high)]
+    interval = (
+        f"95 % interval {points[1]:+.1f} to {points[2]:+.1f}"
+        if found.num_tasks >= FEWEST_TASKS
+        else f"of too few tasks for an interval ({FEWEST_TASKS} at least)"
+    )
     lines = [
-        f"difference: {points[0]:+.1f} points, 95 % interval {points[1]:+.1f} to {points[2]:+.1f}",
+        f"difference: {points[0]:+.1f} points, {interval}",
         f"p = {found.p_value:.2g} (exact sign-flip test over {found.num_tasks} tasks)",
         f"{found.gained} tasks solved more often, {found.lost} less often",
     ]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from etude.commands.run_file import relative_paths
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.launch import kubernetes, slurm
@@ -30,18 +31,30 @@ class Options:
     trainer_nodes: int
     trainer_gpus: int
     image: str
+    folder: Path | None
+    """Of the run's file, as the machines of the cluster see it; None: as it is here."""
 
 
-def export(config: RunConfig, text: str, kind: str, options: Options, console: Console) -> None:
+def export(config: RunConfig, file: Path, kind: str, options: Options, console: Console) -> None:
     """Write the files into a directory that is not there yet."""
     if config.store is None or (kind == "k8s" and not is_bucket(config.store)):
         raise EtudeError(
             "a run on several machines needs a store that all of them reach: set "
             'store = "s3://BUCKET/RUN" (or gs://, az://) in its file'
         )
+    _check_devices(config, options)
+    folder = options.folder
+    if folder is None and kind == "slurm":
+        folder = file.absolute().parent
+    if folder is None and (found := next(relative_paths(config), None)):
+        raise EtudeError(
+            f"{found[0]} = {found[1]!r} starts at the folder of {file}, which pods do not see: "
+            f"copy the folder into the image and say where with --folder /PATH"
+        )
     made = Export(
         name=config.name,
-        text=text,
+        text=file.read_text(),
+        folder=str(folder or ""),
         store=config.store,
         regions=config.engine.regions,
         workers=options.workers,
@@ -65,6 +78,20 @@ def export(config: RunConfig, text: str, kind: str, options: Options, console: C
         f"{len(files)} files in {options.target}\n{told}", highlight=False, markup=False,
         soft_wrap=True,
     )  # fmt: skip
+
+
+def _check_devices(config: RunConfig, options: Options) -> None:
+    for key, device, option, gpus in (
+        ("engine.device", config.engine.device, "--worker-gpus", options.worker_gpus),
+        ("trainer.device", config.trainer.device, "--trainer-gpus", options.trainer_gpus),
+    ):
+        if device == "cpu" and gpus:
+            raise EtudeError(
+                f'{key} = "cpu" would leave {option} {gpus} idle: set {key} = "cuda" in the run\'s '
+                f"file, or give {option} 0"
+            )
+        if device == "cuda" and not gpus:
+            raise EtudeError(f'{key} = "cuda" needs GPUs: give {option} 1 or more')
 
 
 def _kubernetes(made: Export) -> dict[str, str]:

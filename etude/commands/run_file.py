@@ -21,16 +21,18 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"cannot read {path}: {getattr(e, 'strerror', None) or e}; give the path of a run's "
             f"TOML"
         ) from e
-    written = parse(text, overrides, source=str(path))
-    folder = Path(os.path.normpath(path.absolute().parent / (written.folder or ".")))
-    config = written.model_copy(update={"folder": str(folder)}).seen_from(folder)
-    for key, place in _places(config.model_dump(), config):
-        _check_started_there(key, place, folder)
+    config = parse(text, overrides, source=str(path)).located(path.absolute().parent)
+    for key, place in relative_paths(config):
+        _check_started_there(key, place, Path(config.folder or "."))
     return config
 
 
-def _places(tree: object, config: RunConfig, key: str = "") -> Iterator[tuple[str, str]]:
+def relative_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
     """The keys that hold a relative path, each with the path."""
+    return _places(config.model_dump(), config)
+
+
+def _places(tree: object, config: RunConfig, key: str = "") -> Iterator[tuple[str, str]]:
     match tree:
         case dict():
             for name, value in tree.items():

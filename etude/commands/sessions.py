@@ -254,8 +254,10 @@ def _print_whole(
     trajectory = whole(run, session)
     if trajectory is None:
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
-        when = "its whole group has ended" if session.split == "train" else "it has a score"
-        why = f"its conversation is not stored: a session is when {when}"
+        whole_of = "group" if session.split == "train" else "evaluation"
+        why = f"its conversation is stored once all sessions of its {whole_of} have ended"
+        if session.split != "train" and session.status == "failed":
+            why = "its conversation is not stored: an evaluation tries again what failed"
         blocks = [Block("error" if session.error else "score", told), Block("note", why)]
     else:
         blocks = read_session(trajectory, decode)

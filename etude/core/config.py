@@ -7,8 +7,10 @@ Components take plain values out of the tree, or one of its tables, never the tr
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -180,6 +182,11 @@ class RunConfig(Config):
     ]
     """The stages, in order: the first starts from fresh weights or from model.path, each other one
     from the weights of the one before."""
+
+    def located(self, folder: Path) -> RunConfig:
+        """The same, whose file lies in this folder: relative paths are absolute."""
+        start = os.path.normpath(folder / (self.folder or "."))
+        return self.model_copy(update={"folder": start}).seen_from(Path(start))
 
     def as_written(self, place: str) -> str:
         """A path, or a reference to code, as it stands in the run's file."""

@@ -31,6 +31,8 @@ class Export:
     """While loops go on (`eval.every_steps`)."""
     image: str = "etude:latest"
     config_path: str = "/etc/etude/run.toml"
+    folder: str = ""
+    """Where relative paths of the run's file start; empty: where the file is."""
     gateway: str = ""
     """Where the others find it."""
     relays: Mapping[str, str] = field(default_factory=dict)
@@ -60,11 +62,12 @@ class Part:
 def parts(export: Export, *, host: str) -> list[Part]:
     """All programs, those first that others need. `host`: the address that servers listen at."""
     store = ("--store", export.store)
+    folder = ("--folder", export.folder) if export.folder else ()
     made = [
         Part(
             name="prepare",
             kind="job",
-            argv=(*PYTHON, "etude.launch.start", export.config_path, *store),
+            argv=(*PYTHON, "etude.launch.start", export.config_path, *store, *folder),
         ),
         Part(
             name="gateway",

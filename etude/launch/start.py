@@ -1,7 +1,7 @@
 """The first thing of a run that a cluster's scheduler starts: its config goes into the store, and
 its model is made ready. Run again, it changes nothing.
 
-    python -m etude.launch.start RUN.toml --store URL
+    python -m etude.launch.start RUN.toml --store URL [--folder PATH]
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from etude.store.runs import Run
 from etude.trainer.prepare import is_prepared
 
 
-def start(config_file: Path, store: str) -> int:
-    config = parse(config_file.read_text(), source=str(config_file))
+def start(config_file: Path, store: str, folder: Path | None = None) -> int:
+    """`folder`: where relative paths start, if not at the folder of the file."""
+    written = parse(config_file.read_text(), source=str(config_file))
+    config = written.located(folder or config_file.absolute().parent)
     run = Run.open(store)
     run.put_config(config)
     if is_prepared(run):
@@ -33,9 +35,10 @@ def main() -> int:
     )
     parser.add_argument("config", type=Path, metavar="RUN.toml")
     parser.add_argument("--store", required=True)
+    parser.add_argument("--folder", type=Path, metavar="PATH")
     args = parser.parse_args()
     try:
-        return start(args.config, args.store)
+        return start(args.config, args.store, args.folder)
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -40,6 +40,13 @@ def test_two_versions_of_a_run(directory: Path, capsys: pytest.CaptureFixture[st
     assert (found["gained"], found["lost"], found["p_value"]) == (2, 0, 0.5)
     assert "1 tasks that only one of them has tried are left out" in told.err
     assert "+50.0 points" in told.err and "sign-flip test over 4 tasks" in told.err
+    assert "too few tasks for an interval (6 at least)" in told.err
+    assert "one evaluation" not in told.err
+
+
+def test_a_version_beside_itself(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", f"{directory}@6", str(directory)]) == 0
+    assert "both are one evaluation, of version 6" in capsys.readouterr().out
 
 
 def test_what_was_not_evaluated_is_said_with_the_command_that_does(

@@ -147,7 +147,7 @@ def test_by_task_and_by_name(run: Run) -> None:
     assert "1 of 1 sessions like that" in printed(run, task="t2")
     assert "g000001.1, train task t1" in printed(run, id="g000001.1")
     lost = printed(run, id="g000003.0")
-    assert "error     sandbox: no room" in lost and "is not stored" in lost
+    assert "error     sandbox: no room" in lost and "all sessions of its group have ended" in lost
     with pytest.raises(EtudeError, match="no task t9: the nearest of 3 are t2, t1, h1"):
         printed(run, task="t9")
     with pytest.raises(EtudeError, match=r"no session g1.1: the nearest of 6 are g000001\.1,"):
@@ -165,7 +165,12 @@ def test_an_evaluation_that_failed_is_no_session_under_way(run: Run) -> None:
     assert " evaluation " in line and line.rstrip().endswith("...") and len(line) < 200
     printed_whole = printed(run, id="eval-3-heldout.0")
     assert printed_whole.count("File somewhere") > 99, "all of it, below"
-    assert "a session is when it has a score" in printed_whole
+    assert "an evaluation tries again what failed" in printed_whole
+    events.append(replace(event, id="eval-3-heldout.1", status="timeout", reward=0.0, error=None))
+    events.flush()
+    timed_out = printed(run, id="eval-3-heldout.1")
+    assert "score     timed out, reward 0.0" in timed_out
+    assert "once all sessions of its evaluation have ended" in timed_out
 
 
 def test_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

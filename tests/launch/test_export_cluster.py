@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from etude.cli import main
+from etude.commands.run_file import read_run_file
 from etude.core.config import parse
 from etude.launch.kubernetes import Names, to_yaml
 from etude.launch.start import start
@@ -19,7 +21,10 @@ TOML = """
 name = "My_run.1"
 store = "s3://bucket/runs/mine"
 [engine]
+device = "cuda"
 regions = ["east", "west"]
+[trainer]
+device = "cuda"
 [[stage]]
 kind = "rl"
 steps = 3
@@ -146,8 +151,37 @@ def test_a_run_is_put_into_its_store_once(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "run.toml").write_text(TOML)
     store = f"file:{tmp_path / 'store'}"
     assert start(tmp_path / "run.toml", store) == 0
-    assert Run.open(store).config() == parse(TOML)
+    assert Run.open(store).config() == parse(TOML).located(tmp_path)
     assert len(started) == 1 and "etude.trainer.prepare" in started[0]
+
+
+def test_relative_paths_start_where_they_did(
+    toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml.write_text(f"{TOML}[tasks]\nenvironment = 'tasks.py:Mine'\n")
+    assert main(["export", "k8s", str(toml), str(toml.parent / "out")]) == 2
+    assert "tasks.environment = 'tasks.py:Mine'" in capsys.readouterr().err
+    prepare = exported("slurm", toml)["prepare.sbatch"]
+    argv = shlex.split(prepare.splitlines()[-1])
+    assert argv[argv.index("--folder") + 1] == str(toml.parent)
+
+    monkeypatch.setattr("etude.launch.start.is_prepared", lambda run: True)
+    store = f"file:{toml.parent / 'store'}"
+    assert start(toml.parent / "out" / "run.toml", store, toml.parent) == 0
+    assert Run.open(store).config() == read_run_file(toml)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "said"),
+    [("cpu", "1", 'engine.device = "cpu" would leave'), ("cuda", "0", "give --worker-gpus 1")],
+)
+def test_gpus_are_those_of_the_devices(
+    toml: Path, capsys: pytest.CaptureFixture[str], device: str, gpus: str, said: str
+) -> None:
+    toml.write_text(TOML.replace('device = "cuda"', f'device = "{device}"', 1))
+    target = toml.parent / "out"
+    assert main(["export", "slurm", str(toml), str(target), "--worker-gpus", gpus]) == 2
+    assert said in capsys.readouterr().err and not target.exists()
 
 
 @pytest.mark.k8s
