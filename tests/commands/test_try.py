@@ -47,6 +47,11 @@ class Helpful(Environment):
         return {"a.txt": "yes\\n"}
 
 
+class Small(Helpful):
+    def tasks(self, split):
+        return super().tasks(split) if split == "train" else []
+
+
 class Mistaken(Environment):
     def solution(self, task):
         return {"a.txt": "perhaps\\n"}
@@ -139,6 +144,18 @@ def test_a_reference_that_earns_nothing_is_an_error(
     assert (
         "look: reference solution earns 0, so a right answer earns nothing: mend" in found["screen"]
     )
+
+
+def test_a_split_without_tasks_is_told_of(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--no-model", "--set", "tasks.environment=mine.py:Small")
+    found = tried(capsys, *small)
+    assert rewards(found) == {UNTOUCHED: 0.0, REFERENCE: 1.0}
+    for split, line in zip(("heldout", "novel"), found["look"], strict=True):
+        assert "gives no tasks" in line and f"set tasks.{split} = 0" in line
+    assert main(["try", "run.toml", *small, "--task", "nope"]) == 2
+    assert "there is no task nope: the first of 2 are train-0" in capsys.readouterr().err
 
 
 def test_patches_and_single_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
