@@ -404,11 +404,12 @@ async def _open_sessions(
     from etude.commands.serve import no_other_version
     from etude.engine.engine import Engine
     from etude.engine.select import select_device
+    from etude.model.directory import cut_context
     from etude.serve.engine_thread import EngineThread
     from etude.train.start import initial_model
     from etude.trainer.prepare import model_directory, model_files
 
-    files = model_files(config)
+    files = cut_context(model_files(config), config.model.max_context)
     directory = model_directory(config.model.path) if config.model.path else None
     model = initial_model(directory, files["config.json"], config.seed).requires_grad_(False)
     model.to(select_device(config.engine.device))
