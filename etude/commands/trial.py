@@ -24,7 +24,13 @@ from etude.core.protocols import Agent, Environment
 from etude.core.sandbox import Sandbox
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Attempt, Json, Score, Task, Trajectory, Transcript
-from etude.run.controller import build_agent, build_review, open_environment, read_tasks
+from etude.run.controller import (
+    build_agent,
+    build_review,
+    open_environment,
+    read_tasks,
+    wanted_splits,
+)
 from etude.run.rollout import RolloutRunner, SessionRecorder, scoring_s
 from etude.serve.alone import PolicySessions, ScriptedSessions, parse_script
 
@@ -114,7 +120,7 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             console.print(f"[dim]a session with {_described(config, script)}{loads} ...[/]")
             async with _open_sessions(config, script) as sessions:
                 await attempt(SESSION, agent, sessions)
-    advice = findings(trials, has_files=has_files)
+        advice = findings(trials, has_files=has_files) + await _refusals(environment, config)
     for line in advice:
         console.print(f"[yellow]look:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if not advice:
@@ -345,17 +351,34 @@ def _read_script(path: Path) -> list[dict[str, Json]]:
 
 
 async def _find_task(environment: Environment, config: RunConfig, wanted: str | None) -> Task:
-    seen: list[str] = []
+    seen, refused = list[str](), list[EtudeError]()
     for split in ("train", *EVAL_SPLITS):
         if getattr(config.tasks, split) == 0:
             continue
-        tasks = await read_tasks(environment, config.tasks, split)
+        try:
+            tasks = await read_tasks(environment, config.tasks, split)
+        except EtudeError as e:  # told among the findings, if there is a task elsewhere
+            refused.append(e)
+            continue
         for task in tasks:
             if wanted in (None, task.id):
                 return task
         seen += [task.id for task in tasks]
+    if not seen:
+        raise refused[0]
     some = " ".join(seen[:9])
     raise EtudeError(f"there is no task {wanted}: the first of {len(seen)} are {some}")
+
+
+async def _refusals(environment: Environment, config: RunConfig) -> list[str]:
+    """What a run would stop at before its first stage."""
+    found = []
+    for split in wanted_splits(config):
+        try:
+            await read_tasks(environment, config.tasks, split)
+        except EtudeError as e:
+            found.append(str(e))
+    return found
 
 
 def _temperature(config: RunConfig) -> float:
@@ -381,11 +404,12 @@ async def _open_sessions(
     from etude.commands.serve import no_other_version
     from etude.engine.engine import Engine
     from etude.engine.select import select_device
+    from etude.model.directory import cut_context
     from etude.serve.engine_thread import EngineThread
     from etude.train.start import initial_model
     from etude.trainer.prepare import model_directory, model_files
 
-    files = model_files(config)
+    files = cut_context(model_files(config), config.model.max_context)
     directory = model_directory(config.model.path) if config.model.path else None
     model = initial_model(directory, files["config.json"], config.seed).requires_grad_(False)
     model.to(select_device(config.engine.device))

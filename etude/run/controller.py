@@ -300,10 +300,12 @@ async def read_tasks(environment: Environment, config: TasksConfig, split: str) 
     with user_code(f"tasks.environment = {reference!r}"):
         tasks = await asyncio.to_thread(environment.tasks, split)
     if not tasks:
+        is_ours = reference.startswith("etude.")
+        advice = "give it more tasks" if is_ours else "look at its tasks()"
         otherwise = f", or set tasks.{split} = 0" if split in EVAL_SPLITS else ""
         raise EtudeError(
             f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of which "
-            f"the run wants {getattr(config, split)}: look at its tasks(){otherwise}"
+            f"the run wants {getattr(config, split)}: {advice}{otherwise}"
         )
     if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
         raise EtudeError(

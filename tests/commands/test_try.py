@@ -47,6 +47,11 @@ class Helpful(Environment):
         return {"a.txt": "yes\\n"}
 
 
+class Small(Helpful):
+    def tasks(self, split):
+        return super().tasks(split) if split == "train" else []
+
+
 class Mistaken(Environment):
     def solution(self, task):
         return {"a.txt": "perhaps\\n"}
@@ -141,6 +146,18 @@ def test_a_reference_that_earns_nothing_is_an_error(
     )
 
 
+def test_a_split_without_tasks_is_told_of(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--no-model", "--set", "tasks.environment=mine.py:Small")
+    found = tried(capsys, *small)
+    assert rewards(found) == {UNTOUCHED: 0.0, REFERENCE: 1.0}
+    for split, line in zip(("heldout", "novel"), found["look"], strict=True):
+        assert "gives no tasks" in line and f"set tasks.{split} = 0" in line
+    assert main(["try", "run.toml", *small, "--task", "nope"]) == 2
+    assert "there is no task nope: the first of 2 are train-0" in capsys.readouterr().err
+
+
 def test_patches_and_single_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     patch = "--- a/a.txt\n+++ b/a.txt\n@@ -1 +1 @@\n-no\n+yes\n"
     (project / "it.patch").write_text(patch)
@@ -162,6 +179,8 @@ def test_a_session_with_a_model_is_recorded(
     session = found["by_name"][SESSION]
     assert session["status"] == "done" and session["calls"] == 1
     assert session["score"]["parts"][0]["value"] == 1.0  # one segment
+    found = tried(capsys, "--set", f"model.path={model}", "--set", "model.max_context=4", code=1)
+    assert "context of 4" in found["by_name"][SESSION]["error"]
 
 
 def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
