@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 
+from etude.commands.terminal import counted, say
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.placement import (
@@ -40,8 +41,14 @@ def plan(config: RunConfig, options: Options, console: Console) -> dict[str, Jso
     """Print the plan, and return what `--json` prints."""
     model, work = model_size(config, options), workload(config, options)
     found = place(model, work, options)
-    for line in lines(model, work, found, options):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    told = lines(model, work, found, options)
+    if config.harness.command:
+        told.append(
+            "turns      half of harness.max_turns, though a program asks as often as it likes: set "
+            "it to twice what yours asks"
+        )
+    for line in told:
+        say(console, line, indent=len("model      "))
     return asdict(found) | {"ratio": found.ratio, "advice": found.advice}
 
 
@@ -102,20 +109,21 @@ def lines(model: ModelSize, work: Workload, found: Placement, options: Options) 
     split = (
         f"all {found.gpus} in turns (colocated)"
         if found.colocated
-        else f"{found.trainer_gpus} for the trainer, {found.engines} engines of {found.engine_gpus}"
+        else f"{found.trainer_gpus} for the trainer, {counted(found.engines, 'engine')} of "
+        f"{found.engine_gpus}"
     )
     told = [
         f"model      {model.parameters / 1e9:.3g} B parameters{sparse}; "
         f"{model.kv_bytes / 1e3:.3g} kB of keys and values a token",
         f"a step     {work.sessions} sessions of {work.length} tokens, {work.sampled} of them "
-        f"sampled in {work.turns} turns",
+        f"sampled in {counted(work.turns, 'turn')}",
         f"placement  {options.gpus} {name}: {split}",
         f"memory     {found.trainer_bytes / 1e9:.3g} GB a GPU of the trainer for weights, "
         f"gradients and state, {found.engine_bytes / 1e9:.3g} GB a GPU of an engine with "
-        f"{found.seqs} requests; each has {gpu.memory_bytes / 1e9:.0f} GB",
+        f"{counted(found.seqs, 'request')}; each has {gpu.memory_bytes / 1e9:.0f} GB",
         f"step       {found.step_s:.3g} s: training {found.train_s:.3g} s, sampling "
         f"{found.rollout_s:.3g} s, one session {found.session_s:.3g} s over "
-        f"{work.max_lag + 1} steps",
+        f"{counted(work.max_lag + 1, 'step')}",
         f"ratio      {found.ratio:.2f} GPUs of engines for each of the trainer (wanted: "
         f"{WANTED_RATIO:.2f} at most)",
     ]

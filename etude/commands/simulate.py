@@ -13,6 +13,7 @@ from rich.console import Console
 
 from etude.commands.plan import Options as PlanOptions
 from etude.commands.plan import model_size, place, rollout_stage, workload
+from etude.commands.terminal import counted
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.placement import ModelSize, Placement, Workload
@@ -59,8 +60,9 @@ def simulate(config: RunConfig, options: Options, console: Console) -> dict[str,
     placed = place(model, work, options.plan)
     if placed.engines < options.regions:
         raise EtudeError(
-            f"{options.plan.gpus} GPUs make {placed.engines} engines of {placed.engine_gpus}: too "
-            f"few for {options.regions} regions; give more with --gpus, or fewer --regions"
+            f"{options.plan.gpus} GPUs make {counted(placed.engines, 'engine')} of "
+            f"{placed.engine_gpus}: too few for {options.regions} regions; give more with --gpus, "
+            f"or fewer --regions"
         )
     scenario = scenario_of(config, model, work, placed, options)
     began = time.monotonic()
@@ -71,20 +73,25 @@ def simulate(config: RunConfig, options: Options, console: Console) -> dict[str,
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     say(
-        f"{placed.trainer_gpus} GPUs train; {scenario.regions} regions of "
-        f"{scenario.workers_per_region} engines of {placed.engine_gpus} GPUs sample "
-        f"{work.sessions} sessions a step"
+        f"trainer: {counted(placed.trainer_gpus, 'GPU')}; {counted(scenario.regions, 'region')} of "
+        f"{counted(scenario.workers_per_region, 'engine')} of "
+        f"{counted(placed.engine_gpus, 'GPU')}; {counted(work.sessions, 'session')} a step"
     )
     say(
-        f"{outcome.steps} steps in {outcome.seconds / 3600:.2f} h of virtual time (simulated in "
-        f"{time.monotonic() - began:.1f} s): {told['steps_per_hour']:.1f} steps/hour, trainer "
-        f"{told['trainer_busy']:.0%} busy, engines {told['engine_busy']:.0%}, lag "
-        f"{outcome.lag_max} of {scenario.max_lag}"
+        f"{counted(outcome.steps, 'step')} in {_duration(outcome.seconds)} of virtual time "
+        f"(simulated in {time.monotonic() - began:.1f} s): {told['steps_per_hour']:.1f} "
+        f"steps/hour, trainer {told['trainer_busy']:.0%} busy, engines "
+        f"{told['engine_busy']:.0%}, lag {outcome.lag_max} of {scenario.max_lag}"
     )
     read = outcome.store_bytes / max(1, outcome.versions_read)
     say(
         f"weights: deltas of {scenario.delta_bytes / 1e9:.3g} GB, {read / 1e9:.3g} GB read from "
         f"the store a version"
+    )
+    arrival_s = scenario.publish_s + scenario.download_s + scenario.swap_s
+    say(
+        f"`etude plan` says {placed.step_s:.3g} s a step, and leaves out that weights reach the "
+        f"engines {arrival_s:.3g} s after it, the empty start and what fails"
     )
     say(f"it met: {_counted(outcome.faults)}")
     violations = _report("the run", outcome, say)
@@ -181,6 +188,10 @@ def play_schedules(config: RunConfig, options: Options, console: Console) -> int
         soft_wrap=True,
     )
     return violations
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:.2f} h" if seconds >= 360 else f"{seconds:.3g} s"
 
 
 def _counted(faults: Counter[str]) -> str:

@@ -115,6 +115,11 @@ class Placement:
                 "trainer and engines take turns, so neither works while the other does: with more "
                 "GPUs they work at once"
             )
+        elif self.gpus < (fewest := ceil(self.engine_gpus * (1 + 1 / WANTED_RATIO))):
+            found.append(
+                f"{self.gpus} GPUs cannot be split as wanted (engines: {WANTED_RATIO:.2f} for each "
+                f"of the trainer): that takes {fewest}"
+            )
         elif self.ratio > WANTED_RATIO:
             found.append(
                 f"engines have {self.ratio:.2f} GPUs for each of the trainer (wanted: "
@@ -129,7 +134,7 @@ class Placement:
             )
         if not self.colocated and self.session_s > self.rollout_s and self.step_s > self.train_s:
             found.append(
-                f"one session takes {self.session_s:.0f} s, longer than all engines need for a "
+                f"one session takes {self.session_s:.3g} s, longer than all engines need for a "
                 f"step's worth: raise max_lag, or shorten the longest sessions"
             )
         return found

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from etude.cli import main
+from etude.commands.terminal import say
 
 TOML = """
 name = "x"
@@ -43,7 +46,9 @@ def test_plan(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_model_of_the_file_is_measured(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", toml, "--gpus", "2"]) == 0
-    assert "1.02 kB of keys and values a token" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1.02 kB of keys and values a token" in said
+    assert "1 engine of 1\n" in said and " 0 s" not in said
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,28 @@ def test_simulate(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert found["seeds"] == 3 and found["violations"] == 0 and found["lag_max"] <= 1
     assert found["steps_per_hour"] > 0 and 0 < found["trainer_busy"] <= 1
-    assert "3 schedules of faults" in said.err
+    assert "3 schedules of faults" in said.err and "`etude plan` says" in said.err
+
+
+def test_simulating_a_small_model(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", toml, "--gpus", "2", "--seeds", "0", "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "1 region of 1 engine of 1 GPU;" in said and "0.00 h" not in said
+
+
+def test_a_terminal_has_its_lines_wrapped() -> None:
+    line = "memory     48 GB a GPU of the trainer, for /a/path/that/does/not/fit/at/all anyway"
+    narrow = Console(width=30, force_terminal=True, color_system=None, file=StringIO())
+    say(narrow, f"{line}\n\n  end", indent=11)
+    *wrapped, blank, end = narrow.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert (blank, end) == ("", "  end")
+    assert all(each.startswith(" " * 11) for each in wrapped[1:])
+    assert all(len(each.rstrip()) <= 30 for each in wrapped if "/" not in each)
+    assert " ".join(" ".join(wrapped).split()) == " ".join(line.split())
+
+    pipe = Console(width=30, file=StringIO())
+    say(pipe, line, indent=11)
+    assert pipe.file.getvalue() == f"{line}\n"  # type: ignore[attr-defined]
 
 
 def test_too_few_engines_for_the_regions(toml: str, capsys: pytest.CaptureFixture[str]) -> None:

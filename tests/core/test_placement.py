@@ -61,3 +61,8 @@ def test_engines_come_in_powers_of_two_and_sparse_models_read_all_their_experts(
 def test_what_to_change_is_told(change: dict[str, int], advice: str) -> None:
     found = plan_placement(DENSE, replace(WORK, **change), H200, 16)
     assert any(advice in each for each in found.advice), found.advice
+
+
+def test_a_split_that_so_few_gpus_cannot_have_is_not_asked_for() -> None:
+    found = plan_placement(DENSE, replace(WORK, sampled=40000, read=100), H200, 3)
+    assert "that takes 4" in found.advice[0] and "shorten" not in found.advice[0]

@@ -1,0 +1,39 @@
+"""Text for people: wrapped at the width of a terminal. What goes elsewhere keeps its lines."""
+
+from __future__ import annotations
+
+import re
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+
+def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
+    """Print it. What a line is wrapped into begins `indent` columns further in than the line."""
+    whole = Text(text) if isinstance(text, str) else text
+    for line in whole.split("\n", allow_blank=True):
+        margin = indent + len(line.plain) - len(line.plain.lstrip())
+        width = console.width if console.is_terminal else None
+        first, *others = line.divide(_breaks(line.plain, width, margin))
+        console.print(first, highlight=False, soft_wrap=True)
+        for other in others:
+            console.print(Text(" " * margin).append_text(other), highlight=False, soft_wrap=True)
+
+
+def _breaks(line: str, width: int | None, margin: int) -> list[int]:
+    """Where the line is broken. A word that is too long, such as a path, stays whole, so that it
+    can be copied."""
+    found: list[int] = []
+    column = 0
+    for word in re.finditer(r"\s*\S+\s*", line):
+        if width and column > margin and column + cell_len(word[0].rstrip()) > width:
+            found.append(word.start())
+            column = margin
+        column += cell_len(word[0])
+    return found
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
