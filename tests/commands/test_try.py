@@ -179,6 +179,7 @@ def test_a_session_with_a_model_is_recorded(
     session = found["by_name"][SESSION]
     assert session["status"] == "done" and session["calls"] == 1
     assert session["score"]["parts"][0]["value"] == 1.0  # one segment
+    assert re.search(r"answer 1: [1-4] tokens in ", found["screen"])
     found = tried(capsys, "--set", f"model.path={model}", "--set", "model.max_context=4", code=1)
     assert "context of 4" in found["by_name"][SESSION]["error"]
 
