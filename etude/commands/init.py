@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from importlib import resources
@@ -185,5 +186,13 @@ def _tell(directory: Path, files: list[str], source: str, console: Console) -> N
         console.print(f"  cd {directory}", highlight=False)
     if _mounts() == [".venv"]:
         console.print("  python -m venv .venv && .venv/bin/pip install pytest", highlight=False)
-    for line in ("etude try run.toml", "pytest test_environment.py", "etude run run.toml"):
-        console.print(f"  {line}", highlight=False)
+    for line in ("etude try run.toml", f"{_pytest()} test_environment.py", "etude run run.toml"):
+        console.print(f"  {line}", highlight=False, soft_wrap=True)
+
+
+def _pytest() -> str:
+    """The command: a test of the project imports etude, so it runs where etude is installed."""
+    if _mounts() != [".venv"]:
+        return "pytest"
+    python = shlex.quote(sys.executable)
+    return f"{python} -m pip install pytest && {python} -m pytest"

@@ -48,13 +48,13 @@ def build(
             )
 
         status = asyncio.run(build_tasks(sources, out, options, changed))
-    _print_build(status, out, console)
+    print_build(status, out, console)
     if json:
         print(json_format.dumps(status.summary()), flush=True)
     return 0 if status.kept else 1
 
 
-def _print_build(status: Status, out: Path, console: Console) -> None:
+def print_build(status: Status, out: Path, console: Console) -> None:
     found = status.summary()
     console.print(
         f"{found['kept']} tasks of {len(found['kinds'])} kinds from {found['repositories']} "
@@ -65,6 +65,11 @@ def _print_build(status: Status, out: Path, console: Console) -> None:
     for title, counts in (("kept", found["kinds"]), ("rejected", found["rejected"])):
         told = ", ".join(f"{name} {count}" for name, count in counts.items())
         console.print(f"{title}: {told or 'none'}", highlight=False, soft_wrap=True)
+    if status.repositories and status.kept < status.limit:
+        console.print(
+            f"{status.kept} of {status.limit}: all drafts were looked at; more sources give more",
+            highlight=False,
+        )
     if status.kept:
         _print_splits(_splits(out), console)
     console.print(f"look at them: etude tasks show {out}", highlight=False, soft_wrap=True)

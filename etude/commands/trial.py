@@ -16,11 +16,13 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from etude.core.advantage import suspected_tricks, untrainable_params
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.protocols import Agent, Environment
+from etude.core.protocols import Agent, Environment, Policy
+from etude.core.sampling import Request, Sample, Token
 from etude.core.sandbox import Sandbox
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import EVAL_SPLITS, Attempt, Json, Score, Task, Trajectory, Transcript
@@ -118,7 +120,7 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             )
             loads = "" if script is not None else ", which is loaded first"
             console.print(f"[dim]a session with {_described(config, script)}{loads} ...[/]")
-            async with _open_sessions(config, script) as sessions:
+            async with _open_sessions(config, script, console) as sessions:
                 await attempt(SESSION, agent, sessions)
         advice = findings(trials, has_files=has_files) + await _refusals(environment, config)
     for line in advice:
@@ -392,9 +394,38 @@ def _described(config: RunConfig, script: Sequence[object] | None) -> str:
     return config.model.path or "fresh weights, which know nothing"
 
 
+class _Watched:
+    """A policy whose answers are counted on the screen: without a GPU one may take minutes."""
+
+    def __init__(self, policy: Policy, status: Status) -> None:
+        self._policy = policy
+        self._status = status
+        self._answers = 0
+
+    async def sample(self, request: Request) -> Sample:
+        *_, sample = [event async for event in self.stream(request)]
+        assert isinstance(sample, Sample)
+        return sample
+
+    async def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
+        self._answers += 1
+        name, tokens, began = f"answer {self._answers}", 0, time.monotonic()
+        self._status.update(f"{name}: reads {len(request.prompt)} tokens")
+        async for event in self._policy.stream(request):
+            if isinstance(event, Token):
+                tokens += 1
+                self._status.update(f"{name}: {tokens} tokens")
+            yield event
+        spent = f"{tokens} tokens in {time.monotonic() - began:.1f} s"
+        self._status.console.print(f"[dim]  {name}: {spent}[/]", highlight=False)
+
+    async def load(self, version: int) -> None:
+        await self._policy.load(version)
+
+
 @contextlib.asynccontextmanager
 async def _open_sessions(
-    config: RunConfig, script: Sequence[dict[str, Json]] | None
+    config: RunConfig, script: Sequence[dict[str, Json]] | None, console: Console
 ) -> AsyncIterator[SessionRecorder]:
     if script is not None:
         scripted = ScriptedSessions(script)
@@ -414,9 +445,11 @@ async def _open_sessions(
     model = initial_model(directory, files["config.json"], config.seed).requires_grad_(False)
     model.to(select_device(config.engine.device))
     engine = EngineThread(Engine(model, max_num_seqs=1), no_other_version, files)
-    recorded = PolicySessions(engine, files, max_context=engine.max_context)
     try:
-        async with recorded.open():
-            yield recorded
+        with console.status("the agent begins") as status:
+            watched = _Watched(engine, status)
+            recorded = PolicySessions(watched, files, max_context=engine.max_context)
+            async with recorded.open():
+                yield recorded
     finally:
         engine.close()

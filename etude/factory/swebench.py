@@ -106,8 +106,9 @@ def read_rows(path: Path) -> list[Row]:
         if line.strip():
             try:
                 record = json.loads(line)
-            except ValueError as e:
-                raise EtudeError(f"{path}:{number}: the line is no JSON ({e})") from e
+            except json.JSONDecodeError as e:
+                why = f"{e.msg} at column {e.colno}"
+                raise EtudeError(f"{path}:{number}: the line is no JSON ({why})") from e
             rows.append(Row.from_json(record, f"{path}:{number}"))
     return rows
 

@@ -51,12 +51,15 @@ class TaskFolder:
 def heldout_ids(tasks: Collection[RepositoryTask]) -> set[str]:
     """By the hash of the file that a task changes, so that it stays when others come and go. Few
     files may all be on one side: then by the function, and at last one task by one."""
-    for unit in (_file, _function):
-        held = {task.id for task in tasks if hash_of(unit(task)) % HELDOUT_SHARE == 0}
-        if 0 < len(held) < len(tasks):
-            return held
-    names = sorted((task.id for task in tasks), key=hash_of)
-    return set(names[: (len(names) + HELDOUT_SHARE // 2) // HELDOUT_SHARE])
+    held = {task.id for task in tasks if hash_of(_file(task)) % HELDOUT_SHARE == 0}
+    if 0 < len(held) < len(tasks):
+        return held
+    units = {task.id: _function(task) for task in tasks}
+    if len({*units.values()}) == 1:
+        units = {name: name for name in units}
+    found = sorted({*units.values()}, key=hash_of)
+    chosen = found[: (len(found) + HELDOUT_SHARE // 2) // HELDOUT_SHARE]  # rounded; one of two
+    return {name for name, unit in units.items() if unit in chosen}
 
 
 def _file(task: RepositoryTask) -> str:

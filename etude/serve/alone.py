@@ -133,7 +133,9 @@ class ScriptedSessions(_Sessions):
 
 def parse_script(text: str, *, lines_of_json: bool) -> list[dict[str, Json]]:
     """Answers of the assistant: lines of JSON, each a text or a message, or plain text with lines
-    of `---` between one answer and the next. ValueError for what is neither."""
+    of `---` between one answer and the next. ValueError for what is neither, or has none."""
+    if not text.strip():
+        raise ValueError("it has no answers")
     if not lines_of_json:
         answers, part = [], list[str]()
         for line in [*text.splitlines(keepends=True), "---"]:
@@ -143,7 +145,15 @@ def parse_script(text: str, *, lines_of_json: bool) -> list[dict[str, Json]]:
             else:
                 part.append(line)
         return answers
-    said = [json.loads(line) for line in text.splitlines() if line.strip()]
-    if not all(isinstance(each, str | dict) for each in said):
-        raise ValueError("each line must be a text or a message")
-    return [{"content": each} if isinstance(each, str) else each for each in said]
+    lines = enumerate(text.splitlines(), start=1)
+    return [_parse_line(line, number) for number, line in lines if line.strip()]
+
+
+def _parse_line(line: str, number: int) -> dict[str, Json]:
+    try:
+        said = json.loads(line)
+    except json.JSONDecodeError as e:
+        raise ValueError(f"line {number} is no JSON ({e.msg} at column {e.colno})") from e
+    if not isinstance(said, str | dict):
+        raise ValueError(f"line {number} must be a text or a message")
+    return {"content": said} if isinstance(said, str) else said

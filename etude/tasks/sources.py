@@ -67,9 +67,11 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _object(line: str, where: str) -> Record:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as e:
-        raise EtudeError(f"{where}: the line is no JSON ({e}): repair it, or take it out") from e
+        # its own words say "line 1", which is this one
+        why = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else e
+        raise EtudeError(f"{where}: the line is no JSON ({why}): repair it, or take it out") from e
     if not isinstance(record, dict):
         raise EtudeError(
             f"{where}: the line is no JSON object but a {type(record).__name__}: write {{...}} on "

@@ -268,6 +268,16 @@ def test_a_model_is_named_by_its_own_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert named == str((tmp_path / "model").resolve())
 
 
+def test_its_test_is_run_where_etude_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("etude.commands.init.importlib.util.find_spec", lambda name: None)
+    assert main(["init", str(tmp_path / "new")]) == 0
+    told = capsys.readouterr().out
+    assert ".venv/bin/pip install pytest\n" in told
+    assert f"&& {sys.executable} -m pytest test_environment.py\n" in told
+
+
 def test_every_template_is_in_the_package() -> None:
     root = Path(__file__).parents[2]
     project = tomllib.loads((root / "pyproject.toml").read_text())

@@ -71,6 +71,12 @@ class Agent:
             answer = (await response.json())["choices"][0]["message"]
         await sandbox.write("a.txt", answer["content"] or "")
         return Transcript(messages=[*task.opening, answer], finished=True)
+
+
+class Insistent(Agent):
+    async def run(self, *about, **access):
+        await super().run(*about, **access)
+        return await super().run(*about, **access)
 """
 RUN = """
 name = "a"
@@ -179,18 +185,20 @@ def test_a_session_with_a_model_is_recorded(
     session = found["by_name"][SESSION]
     assert session["status"] == "done" and session["calls"] == 1
     assert session["score"]["parts"][0]["value"] == 1.0  # one segment
+    assert re.search(r"answer 1: [1-4] tokens in ", found["screen"])
     found = tried(capsys, "--set", f"model.path={model}", "--set", "model.max_context=4", code=1)
     assert "context of 4" in found["by_name"][SESSION]["error"]
 
 
 def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (project / "empty.jsonl").write_text("")
+    (project / "over.jsonl").write_text('"no"\n')
     (project / "crash.jsonl").write_text('{"content": "crash"}\n')
-    for script, why in (
-        ("crash.jsonl", "score: OSError in .*mine.py, line .*: out of cats"),
-        ("empty.jsonl", "agent: RuntimeError .*script has 0 answers"),
+    insistent = ("--set", "harness.agent=mine.py:Insistent")
+    for script, more, why in (
+        ("crash.jsonl", (), "score: OSError in .*mine.py, line .*: out of cats"),
+        ("over.jsonl", insistent, "agent: RuntimeError .*script has 1 answers"),
     ):
-        found = tried(capsys, "--script", script, code=1)
+        found = tried(capsys, "--script", script, *more, code=1)
         assert re.search(why, found["by_name"][SESSION]["error"])
         assert "session has failed" in found["look"][0]
 
@@ -201,14 +209,18 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
         (["--task", "train-9"], "there is no task train-9: the first of 6 are train-0 train-1"),
         (["--solution", "nowhere"], "--solution nowhere: No such file"),
         (["--script", "nowhere"], "--script nowhere: No such file"),
-        (["--script", "run.jsonl"], "--script run.jsonl: Expecting value"),
+        (["--script", "run.jsonl"], "--script run.jsonl: line 3 is no JSON (Expecting value at c"),
+        (["--script", "empty.jsonl"], "--script empty.jsonl: it has no answers; give a text"),
+        (["--script", "empty.txt"], "--script empty.txt: it has no answers; give a text"),
         (["--set", "sandbox.mounts=['gone']"], "there is no directory"),
     ],
 )
 def test_what_cannot_be_tried(
     argv: list[str], why: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (project / "run.jsonl").write_text("not json")
+    (project / "run.jsonl").write_text('"yes"\n\nnot json')
+    (project / "empty.jsonl").write_text("\n")
+    (project / "empty.txt").write_text("")
     assert main(["try", "run.toml", "--no-model", *argv]) == 2
     assert why in capsys.readouterr().err
 
@@ -294,7 +306,7 @@ def test_scripts() -> None:
         {"content": "a"},
         {"content": None, "tool_calls": []},
     ]
-    with pytest.raises(ValueError, match="text or a message"):
+    with pytest.raises(ValueError, match="line 1 must be a text or a message"):
         parse_script("[1]", lines_of_json=True)
 
 

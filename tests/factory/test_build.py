@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
+from rich.console import Console
 
 from etude.cli import main
+from etude.commands.tasks import print_build
 from etude.core.harness_config import CodeConfig
 from etude.core.types import Attempt, Transcript
 from etude.factory.build import Options, Status, open_workshop
@@ -194,6 +197,17 @@ def test_the_commands_say_what_there_is(
     said = capsys.readouterr().out
     assert one.name in said and "+++ b/" in said
     assert main(["tasks", "show", str(folder), "nothing-of-the-kind"]) == 2
+
+
+def test_a_build_that_falls_short_says_so(
+    built: tuple[Path, Status], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, status = built
+    console = Console(width=200)
+    print_build(status, folder, console)
+    assert "all drafts" not in capsys.readouterr().out
+    print_build(replace(status, limit=status.kept + 3), folder, console)
+    assert f"{status.kept} of {status.kept + 3}: all drafts were" in capsys.readouterr().out
 
 
 def test_a_source_that_is_none_is_told(tmp_path: Path) -> None:

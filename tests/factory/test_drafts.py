@@ -108,7 +108,7 @@ def test_a_file_or_a_function_alone_is_divided_all_the_same() -> None:
     file = {f: [changing("a.py", f"f{f}", f"{f}-{n}") for n in range(2)] for f in range(40)}
     held = heldout_ids([task for pair in file.values() for task in pair])
     assert all(len({task.id in held for task in pair}) == 1 for pair in file.values())
-    assert 0 < len(held) < 80
+    assert len(held) == 20
     for count, wanted in ((1, 0), (2, 1), (3, 1), (4, 1), (9, 2)):
         function = [changing("a.py", "f", str(n)) for n in range(count)]
         assert len(heldout_ids(function)) == wanted

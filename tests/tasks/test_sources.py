@@ -56,7 +56,7 @@ def test_what_comes_before_a_mistake_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"a.jsonl:2: the line is no JSON"),
+        ("{", r"a.jsonl:2: the line is no JSON \(Expecting [^:]* at column 2\): repair"),
         ("[1]", r"a.jsonl:2: the line is no JSON object but a list"),
         ('{"body": "x"}', r"a.jsonl:2: there is no 'text', only 'body'; name the field"),
         ('{"text": 3}', r"a.jsonl:2: 'text' is no text but a int"),
