@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from etude.commands.terminal import say
 from etude.core.errors import EtudeError
 
 if TYPE_CHECKING:
@@ -62,7 +65,13 @@ def doctor(*, as_json: bool) -> int:
             json.dumps({"tier": _highest(found), "findings": [asdict(each) for each in findings]})
         )
     else:
-        print("\n".join(page(found, findings)))
+        console = Console()
+        commands = {f"          {each.fix}" for each in findings}
+        for line in page(found, findings):
+            if line in commands:
+                print(line)  # in one piece, to be copied
+            else:
+                say(console, line, indent=8 if line[:1].strip() else 0)
     return 0 if _holds_namespaces(found) else 1
 
 
