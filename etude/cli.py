@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(config: RunConfig, args: argparse.Namespace) -> int:
     from etude.commands.show import page, print_example
+    from etude.commands.terminal import say
     from etude.launch import local
     from etude.launch.check import check_start
     from etude.launch.place import RunPlace
@@ -96,7 +97,7 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
     if getattr(args, "dry_run", False):
         findings = check_start(config, place, fresh=args.fresh, look=True)
         standing = None if args.fresh else local.Standing.of(place, config)
-        print(local.plan(config, place, findings, standing))
+        say(_console(False), local.plan(config, place, findings, standing), indent=2)
         return 0
     there = None if args.fresh else place.find()
     before = there is not None and is_finished(there, config)

@@ -10,6 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
+from etude.commands.terminal import say
 from etude.core.errors import EtudeError
 
 if TYPE_CHECKING:
@@ -40,10 +43,8 @@ class Probe:
     """Why no sandbox of gVisor could be opened; empty: one was."""
     sysctls: Mapping[str, str]
     programs: frozenset[str]
-    file_systems: frozenset[str]
 
 
-_QEMU = f"qemu-system-{os.uname().machine}"
 _RUNSC = "apt install -t bookworm-backports runsc"
 _SWITCHES = {
     "user.max_user_namespaces": ("0", "65536"),
@@ -62,27 +63,31 @@ def doctor(*, as_json: bool) -> int:
             json.dumps({"tier": _highest(found), "findings": [asdict(each) for each in findings]})
         )
     else:
-        print("\n".join(page(found, findings)))
+        console = Console()
+        commands = {f"          {each.fix}" for each in findings}
+        for line in page(found, findings):
+            if line in commands:
+                print(line)  # in one piece, to be copied
+            else:
+                say(console, line, indent=8 if line[:1].strip() else 0)
     return 0 if _holds_namespaces(found) else 1
 
 
 def probe() -> Probe:
     """Opens a sandbox, which is the only way to know."""
     walls, refused = _walls()
-    programs = ("runsc", "mkfs.btrfs", "mmdebstrap", _QEMU)
+    programs = ("runsc", "mmdebstrap")
     sysctls = {
         name: path.read_text().strip()
         for name in _SWITCHES
         if (path := Path("/proc/sys", *name.split("."))).exists()
     }
-    lines = Path("/proc/filesystems").read_text().splitlines()
     return Probe(
         walls=walls,
         refused=refused,
         gvisor_refused=_gvisor_refused(),
         sysctls=sysctls,
         programs=frozenset(name for name in programs if shutil.which(name)),
-        file_systems=frozenset(line.split()[-1] for line in lines),
     )
 
 
@@ -151,20 +156,12 @@ def examine(found: Probe) -> list[Finding]:
             fix=_RUNSC if "runsc" not in found.programs else "run as root, on x86-64 or ARM64",
         ),
         Finding(
-            name="qemu",
-            there=_QEMU in found.programs,
-            found="installed" if _QEMU in found.programs else "not installed",
-            needed_for="the tier vm, which this version cannot give yet",
-            fix="apt install qemu-system-arm qemu-system-x86",
-        ),
-        Finding(
             name="mmdebstrap",
             there="mmdebstrap" in found.programs,
             found="installed" if "mmdebstrap" in found.programs else "not installed",
             needed_for="images of Debian packages (`etude images build`)",
             fix="apt install mmdebstrap",
         ),
-        _btrfs(found),
     ]
 
 
@@ -198,21 +195,6 @@ def _cgroups(walls: Walls | None) -> Finding:
         fix="run as root, or in a cgroup that was delegated: systemd-run --user --scope "
         "-p Delegate=yes sh -c 'g=/sys/fs/cgroup$(cut -d: -f3 /proc/self/cgroup); mkdir $g/main; "
         "echo $$ > $g/main/cgroup.procs; exec etude run RUN.toml'",
-    )
-
-
-def _btrfs(found: Probe) -> Finding:
-    missing = []
-    if "btrfs" not in found.file_systems:
-        missing.append("modprobe btrfs")
-    if "mkfs.btrfs" not in found.programs:
-        missing.append("apt install btrfs-progs")
-    return Finding(
-        name="btrfs",
-        there=not missing,
-        found="kernel and programs" if not missing else f"{len(missing)} of 2 parts missing",
-        needed_for="images in snapshots; this version stacks layers instead",
-        fix=" && ".join(missing),
     )
 
 

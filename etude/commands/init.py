@@ -16,7 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
+from etude.commands.terminal import say
 from etude.core.errors import EtudeError
 
 TEMPLATE = ".template"
@@ -173,14 +175,13 @@ def _described_tasks(directory: Path, source: str) -> str:
 
 
 def _tell(directory: Path, files: list[str], source: str, console: Console) -> None:
-    console.print(f"wrote {', '.join(files)} to {directory}", highlight=False, soft_wrap=True)
-    console.print(_described_tasks(directory, source), highlight=False, soft_wrap=True)
+    say(console, f"wrote {', '.join(files)} to {directory}")
+    say(console, Text.from_markup(_described_tasks(directory, source)))
     if _mounts() == [".venv"]:
-        console.print(
+        say(
+            console,
             f"the environment of etude, {sys.prefix}, has no pytest of its own: make one that has, "
             f"with what your code needs, or change `mounts` in run.toml",
-            highlight=False,
-            soft_wrap=True,
         )
     if directory.resolve() != Path.cwd():
         console.print(f"  cd {directory}", highlight=False)

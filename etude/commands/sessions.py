@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from rich.console import Console
 from rich.text import Text
 
+from etude.commands.terminal import say
 from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone
 from etude.core.ledger import Batched, Dropped, Entry
@@ -241,9 +242,7 @@ def _print_table(chosen: Sequence[Session], total: int, console: Console) -> Non
     for row in (head, *rows):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text = Text(line.rstrip(), style="dim" if row is head else "red" if row[-1] else "")
-        if console.is_terminal:
-            text.truncate(console.width, overflow="ellipsis")
-        console.print(text, soft_wrap=True)
+        say(console, text, indent=4)
 
 
 def _print_whole(
@@ -262,10 +261,10 @@ def _print_whole(
     else:
         blocks = read_session(trajectory, decode)
     for block in blocks:
-        indented = block.text.replace("\n", "\n" + " " * 10)
-        text = Text().append(f"{block.who:<9} ", style="dim")
-        text.append(indented, style=STYLES.get(block.who, ""))
-        console.print(text, soft_wrap=True)
+        first, *others = Text(block.text, STYLES.get(block.who, "")).split("\n", allow_blank=True)
+        say(console, Text.assemble((f"{block.who:<9} ", "dim"), first), indent=10)
+        for other in others:
+            say(console, Text(" " * 10).append_text(other))
 
 
 def _as_json(trajectory: Trajectory | None) -> object:

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
+from etude.commands.terminal import say
 from etude.core.errors import EtudeError
 from etude.factory import check as checking
 from etude.factory.build import Options, Status, open_workshop
@@ -156,8 +157,7 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
     if task is None and folders != [dir]:
         for folder in folders:
             first = (folder / "instruction.md").read_text().strip().partition("\n")[0]
-            said = f"{folder.name}  {first[:70]}"
-            console.print(said, highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{folder.name}  {first[:70]}", indent=4)
         return 0
     chosen = [folder for folder in folders if task in (None, folder.name)]
     if not chosen:
@@ -172,7 +172,7 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
     console.print(Syntax(diff(found.opening, found.solution), "diff", background_color="default"))
     for title, names in (("fails", found.fail_to_pass), ("passes", found.pass_to_pass)):
         for name in names[:20]:
-            console.print(f"{title}: {name}", highlight=False, markup=False, soft_wrap=True)
+            say(console, f"{title}: {name}", indent=4)
         if len(names) > 20:
             console.print(f"{title}: and {len(names) - 20} more", highlight=False)
     if json:

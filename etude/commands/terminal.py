@@ -14,20 +14,21 @@ def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
     whole = Text(text) if isinstance(text, str) else text
     for line in whole.split("\n", allow_blank=True):
         margin = indent + len(line.plain) - len(line.plain.lstrip())
-        width = console.width if console.is_terminal else None
-        first, *others = line.divide(_breaks(line.plain, width, margin))
-        console.print(first, highlight=False, soft_wrap=True)
-        for other in others:
-            console.print(Text(" " * margin).append_text(other), highlight=False, soft_wrap=True)
+        breaks = _breaks(line.plain, console.width, margin) if console.is_terminal else []
+        for number, piece in enumerate(line.divide(breaks)):
+            if breaks:
+                piece.rstrip()
+            shown = Text(" " * margin).append_text(piece) if number else piece
+            console.print(shown, highlight=False, soft_wrap=True)
 
 
-def _breaks(line: str, width: int | None, margin: int) -> list[int]:
+def _breaks(line: str, width: int, margin: int) -> list[int]:
     """Where the line is broken. A word that is too long, such as a path, stays whole, so that it
     can be copied."""
     found: list[int] = []
     column = 0
     for word in re.finditer(r"\s*\S+\s*", line):
-        if width and column > margin and column + cell_len(word[0].rstrip()) > width:
+        if column > margin and column + cell_len(word[0].rstrip()) > width:
             found.append(word.start())
             column = margin
         column += cell_len(word[0])

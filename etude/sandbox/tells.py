@@ -112,7 +112,7 @@ async def look(sandbox: Sandbox) -> Report:
 
 def parse(output: str) -> dict[str, str]:
     pairs = (line.partition("\t") for line in output.splitlines() if "\t" in line)
-    return {name: value.strip() for name, _, value in pairs}
+    return {name: value.strip().rstrip(",") for name, _, value in pairs}
 
 
 def judge(seen: Seen) -> Report:
@@ -129,5 +129,7 @@ def judge(seen: Seen) -> Report:
 
 def _shown(name: str, seen: Seen) -> str:
     keys = {"machine-id": "machine_id", "container files": "markers", "harness paths": "paths"}
-    keys |= {"mtimes": "months", "squashed git": "commits"}
+    keys |= {"mtimes": "months"}
+    if name == "squashed git":
+        return "one commit" if _number(seen["commits"]) else "no commits"
     return seen[keys.get(name, name)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 
@@ -23,8 +22,7 @@ ALL = Probe(
     refused="",
     gvisor_refused="",
     sysctls={"user.max_user_namespaces": "96373"},
-    programs=frozenset({"runsc", "mkfs.btrfs", "mmdebstrap", f"qemu-system-{os.uname().machine}"}),
-    file_systems=frozenset({"ext4", "btrfs"}),
+    programs=frozenset({"runsc", "mmdebstrap"}),
 )
 NOTHING = Probe(
     walls=None,
@@ -32,7 +30,6 @@ NOTHING = Probe(
     gvisor_refused="isolation gvisor needs runsc, which is not installed",
     sysctls={"kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0"},
     programs=frozenset(),
-    file_systems=frozenset({"ext4"}),
 )
 
 
@@ -54,9 +51,8 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
         "sysctl -w user.max_user_namespaces=65536 && sysctl -w kernel.unprivileged_userns_clone=1"
     )
     assert findings["runsc"].fix == "apt install -t bookworm-backports runsc"
-    assert "qemu-system-" in findings["qemu"].fix
     assert findings["mmdebstrap"].fix == "apt install mmdebstrap"
-    assert findings["btrfs"].fix == "modprobe btrfs && apt install btrfs-progs"
+    assert not {"qemu", "btrfs"} & findings.keys(), "this version makes no use of them"
     told = "\n".join(page(NOTHING, list(findings.values())))
     assert "tier namespaces: not held here" in told and "sysctl -w" in told
     assert "tier gvisor: not held here" in told

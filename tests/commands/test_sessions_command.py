@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,8 +98,10 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
-def printed(run: Run, **chosen: object) -> str:
-    console = Console(record=True, width=160, quiet=False)
+def printed(run: Run, width: int | None = None, **chosen: object) -> str:
+    """As in a pipe, or on a terminal of that width."""
+    is_terminal = width is not None
+    console = Console(record=True, width=width or 160, quiet=False, force_terminal=is_terminal)
     path = Path(run.objects.url.removeprefix("file:"))
     sessions(str(path), console, Choice(**chosen), as_json=False)  # type: ignore[arg-type]
     return console.export_text()
@@ -141,6 +144,14 @@ def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
     older = text.index("g000002.1, train task")
     assert "error     agent: KeyError in agent.py, line 4: 'x'\n          Traceback:" in text
     assert "raw       " in text[older:], "the agent left no messages, the recorder did"
+
+
+def test_a_narrow_terminal_is_told_all(run: Run) -> None:
+    text = printed(run, 60, failed=True)
+    assert all(len(line) <= 60 for line in text.splitlines())
+    (row,) = re.findall(r"^g000003\.0 .*\n(?: .*\n)*", text, re.M)
+    assert "under way" in row and row.split()[-3:] == ["sandbox:", "no", "room"]
+    assert "error     agent: KeyError in agent.py, line 4: 'x'" in text
 
 
 def test_by_task_and_by_name(run: Run) -> None:

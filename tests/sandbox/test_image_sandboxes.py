@@ -222,3 +222,6 @@ def test_tells_are_found_in_what_is_seen() -> None:
         ({"commits": "1"}, "squashed git"),
     ):
         assert [each.name for each in tells.judge({**fine, **change}).tells] == [name]
+    seen = tells.parse("paths\t/tests,/logs,\ncommits\t\n")
+    told = {each.name: each.seen for each in tells.judge({**fine, **seen}).tells}
+    assert told == {"harness paths": "/tests,/logs", "squashed git": "no commits"}
