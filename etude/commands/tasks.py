@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.syntax import Syntax
 from rich.table import Table
 
-from etude.commands.terminal import say
+from etude.commands.terminal import counted, say
 from etude.core.errors import EtudeError
 from etude.factory import check as checking
 from etude.factory.build import Options, Status, open_workshop
@@ -58,8 +58,8 @@ def build(
 def print_build(status: Status, out: Path, console: Console) -> None:
     found = status.summary()
     console.print(
-        f"{found['kept']} tasks of {len(found['kinds'])} kinds from {found['repositories']} "
-        f"repositories in {out}",
+        f"{counted(found['kept'], 'task')} of {counted(len(found['kinds']), 'kind')} from "
+        f"{counted(found['repositories'], 'repository', 'repositories')} in {out}",
         highlight=False,
         soft_wrap=True,
     )

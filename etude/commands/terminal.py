@@ -35,6 +35,6 @@ def _breaks(line: str, width: int, margin: int) -> list[int]:
     return found
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "") -> str:
     """`1 engine`, `2 engines`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
