@@ -37,7 +37,7 @@ from etude.engine.graph_inputs import (
 from etude.engine.kernels import attention, batch_invariant
 from etude.engine.kernels.delta import DecodeRecurrence
 from etude.engine.kernels.modules import ModuleNetwork
-from etude.engine.kernels.network import Context, KernelNetwork, unsupported
+from etude.engine.kernels.network import ForwardContext, KernelNetwork, unsupported
 from etude.engine.runner import block_size
 from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
@@ -290,7 +290,7 @@ class CudaRunner:
         got = InputLayout(shape).views(self._words[which])
         pdl = self._words.is_cuda
         attend = self._prefill_attention(got) if shape.tiles else self._decode_attention(got)
-        context = Context(got["positions"], attend, self._recurrence)
+        context = ForwardContext(got["positions"], attend, self._recurrence)
         if self._states and not shape.tiles:
             places = got["lengths"], got["blocks"], got["stride"]
             recur = DecodeRecurrence(self._states, *places, self.block_size)

@@ -39,7 +39,7 @@ from etude.train.packing import (
     PackedRollouts,
     PackItem,
     RolloutSequence,
-    SequenceCost,
+    SequenceCostModel,
     TokenSequence,
     check,
     pack_batch,
@@ -462,7 +462,7 @@ def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[RecomputedRow, ...]:
     )
 
 
-def sequence_cost(model: Transformer) -> SequenceCost:
+def sequence_cost(model: Transformer) -> SequenceCostModel:
     """The cost of a sequence in multiplications: every weight that a token meets, and in each layer
     a key and a value for each pair of tokens."""
     c = model.config
@@ -470,7 +470,7 @@ def sequence_cost(model: Transformer) -> SequenceCost:
     weights = sum(
         p.numel() * (used if ".experts." in name else 1.0) for name, p in model.named_parameters()
     )
-    return SequenceCost(
+    return SequenceCostModel(
         per_token=weights, per_pair=2.0 * len(c.cached_layers) * c.num_attention_heads * c.head_dim
     )
 

@@ -230,7 +230,7 @@ def _pack_experts(lengths: Sequence[int], experts: Sequence[Tensor | None]) -> T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceCost:
+class SequenceCostModel:
     """The cost model of a sequence by its length: linear in tokens, quadratic in attention."""
 
     per_token: float = 1.0
@@ -244,7 +244,7 @@ def plan_microbatches(
     lengths: Sequence[int],
     limit: int,
     ranks: int = 1,
-    cost: SequenceCost = SequenceCost(),  # noqa: B008 (frozen)
+    cost: SequenceCostModel = SequenceCostModel(),  # noqa: B008 (frozen)
 ) -> list[list[list[int]]]:
     """Plan the microbatches of each rank, as the indices of their items: none of more than `limit`
     tokens, but for an item that is longer alone. `limit = 0` means one item each, in the order
@@ -264,7 +264,9 @@ def plan_microbatches(
     return [bins[rank::ranks] for rank in range(ranks)]
 
 
-def _fill(lengths: Sequence[int], limit: int, ranks: int, cost: SequenceCost) -> list[list[int]]:
+def _fill(
+    lengths: Sequence[int], limit: int, ranks: int, cost: SequenceCostModel
+) -> list[list[int]]:
     """The costliest item first, each to the microbatch that costs least and has room. One more
     round of microbatches if that does not go well."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])

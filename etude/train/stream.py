@@ -47,7 +47,7 @@ def joined(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
     )
 
 
-class TokenStream:
+class DocumentStream:
     """The documents as one endless stream of tokens; every epoch has a new order."""
 
     def __init__(self, documents: TokenizedDocuments, *, seed: int) -> None:
@@ -88,7 +88,7 @@ class SourceMix:
         # The first source alone keeps the seed: whether others are there does not change what it
         # gives.
         self._streams = [
-            TokenStream(documents, seed=derive(seed, "source", number) if number else seed)
+            DocumentStream(documents, seed=derive(seed, "source", number) if number else seed)
             for number, (documents, _) in enumerate(sources)
         ]
         weights = np.array([weight for _, weight in sources])

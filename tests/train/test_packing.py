@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from etude.core.types import Row
 from etude.train.packing import (
     RolloutSequence,
-    SequenceCost,
+    SequenceCostModel,
     TokenSequence,
     check,
     pack_batch,
@@ -34,7 +34,7 @@ def row(length: int, number: int) -> Row:
 
 
 lengths = st.lists(st.integers(0, 40), min_size=1, max_size=30)
-COST = SequenceCost(per_token=1000.0, per_pair=1.0)
+COST = SequenceCostModel(per_token=1000.0, per_pair=1.0)
 
 
 @given(lengths, st.integers(1, 200), st.integers(1, 8))
@@ -78,7 +78,7 @@ def test_microbatches_of_a_round_cost_about_the_same(lengths: list[int], ranks: 
 
 def test_attention_counts() -> None:
     """Of rows of 4000 tokens, two cost more than four of 2000: by tokens they would be equal."""
-    cost = SequenceCost(per_token=1.0, per_pair=1.0)
+    cost = SequenceCostModel(per_token=1.0, per_pair=1.0)
     first, second = plan_microbatches([4000, 4000, *[2000] * 8], 10**6, 2, cost)
     for own in (first, second):
         assert sorted(([4000, 4000] + [2000] * 8)[index] for index in own[0]) == [2000] * 4 + [4000]

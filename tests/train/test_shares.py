@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.train.packing import SequenceCost, plan_microbatches
+from etude.train.packing import SequenceCostModel, plan_microbatches
 
-BY_TOKEN = SequenceCost(per_token=1.0, per_pair=0.0)
-COST = SequenceCost(per_token=10.0, per_pair=1.0)
+BY_TOKEN = SequenceCostModel(per_token=1.0, per_pair=0.0)
+COST = SequenceCostModel(per_token=10.0, per_pair=1.0)
 
 
-def lasts(lengths: list[int], limit: int, ranks: int, cost: SequenceCost) -> float:
+def lasts(lengths: list[int], limit: int, ranks: int, cost: SequenceCostModel) -> float:
     rounds = zip(*plan_microbatches(lengths, limit, ranks, cost), strict=True)
     return sum(
         max(sum(cost(lengths[index]) for index in some) for some in together) for together in rounds
     )
 
 
-def best(lengths: list[int], ranks: int, cost: SequenceCost) -> float:
+def best(lengths: list[int], ranks: int, cost: SequenceCostModel) -> float:
     """Of all ways to share the items out, one microbatch for each rank."""
     ways = product(range(ranks), repeat=len(lengths))
     return min(
@@ -57,7 +57,7 @@ def test_by_hand() -> None:
 
 
 def test_what_a_row_costs() -> None:
-    assert SequenceCost(per_token=3.0, per_pair=0.5)(4) == 4 * 3.0 + 0.5 * 4 * 4 / 2
+    assert SequenceCostModel(per_token=3.0, per_pair=0.5)(4) == 4 * 3.0 + 0.5 * 4 * 4 / 2
 
 
 def test_a_rank_that_finds_nobody_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.train.stream import SourceMix, TokenizedDocuments, TokenStream, joined
+from etude.train.stream import DocumentStream, SourceMix, TokenizedDocuments, joined
 
 EOS = 0
 
@@ -24,7 +24,7 @@ def documents(count: int = 12) -> TokenizedDocuments:
 
 
 def test_every_pass_holds_every_document_once() -> None:
-    stream = TokenStream(documents(), seed=3)
+    stream = DocumentStream(documents(), seed=3)
     size = sum(len(document) + 1 for document in lists())
     orders = []
     for number in range(3):
@@ -37,13 +37,13 @@ def test_every_pass_holds_every_document_once() -> None:
 
 
 def test_the_same_in_any_pieces() -> None:
-    whole = TokenStream(documents(), seed=3).read(0, 1000)
-    stream = TokenStream(documents(), seed=3)
+    whole = DocumentStream(documents(), seed=3).read(0, 1000)
+    stream = DocumentStream(documents(), seed=3)
     assert np.array_equal(
         np.concatenate([stream.read(start, 50) for start in range(0, 1000, 50)]), whole
     )
     assert np.array_equal(stream.read(700, 300), whole[700:])
-    assert not np.array_equal(TokenStream(documents(), seed=4).read(0, 1000), whole)
+    assert not np.array_equal(DocumentStream(documents(), seed=4).read(0, 1000), whole)
 
 
 def test_tokens_may_lie_in_a_file(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_tokens_may_lie_in_a_file(tmp_path: Path) -> None:
         np.memmap(tmp_path / "tokens", dtype=np.uint32, mode="r"), there.ends_D
     )
     assert np.array_equal(
-        TokenStream(mapped, seed=3).read(0, 500), TokenStream(there, seed=3).read(0, 500)
+        DocumentStream(mapped, seed=3).read(0, 500), DocumentStream(there, seed=3).read(0, 500)
     )
 
 
@@ -74,12 +74,12 @@ def test_rows_follow_from_their_number_and_each_source_is_read_on() -> None:
     whole = mix.rows(0, 60)
     assert np.array_equal(np.concatenate([mix.rows(start, 20) for start in (0, 20, 40)]), whole)
     first = whole[mix.sources(60) == 0]
-    assert np.array_equal(first.ravel(), TokenStream(documents(), seed=7).read(0, first.size))
+    assert np.array_equal(first.ravel(), DocumentStream(documents(), seed=7).read(0, first.size))
 
 
 def test_one_source_is_read_from_end_to_end() -> None:
     rows = SourceMix([(documents(), 1.0)], width=16, seed=7).rows(3, 5)
-    assert np.array_equal(rows.ravel(), TokenStream(documents(), seed=7).read(48, 80))
+    assert np.array_equal(rows.ravel(), DocumentStream(documents(), seed=7).read(48, 80))
 
 
 def test_joined_and_none() -> None:
@@ -89,4 +89,4 @@ def test_joined_and_none() -> None:
         both.ends_D, again.ends_D
     )
     with pytest.raises(ValueError, match="no documents"):
-        TokenStream(TokenizedDocuments.of([], EOS), seed=0)
+        DocumentStream(TokenizedDocuments.of([], EOS), seed=0)

@@ -37,7 +37,7 @@ from etude.engine.kernels.attention import (
     group_rows,
 )
 from etude.engine.kernels.linear import GemmConfig
-from etude.engine.kernels.network import INVARIANT_CAN, Context, KernelNetwork, expert_parts
+from etude.engine.kernels.network import INVARIANT_CAN, ForwardContext, KernelNetwork, expert_parts
 from etude.model.experts import SparseMoE
 
 BLOCK = 64
@@ -291,7 +291,7 @@ class BatchInvariantNetwork(KernelNetwork):
         tokens_N: Tensor,
         slot_mapping_N: Tensor,
         sampled: Tensor,
-        context: Context,
+        context: ForwardContext,
         record: Tensor | None,
         pdl: bool,
     ) -> Tensor:

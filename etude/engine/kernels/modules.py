@@ -12,14 +12,14 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.engine.kernels import attention, head
-from etude.engine.kernels.network import Context, Everything, odd_heads
+from etude.engine.kernels.network import AnyValue, ForwardContext, odd_heads
 from etude.model.experts import Routing
 from etude.model.heads import GroupedQueryAttention
 from etude.model.recurrence import Recur
 from etude.model.scoring import Scoring
 from etude.model.transformer import Block, ModelConfig, Transformer
 
-ANY = Everything()
+ANY = AnyValue()
 CAN = {
     **dict.fromkeys(
         ("linear", "gated_attention", "qkv_bias", "out_bias", "sinks", "partial_rotary"), ANY
@@ -82,7 +82,7 @@ class ModuleNetwork:
         tokens_N: Tensor,
         slot_mapping_N: Tensor,
         sampled: Tensor,
-        context: Context,
+        context: ForwardContext,
         record: Tensor | None,
         pdl: bool,
     ) -> Tensor:
@@ -120,7 +120,7 @@ class _OnKernels:
 
     latent = False
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ForwardContext) -> None:
         self._context = context
 
     def __call__(

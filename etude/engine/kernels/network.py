@@ -37,7 +37,7 @@ sees."""
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ForwardContext:
     """How the new tokens of a pass see those before them."""
 
     positions_N: Tensor
@@ -46,8 +46,9 @@ class Context:
     """Of recurrent layers."""
 
 
-class Everything(Collection[Any]):
-    """All values of a fact."""
+class AnyValue(Collection[Any]):
+    """A collection that contains every value, the wildcard of a `Can` table. It has no length: do
+    not iterate over it."""
 
     def __contains__(self, value: object) -> bool:
         return True
@@ -62,7 +63,7 @@ class Everything(Collection[Any]):
 INVARIANT_CAN: Can = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
 """What these kernels, and those of `batch_invariant` and `transformer`, compute beyond a plain
 layer; a model with any other fact is not run on them."""
-CAN: Can = {**INVARIANT_CAN, "window": Everything()}
+CAN: Can = {**INVARIANT_CAN, "window": AnyValue()}
 """The same without the batch-invariant ones."""
 
 
@@ -78,7 +79,7 @@ def odd_heads(c: ModelConfig) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerWeights:
     """The weights of one transformer layer, in the shapes that the kernels read."""
 
     input_gain: Tensor
@@ -113,7 +114,7 @@ class KernelNetwork:
         tokens_N: Tensor,
         slot_mapping_N: Tensor,
         sampled: Tensor,
-        context: Context,
+        context: ForwardContext,
         record: Tensor | None,
         pdl: bool,
     ) -> Tensor:
@@ -272,14 +273,14 @@ def expert_parts(
     return parts_NkE.transpose(0, 1), ids_Nk
 
 
-def _layer(block: Block, rope: Tensor, eps: float) -> Layer:
+def _layer(block: Block, rope: Tensor, eps: float) -> LayerWeights:
     heads = block.self_attn
     assert isinstance(heads, GroupedQueryAttention) and isinstance(block.mlp, MLP | SparseMoE)
     q_gain, k_gain = (
         None if gain is None else gain.weight.detach() for gain in (heads.q_norm, heads.k_norm)
     )
     size = heads.head_dim
-    return Layer(
+    return LayerWeights(
         input_gain=block.input_layernorm.weight.detach(),
         qkv=heads.qkv_proj,
         attention_params=attention.AttentionLayerParams(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from etude.engine.kernels import attention, head, norm
 from etude.engine.kernels import batch_invariant as invariant
-from etude.engine.kernels.network import KernelNetwork, Layer, expert_parts
+from etude.engine.kernels.network import KernelNetwork, LayerWeights, expert_parts
 from etude.model.attention import CausalAttention
 from etude.model.experts import Routing, SparseMoE
 from etude.model.heads import AttentionBackend, GroupedQueryAttention
@@ -118,7 +118,7 @@ class _PagedCausalAttention:
         ]
         self._first = ints(torch.cat(firsts))
 
-    def attend(self, layer: Layer, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
+    def attend(self, layer: LayerWeights, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
         def exact() -> Tensor:
             turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
             params = layer.attention_params
