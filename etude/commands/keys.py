@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table as Grid
+from rich.padding import Padding
+from rich.text import Text
 
 from etude.core.errors import EtudeError
 from etude.core.keys import Key, Table, tables
@@ -76,13 +77,7 @@ def _path(table: Table, key: Key) -> str:
 def _print(table: Table, keys: Sequence[Key], console: Console) -> None:
     console.print(table.header or "(top level)", style="bold", highlight=False, markup=False)
     console.print(table.meaning, highlight=False, markup=False)
-    grid = Grid(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in COLUMNS:
-        grid.add_column(name, overflow="fold")
     for key in keys:
-        grid.add_row(*(_plain(cell) for cell in (key.name, key.type, key.default, key.meaning)))
-    console.print(grid)
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
+        default = key.default if key.default.startswith("(") else f"default {key.default}"
+        console.print(Text.assemble((key.name, "bold"), "  ", (f"{key.type}, {default}", "dim")))
+        console.print(Padding(Text(key.meaning), (0, 0, 0, 4), expand=False))
