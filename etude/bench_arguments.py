@@ -19,6 +19,7 @@ BENCHMARKS = {
     "long_context": "one session of 131,072 tokens on a CUDA device, decoded and trained on",
     "loop": "asynchrony: the same work with max_lag 0 and 2",
     "publish": "weight updates while a model is trained, every version checked",
+    "ratio": "device time of rollouts over that of training, on one CUDA device",
     "replay": "router replay: a sparse model whose engine computes in another precision",
     "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
     "swap": "the pause of a swap: new weights for an 8B model on a CUDA device",
