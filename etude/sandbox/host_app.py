@@ -149,8 +149,9 @@ class HostApi:
         else:
             spec = SandboxSpec(env=body.get("envVars") or {})
         lease_s = _seconds(body.get("timeout") or LEASE_S)
+        metadata = _texts(body.get("metadata") or {})
         try:
-            hosted = await self._host.open(isolation, spec, lease_s, body.get("metadata"))
+            hosted = await self._host.open(isolation, spec, lease_s, metadata)
         except Full:
             raise
         except TOLD as e:
@@ -241,6 +242,14 @@ def _seconds(told: Any) -> float:
     if math.isnan(seconds := float(told)):
         raise ValueError("a lease of NaN seconds: send a number")
     return seconds
+
+
+def _texts(told: Any) -> dict[str, str]:
+    """Of the metadata, which every listing shows again."""
+    if not isinstance(told, dict) or not all(isinstance(text, str) for text in told.values()):
+        raise ValueError("metadata: an object whose values are texts")
+    "".join((*told, *told.values())).encode()  # half of a surrogate pair is no text: ValueError
+    return told
 
 
 def _said(answer: dict[str, Any]) -> Response:

@@ -141,7 +141,7 @@ def put(path: str, text: str) -> None:
     in a fresh fork."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        os.write(descriptor, text.encode())
+        os.write(descriptor, text.encode(errors="surrogateescape"))
         os.close(descriptor)
     except OSError as e:
         raise OSError(e.errno, f"write({path}): {e.strerror}") from e

@@ -130,7 +130,7 @@ def _others(layers: list[str], name: str) -> str:
                 found = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=etc)
             finally:
                 os.close(etc)
-            with open(found) as file:
+            with open(found, encoding="utf-8", errors="surrogateescape") as file:
                 if stat.S_ISREG(os.fstat(found).st_mode):
                     return "".join(line for line in file if f":x:{GUEST_ID}:" not in line)
     return ""

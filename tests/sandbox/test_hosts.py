@@ -291,6 +291,16 @@ async def test_a_lease_that_is_no_number_opens_nothing(guarded: str) -> None:
         assert await (await http.get("/sandboxes")).json() == []
 
 
+@pytest.mark.parametrize("metadata", ["[1]", '{"a": NaN}', '{"a": {}}', r'{"a": "\ud800"}'])
+async def test_metadata_that_no_listing_could_show_opens_nothing(
+    guarded: str, metadata: str
+) -> None:
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        body = f'{{"metadata": {metadata}}}'
+        assert (await http.post("/sandboxes", data=body)).status == 400
+        assert await (await http.get("/sandboxes")).json() == []
+
+
 async def test_a_body_in_chunks_is_bounded_as_well(
     guarded: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

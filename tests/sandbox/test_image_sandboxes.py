@@ -14,7 +14,7 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import SandboxPool, SandboxSpec
-from etude.sandbox import tells
+from etude.sandbox import kernel, tells
 from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.image import Image, ImageStore
 from etude.sandbox.imaged import ImagedPool
@@ -162,6 +162,11 @@ def test_the_accounts_of_an_image_are_no_files_of_the_host(tmp_path: Path) -> No
     (top / "etc").symlink_to(tmp_path / "host")
     layers = [str(each) for each in (base, upper, top)]
     assert _others(layers, "group") == "daemon:x:1:\n"
+    (upper / "etc" / "group").unlink()
+    (upper / "etc" / "group").write_bytes(b"caf\xe9:x:2:\n")
+    kept = tmp_path / "kept"
+    kernel.put(str(kept), _others(layers, "group"))
+    assert kept.read_bytes() == b"caf\xe9:x:2:\n"
     assert _others(layers, "passwd") == ""
 
 
