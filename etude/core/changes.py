@@ -16,7 +16,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls", "relays"},
     "tasks": {"timeout_s"},
     "harness": {"concurrency", "timeout_s"},
-    "trainer": {"device", "ranks", "gradient_checkpointing", "timeout_s"},
+    "trainer": {"device", "ranks", "context_parallel", "gradient_checkpointing", "timeout_s"},
     "rewards.judge": {"url", "timeout_s"},
     "placement": {"trainer", "engines", "sandbox_cpus"},
     "sandbox": {

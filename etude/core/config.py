@@ -99,6 +99,9 @@ class TrainerConfig(Config):
     ranks: Count = 1
     """Processes that train together; each holds its share of weights and optimizer. Another number
     goes on from the same checkpoints, but not to the last bit."""
+    context_parallel: Count = 1
+    """Ranks that compute each row together, for rows whose activations do not fit one device; it
+    divides `ranks`. Not for models with experts or recurrent layers."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The optimizer. `muon` updates the matrices within layers by orthogonalised momentum, and the
     rest as `adamw` does."""
@@ -302,6 +305,11 @@ class RunConfig(Config):
             raise ValueError(
                 "batch_invariant = true computes in float32 on the CPU, and in bfloat16 on CUDA: "
                 "leave out engine.dtype and trainer.compute_dtype"
+            )
+        if self.trainer.ranks % self.trainer.context_parallel:
+            raise ValueError(
+                f"trainer.context_parallel = {self.trainer.context_parallel} does not divide "
+                f"trainer.ranks = {self.trainer.ranks}: so many of the ranks compute each row"
             )
         if (self.trainer.published_dtype, self.trainer.compute_dtype) == ("float32", "bfloat16"):
             raise ValueError(

@@ -18,6 +18,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from etude.core.errors import EtudeError
-from etude.core.types import Batch, RecomputedRow, Row
+from etude.core.types import Batch, Row
 from etude.model import files
 from etude.model.transformer import Transformer
+from etude.train.context_parallel import ContextGroup, check_context_parallel
 from etude.train.distributed import SINGLE_PROCESS, World, local_tensor, shard_rows
 from etude.train.host_copy import AsyncHostCopy
 from etude.train.loss import token_logprobs
@@ -47,7 +49,7 @@ from etude.train.packing import (
     plan_microbatches,
 )
 from etude.train.routers import RouterManager, experts_to_replay
-from etude.train.stats import RlStats, SupervisedStats
+from etude.train.stats import RlStats, SupervisedStats, recomputed_rows
 from etude.train.supervised import Metrics, SupervisedLoss, cross_entropy
 
 MAX_GRAD_NORM = 1.0
@@ -77,9 +79,14 @@ class Learner:
         optimizer: str = "adamw",
         published_dtype: torch.dtype = torch.bfloat16,
         compute_dtype: torch.dtype = torch.float32,
+        context_parallel: int = 1,
     ) -> None:
         self.model = model
         self.world = world
+        self._context_group: ContextGroup | None = None
+        if context_parallel > 1:
+            check_context_parallel(model.config, invariant=model.invariant)
+            self._context_group = ContextGroup(world, context_parallel)
         self.published_dtype = published_dtype
         self.compute_dtype = compute_dtype
         self.device = next(model.parameters()).device
@@ -149,7 +156,7 @@ class Learner:
         truncated_frac, zero_grad_frac, entropy = (each / num_loss_tokens for each in others_sum)
         seen_N5 = self.world.all_gather(seen_N5.flatten()).view(-1, 5)
         return RlStats(
-            recomputed=_by_row(seen_N5, len(rows)),
+            recomputed=recomputed_rows(seen_N5, len(rows)),
             loss=loss_sum,
             mismatch=mismatch_stats(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
             truncated_frac=truncated_frac,
@@ -206,7 +213,8 @@ class Learner:
             others.argmax_N,
             router_mismatch_N,
         )
-        return summed, torch.stack([column.double() for column in columns], 1)
+        columns_N5 = torch.stack([column.double() for column in columns], 1)
+        return (summed, columns_N5) if self._reports else (summed * 0, columns_N5[:0])
 
     def _weighed(
         self, batch: Batch, aggregate: str, microbatch_tokens: int, temperature: float
@@ -249,9 +257,10 @@ class Learner:
             )
             mean = sum_of_losses / count + balancing
             mean.backward()  # type: ignore[no-untyped-call]
-            totals.append(mean.detach().double())
+            totals.append(mean.detach().double() * self._reports)
             metrics |= {
-                name: metrics.get(name, 0.0) + value / count for name, value in seen.items()
+                name: metrics.get(name, 0.0) + self._reports * value / count
+                for name, value in seen.items()
             }
         routers.end_step(self.world)
         total, *sums = self.world.all_reduce_sum(
@@ -269,7 +278,7 @@ class Learner:
     def evaluate(self, sequences: Sequence[TokenSequence]) -> float:
         """The mean cross entropy of the tokens that the loss counts; changes nothing."""
         logps = [
-            token_logprobs(self.model, packed)[0].double().sum()
+            token_logprobs(self.model, packed)[0].double().sum() * self._reports
             for packed in self._share(sequences, pack_batch)
         ]
         self.world.reshard(self.model)
@@ -390,13 +399,23 @@ class Learner:
         limit = (
             MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
         )
+        together = self._context_group.size if self._context_group else 1
         plans = plan_microbatches(
-            [item.length for item in items], limit, self.world.world_size, self._sequence_cost
+            [item.length for item in items],
+            limit,
+            self.world.world_size // together,
+            self._sequence_cost,
         )
-        return (
+        packed = (
             pack([items[index] for index in some]).to(self.device)
-            for some in plans[self.world.rank]
+            for some in plans[self.world.rank // together]
         )
+        return (replace(micro, context_group=self._context_group) for micro in packed)
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank counts for its context group, all of which compute the same."""
+        return self._context_group is None or self._context_group.rank == 0
 
     def _update(self, lr: float, weight_decay: float) -> Tensor:
         """Update the masters by the accumulated gradient, and round them into the model. Returns
@@ -444,22 +463,6 @@ def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) ->
         gradients[name].add_(gradient)
     else:
         gradients[name] = gradient.float()
-
-
-def _by_row(seen_N5: Tensor, num_rows: int) -> tuple[RecomputedRow, ...]:
-    """The columns of `_backward`, by row: row number, old and new log-prob, argmax, router
-    mismatch."""
-    number_N = seen_N5[:, 0].long()
-    sizes = number_N.bincount(minlength=num_rows).tolist()
-    rows = torch.split(seen_N5[number_N.argsort(stable=True)], sizes)
-    return tuple(
-        RecomputedRow(
-            logprobs=tuple(row[:, 2].tolist()),
-            argmax=tuple(row[:, 3].long().tolist()),
-            router_mismatch=None if row[:, 4].isnan().any() else tuple(row[:, 4].bool().tolist()),
-        )
-        for row in rows
-    )
 
 
 def sequence_cost(model: Transformer) -> SequenceCostModel:

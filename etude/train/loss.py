@@ -31,10 +31,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from etude.model.attention import CausalAttention
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Routing, Transformer
+from etude.train.context_parallel import ContextGroup, ContextParallelAttention, Division
 from etude.train.head import TokenDistributionStats, head_logprobs
 from etude.train.packing import PackedMicrobatch
 
@@ -151,6 +153,8 @@ def token_logprobs(
     Only positions that predict a counted token reach the head: every other token costs no logits
     and gets no gradient.
     """
+    if packed.context_group is not None:
+        return _divided_logprobs(model, packed, packed.context_group, with_stats=with_stats)
     hidden_NE, tokens_N = predicting_states(model, packed, routing)
     return head_logprobs(model, hidden_NE, tokens_N, packed.temperature_N, with_stats=with_stats)
 
@@ -164,3 +168,39 @@ def predicting_states(
     )
     hidden_TE = model(packed.tokens_T, packed.positions_T, attend, routing)
     return hidden_TE.index_select(0, packed.logits_indices_N), packed.targets_N
+
+
+def _divided_logprobs(
+    model: Transformer, packed: PackedMicrobatch, group: ContextGroup, *, with_stats: bool
+) -> tuple[Tensor, TokenDistributionStats]:
+    """`token_logprobs` of a microbatch whose tokens are divided among ranks (`context_parallel`):
+    each computes those that its own tokens predict, and all get all."""
+    division = Division.of(packed.lengths, group.size)
+    device = packed.tokens_T.device
+    own_t = torch.tensor(division.places_of(group.rank), device=device)
+    missing = (0, division.num_tokens - len(packed.tokens_T))
+    tokens_t, positions_t = (
+        F.pad(each_T, missing).index_select(0, own_t)
+        for each_T in (packed.tokens_T, packed.positions_T)
+    )
+    hidden_tE = model(tokens_t, positions_t, ContextParallelAttention(division, group))
+    # where each token of the microbatch stands among this rank's own
+    there_T = torch.full((division.num_tokens,), -1, device=device)
+    there_T[own_t] = torch.arange(len(own_t), device=device)
+    there_N = there_T[packed.logits_indices_N]
+    places_n = (there_N >= 0).nonzero().squeeze(1)
+    temperature_N = packed.temperature_N
+    logp_n, stats = head_logprobs(
+        model,
+        hidden_tE.index_select(0, there_N[places_n]),
+        packed.targets_N[places_n],
+        None if temperature_N is None else temperature_N[places_n],
+        with_stats=with_stats,
+    )
+    count = len(there_N)
+    logp_N = group.assemble(logp_n, places_n, count)
+    if not with_stats:
+        return logp_N, stats
+    return logp_N, TokenDistributionStats(
+        *(group.assemble(each_n, places_n, count) for each_n in stats)
+    )

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Row
+from etude.train.context_parallel import ContextGroup
 
 Ints = NDArray[np.int64]
 
@@ -119,6 +120,9 @@ class PackedMicrobatch:
     """The sampling temperature of each target; None: all 1."""
     experts_TLk: Tensor | None = None
     """The experts to replay, -1 where the router decides; None: it decides everywhere."""
+    context_group: ContextGroup | None = None
+    """The ranks that compute it together, each for its share of the tokens; None: this one
+    alone."""
 
     def to(self, device: torch.device) -> Self:
         there: dict[str, Any] = {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from etude.core.events import MismatchStats
 from etude.core.types import RecomputedRow
 from etude.train.supervised import Metrics
@@ -50,3 +53,19 @@ class SupervisedStats:
     num_loss_tokens: int
     metrics: Metrics
     """Further metrics of the loss, each a mean over the terms of the loss."""
+
+
+def recomputed_rows(seen_N5: Tensor, num_rows: int) -> tuple[RecomputedRow, ...]:
+    """What was computed of each row, from columns of its tokens: row number, old and new log-prob,
+    argmax, router mismatch."""
+    number_N = seen_N5[:, 0].long()
+    sizes = number_N.bincount(minlength=num_rows).tolist()
+    rows = torch.split(seen_N5[number_N.argsort(stable=True)], sizes)
+    return tuple(
+        RecomputedRow(
+            logprobs=tuple(row[:, 2].tolist()),
+            argmax=tuple(row[:, 3].long().tolist()),
+            router_mismatch=None if row[:, 4].isnan().any() else tuple(row[:, 4].bool().tolist()),
+        )
+        for row in rows
+    )

@@ -92,7 +92,11 @@ def check_training(config: RunConfig, *, resumed: bool) -> None:
         select_device(config.engine.device)
         check_ranks(select_device(config.trainer.device), ranks)
     if not resumed:
-        model_shape(config)
+        shape = model_shape(config)
+        if config.trainer.context_parallel > 1:
+            from etude.train.context_parallel import check_context_parallel
+
+            check_context_parallel(shape, invariant=config.batch_invariant)
     import_from(config.folder)
     for stage in config.stage:
         if isinstance(stage, RlConfig) and stage.loss not in LOSSES:

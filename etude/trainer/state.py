@@ -94,6 +94,7 @@ class TrainerState:
             optimizer=config.trainer.optimizer,
             published_dtype=getattr(torch, config.trainer.published_dtype),
             compute_dtype=compute,
+            context_parallel=config.trainer.context_parallel,
         )
         self.stage = ""
         self.version = 0

@@ -403,6 +403,7 @@ def test_batch_invariance_on_a_device() -> None:
             ["stage.midtrain.heldout_frac=0.1", "stage.midtrain.heldout_path=x"],
             "remove one of them",
         ),
+        (["trainer.ranks=3", "trainer.context_parallel=2"], "does not divide trainer.ranks = 3"),
         (
             ["batch_invariant=true", "engine.dtype=bfloat16"],
             "batch_invariant = true computes in float32",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -18,8 +19,10 @@ from etude.core.types import Batch, Row
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.distributed import World
 from etude.train.learner import Learner
+from etude.train.objective import LOSS, RlObjective
 from etude.train.packing import TokenSequence
 from etude.train.stats import RlStats
+from etude.train.supervised import PreferencePair, dpo_loss, pack_pairs
 from tests.small_model import config
 
 EXPERTS = {
@@ -30,6 +33,7 @@ EXPERTS = {
 }
 MODELS = {
     "dense": config(),
+    "windowed": dataclasses.replace(config(), sliding_window=5, sliding_layers=(0,)),
     "moe": ModelConfig.from_json(json.dumps(json.loads(config().to_json()) | EXPERTS)),
 }
 
@@ -148,3 +152,38 @@ def die_in_step(world: World, victim: int) -> None:
                 lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             )
         learner.rl_step(batch(step), lr=1e-3)
+
+
+OBJECTIVES = {
+    "dense": RlObjective(kl_coef=0.1),
+    # both of these add up over whole rows, which no rank has
+    "windowed": RlObjective(
+        loss=LOSS["gspo"], clip=LOSS["gspo"].clip, correction="sequence_truncated"
+    ),
+}
+
+
+def divide(world: World, sizes: Sequence[int]) -> dict[tuple[str, int], Curve]:
+    """Every row computed by so many ranks together: steps of rl, of dpo and an evaluation."""
+    found = {}
+    for model, objective in OBJECTIVES.items():
+        for size in sizes:
+            learner = Learner(
+                init_from_scratch(MODELS[model], 0),
+                world,
+                published_dtype=torch.float32,
+                context_parallel=size,
+            )
+            learner.snapshot()
+            learner.model.gradient_checkpointing = model == "windowed"
+            steps = [
+                learner.rl_step(batch(step), lr=1e-3, objective=objective, microbatch_tokens=128)
+                for step in (1, 2)
+            ]
+            texts = [TokenSequence(row.tokens, row.mask) for row in batch(3, rows=6).rows]
+            pairs = [PreferencePair(a, b) for a, b in zip(texts[::2], texts[1::2], strict=True)]
+            loss = dpo_loss(beta=0.5, length_normalised=True)
+            preferred = learner.supervised_step(pairs, lr=1e-3, pack=pack_pairs, loss=loss)
+            exam = learner.evaluate(texts) + preferred.loss + preferred.metrics["margin"]
+            found[model, size] = Curve(steps, exam, published(learner), {})
+    return found

@@ -1,0 +1,248 @@
+"""Context parallelism: the tokens of a microbatch divided among the ranks of a group.
+
+For rows so long that their activations do not fit one device. A rank computes the layers and the
+head for its own tokens only; keys and values are gathered in every layer, which is little beside
+activations where several query heads share them. Log-probs are gathered too, one number a token, so
+that every rank of the group computes the same loss of the whole microbatch, whatever that loss adds
+up over a row, and takes the gradient of its own tokens from there.
+
+A later token attends to more than an earlier one. So the tokens are cut into twice as many chunks
+as there are ranks, and a rank takes one from the front and its mirror image from the back: all have
+the same amount of work.
+
+Shapes: T tokens of the microbatch, t those of one rank; N the tokens that the loss counts, n those
+of one rank; H query heads, K key/value heads, D head size, V size of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from etude.core.errors import EtudeError
+from etude.model.config import ModelConfig
+from etude.model.recurrence import Recurrence
+from etude.model.scoring import Scoring, attend_scored
+from etude.train.distributed import World
+
+PLAIN = Scoring()
+
+
+class Piece(NamedTuple):
+    """Consecutive queries of one sequence, and the keys that they see."""
+
+    first: int
+    """Where they stand among the rank's own tokens."""
+    start: int
+    """The first token of the sequence within the microbatch."""
+    low: int
+    high: int
+    """The queries within the microbatch: `low` to before `high`. They see from `start` on."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """How the tokens of a microbatch are divided. Pure: every rank knows all parts."""
+
+    lengths: tuple[int, ...]
+    """Of the sequences; at the end, if need be, tokens of no sequence to make all parts equal."""
+    size: int
+    """How many ranks."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], size: int) -> Division:
+        missing = -sum(lengths) % (2 * size)
+        return cls((*lengths, missing) if missing else tuple(lengths), size)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.lengths)
+
+    @property
+    def chunk(self) -> int:
+        return self.num_tokens // (2 * self.size)
+
+    def chunks_of(self, rank: int) -> tuple[range, range]:
+        """The tokens of a rank: a chunk from the front and one from the back."""
+        mirror = 2 * self.size - 1 - rank
+        return (
+            range(rank * self.chunk, (rank + 1) * self.chunk),
+            range(mirror * self.chunk, (mirror + 1) * self.chunk),
+        )
+
+    def places_of(self, rank: int) -> list[int]:
+        return [place for chunk in self.chunks_of(rank) for place in chunk]
+
+    def pieces_of(self, rank: int) -> Iterator[Piece]:
+        """The tokens of a rank by sequence."""
+        first = 0
+        for chunk in self.chunks_of(rank):
+            for start, end in pairwise(accumulate(self.lengths, initial=0)):
+                low, high = max(start, chunk.start), min(end, chunk.stop)
+                if low < high:
+                    yield Piece(first, start, low, high)
+                    first += high - low
+
+    def in_order(self, parts_StX: Tensor) -> Tensor:
+        """What the ranks have of their tokens, one after the other, in the order of the tokens."""
+        halves = parts_StX.view(self.size, 2, self.chunk, *parts_StX.shape[2:])
+        front, back = halves[:, 0], halves[:, 1].flip(0)
+        return torch.cat((front.flatten(0, 1), back.flatten(0, 1)))
+
+    def by_rank(self, all_TX: Tensor) -> Tensor:
+        """The reverse of `in_order`."""
+        chunks = all_TX.view(2, self.size, self.chunk, *all_TX.shape[1:])
+        return torch.stack((chunks[0], chunks[1].flip(0)), 1).flatten(1, 2)
+
+
+class ContextGroup:
+    """The ranks that compute one microbatch together, seen from one of them: those of the world
+    that follow one another."""
+
+    def __init__(self, world: World, size: int) -> None:
+        if world.world_size % size:
+            raise EtudeError(
+                f"trainer.context_parallel = {size} ranks compute one row, and {world.world_size} "
+                f"cannot be divided into such groups: give a number that divides trainer.ranks"
+            )
+        self.size = size
+        self.rank = world.rank % size
+        # every rank has to take part in making every group
+        groups = [
+            dist.new_group(list(range(first, first + size)))
+            for first in range(0, world.world_size, size)
+        ]
+        self._group: Any = groups[world.rank // size]
+
+    def gather(self, own_tX: Tensor, division: Division) -> Tensor:
+        """What all ranks have of their tokens, in the order of the tokens. The gradient of a
+        rank's own is the sum over the ranks."""
+        gathered: Tensor = _Gather.apply(own_tX, division, self._group)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def assemble(self, own_n: Tensor, places_n: Tensor, count: int) -> Tensor:
+        """`count` numbers, of which each rank has those at its places. The gradient of a rank's
+        own is that of this rank's loss, since all compute the same."""
+        assembled: Tensor = _Assemble.apply(own_n, places_n, count, self._group)  # type: ignore[no-untyped-call]
+        return assembled
+
+
+def check_context_parallel(config: ModelConfig, *, invariant: bool) -> None:
+    """Raise EtudeError for a model whose tokens cannot be divided."""
+    cannot = {
+        "experts": config.experts is not None,
+        "recurrent layers": config.linear is not None,
+        "invariant arithmetic": invariant,
+    }
+    if found := [name for name, there in cannot.items() if there]:
+        raise EtudeError(
+            f"trainer.context_parallel does not know {' and '.join(found)}: leave it at 1"
+        )
+
+
+class ContextParallelAttention:
+    """Causal attention of a rank's own tokens to those of all ranks."""
+
+    latent = False
+
+    def __init__(self, division: Division, group: ContextGroup) -> None:
+        self._division = division
+        self._group = group
+        self._pieces = list(division.pieces_of(group.rank))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks exchange in there
+    def __call__(
+        self,
+        layer: int,
+        q_tHD: Tensor,
+        k_tKD: Tensor,
+        v_tKV: Tensor,
+        scale: float | None = None,
+        scoring: Scoring | None = None,
+    ) -> Tensor:
+        k_TKD = self._group.gather(k_tKD, self._division)
+        v_TKV = self._group.gather(v_tKV, self._division)
+        if scoring is None and _is_for_kernel(q_tHD, v_TKV):
+            return self._together(q_tHD.to(v_TKV.dtype), k_TKD.to(v_TKV.dtype), v_TKV, scale)
+        return torch.cat(
+            [
+                attend_scored(
+                    q_tHD[piece.first : piece.first + piece.high - piece.low],
+                    k_TKD[piece.start : piece.high],
+                    v_TKV[piece.start : piece.high],
+                    scale,
+                    scoring or PLAIN,
+                )
+                for piece in self._pieces
+            ]
+        )
+
+    def recurrence(self, shape: torch.Size) -> Recurrence:
+        raise AssertionError("refused by check_context_parallel")
+
+    def _together(self, q_tHD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
+        """All pieces by one kernel; the last queries and keys of each belong together."""
+        seen, queries, keys, longest_q, longest_k = self._borders
+        size = v_TKV.shape[-1]
+        v_TKD = F.pad(v_TKV, (0, q_tHD.shape[-1] - size))  # the kernel wants one size for all
+        attend = torch.ops.aten._flash_attention_forward
+        k, v = k_TKD.index_select(0, seen), v_TKD.index_select(0, seen)
+        mixed: Tensor = attend(
+            q_tHD, k, v, queries, keys, longest_q, longest_k, 0.0, True, False, scale=scale
+        )[0]
+        return mixed.narrow(-1, 0, size)
+
+    @cached_property
+    def _borders(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """The places of the keys of each piece one after the other, where those of each begin, and
+        the longest: on the device, the same for all layers."""
+        queries = [piece.high - piece.low for piece in self._pieces]
+        keys = [piece.high - piece.start for piece in self._pieces]
+        ranges = [torch.arange(piece.start, piece.high) for piece in self._pieces]
+        borders = (torch.tensor([0, *accumulate(each)]).int().cuda() for each in (queries, keys))
+        return torch.cat(ranges).cuda(), *borders, max(queries), max(keys)  # type: ignore[return-value]
+
+
+def _is_for_kernel(q: Tensor, v: Tensor) -> bool:
+    size = q.shape[-1]
+    known = size % 8 == 0 and size <= 256
+    return known and q.is_cuda and v.dtype in (torch.bfloat16, torch.float16)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_tX: Tensor, division: Division, group: Any) -> Tensor:
+        ctx.division, ctx.group = division, group
+        gathered = own_tX.new_empty(division.size * len(own_tX), *own_tX.shape[1:])
+        dist.all_gather_into_tensor(gathered, own_tX.contiguous(), group=group)
+        return division.in_order(gathered.view(division.size, *own_tX.shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient_TX,) = gradients
+        parts = ctx.division.by_rank(gradient_TX).contiguous()
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=ctx.group)
+        return own, None, None
+
+
+class _Assemble(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_n: Tensor, places_n: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(places_n)
+        assembled = own_n.new_zeros(count).index_copy(0, places_n, own_n)
+        dist.all_reduce(assembled, group=group)
+        return assembled
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient_N,), (places_n,) = gradients, ctx.saved_tensors
+        return gradient_N.index_select(0, places_n), None, None, None

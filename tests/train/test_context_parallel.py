@@ -1,0 +1,126 @@
+"""Rows whose tokens are divided among ranks: each computes a part, and all take the step of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from etude.core.errors import EtudeError
+from etude.model.attention import CausalAttention
+from etude.model.transformer import init_from_scratch
+from etude.train.context_parallel import (
+    ContextParallelAttention,
+    Division,
+    check_context_parallel,
+)
+from etude.train.distributed import SINGLE_PROCESS
+from etude.train.learner import Learner
+from tests.train import distributed_work
+from tests.train.distributed_work import MODELS, OBJECTIVES, Curve, joined
+from tests.train.together import together
+
+
+@given(st.lists(st.integers(1, 30), min_size=1), st.integers(1, 5))
+def test_every_token_is_of_one_rank_and_sees_its_sequence_up_to_itself(
+    lengths: list[int], size: int
+) -> None:
+    division = Division.of(lengths, size)
+    assert division.num_tokens - sum(lengths) in range(2 * size)
+    parts = [division.places_of(rank) for rank in range(size)]
+    assert sorted(place for part in parts for place in part) == list(range(division.num_tokens))
+    assert {len(part) for part in parts} == {2 * division.chunk}
+    start_of = np.repeat(np.cumsum([0, *division.lengths])[:-1], division.lengths)
+    for rank, part in enumerate(parts):
+        queries = []
+        for piece in division.pieces_of(rank):
+            assert len(queries) == piece.first
+            queries += range(piece.low, piece.high)
+            assert (start_of[piece.low : piece.high] == piece.start).all()
+        assert queries == part
+
+
+@given(st.integers(1, 6), st.integers(1, 5))
+def test_every_rank_has_the_same_work(size: int, chunk: int) -> None:
+    """A long row: to a token belong all before it."""
+    division = Division.of([2 * size * chunk], size)
+    work = {sum(place + 1 for place in division.places_of(rank)) for rank in range(size)}
+    assert len(work) == 1
+
+
+@dataclass
+class _Gathered:
+    """A group whose other ranks have been there before."""
+
+    rank: int
+    whole_TX: list[Tensor]
+
+    def gather(self, own_tX: Tensor, division: Division) -> Tensor:
+        return self.whole_TX.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "error"),
+    [
+        ("cpu", torch.float32, 1e-5),
+        # one kernel for all pieces
+        pytest.param(
+            "cuda",
+            torch.bfloat16,
+            1e-2,
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ),
+    ],
+)
+def test_the_parts_attend_as_the_whole_does(device: str, dtype: torch.dtype, error: float) -> None:
+    generator = torch.Generator(device).manual_seed(0)
+    division = Division.of([700, 1, 130, 65], 3)
+    q, k, v = (
+        torch.randn(division.num_tokens, heads, 64, device=device, generator=generator).to(dtype)
+        for heads in (4, 2, 2)
+    )
+    whole = CausalAttention(division.lengths, torch.device(device))(0, q, k, v)
+    for rank in range(3):
+        own = torch.tensor(division.places_of(rank), device=device)
+        attend = ContextParallelAttention(division, cast(Any, _Gathered(rank, [k, v])))
+        mixed = attend(0, q[own], k[own], v[own])
+        assert (mixed.flatten(1) - whole[own].flatten(1)).abs().max() < error
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[tuple[str, int], Curve]]:
+    return together(4, distributed_work.divide, (2, 4))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model", OBJECTIVES)
+def test_the_step_is_that_of_one_rank(
+    four: list[dict[tuple[str, int], Curve]], model: str, size: int
+) -> None:
+    alone = distributed_work.divide(SINGLE_PROCESS, (1,))[model, 1]
+    curves = [rank[model, size] for rank in four]
+    for curve in curves:
+        for a, b in zip(alone.steps, curve.steps, strict=True):
+            assert b.loss == pytest.approx(a.loss, rel=1e-5, abs=1e-7)
+            assert b.entropy == pytest.approx(a.entropy, rel=1e-5)
+            assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-5)
+            assert [row.argmax for row in b.recomputed] == [row.argmax for row in a.recomputed]
+            for own, other in zip(a.recomputed, b.recomputed, strict=True):
+                assert other.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+        assert curve.exam == pytest.approx(alone.exam, rel=1e-5)
+    union = joined(curves)
+    for name, (_, rows) in alone.rows.items():
+        np.testing.assert_allclose(union[name], rows, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    with pytest.raises(EtudeError, match="does not know experts and invariant arithmetic"):
+        check_context_parallel(MODELS["moe"], invariant=True)
+    with pytest.raises(EtudeError, match="context_parallel = 2 ranks compute one row, and 1 can"):
+        Learner(init_from_scratch(MODELS["dense"], 0), SINGLE_PROCESS, context_parallel=2)
