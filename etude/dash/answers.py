@@ -60,7 +60,6 @@ def overview(recorded: RecordedRun) -> dict[str, Any]:
         "lines": [asdict(line) for line in page.lines],
         "legend": page.legend,
         "lag_bound": bound,
-        "lags": history.lags,
         "lag_split": recorded.memo("lag_split", lambda: lag_split(recorded.table)),
         "stages": _stages(recorded),
         "steps": history.steps | {"ess": history.ess},

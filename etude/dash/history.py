@@ -118,8 +118,6 @@ class History:
         self.steps: dict[str, list[float | None]] = {"step": [], "t": []}
         self.fits: dict[str, dict[str, list[float]]] = {}
         """Stage -> its curves."""
-        self.lags: tuple[int, ...] = ()
-        """Histogram of the newest step."""
         self.stages: list[dict[str, Any]] = []
         self.evals: list[EvalDone] = []
         self.alarms: list[Begun] = []
@@ -183,7 +181,6 @@ class History:
             self.steps.setdefault(name, [None] * count).append(value)
         for curve in self.steps.values():
             curve += [None] * (count + 1 - len(curve))
-        self.lags = event.lags
         self.versions[event.step].step_done = t
         self._attempts = [0, 0]
         self._busy.clear()

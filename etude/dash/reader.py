@@ -163,7 +163,7 @@ class RunView:
 
     def apply(self, t: float, event: Event) -> list[Alarm]:
         """The alarms that begin with the event."""
-        if isinstance(event, Launched) and self.began is not None:
+        if isinstance(event, Launched):
             self._stopped_s = t - self.now
         t -= self._stopped_s
         self.began = t if self.began is None else min(self.began, t)

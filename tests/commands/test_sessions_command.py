@@ -17,7 +17,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, AttemptDone, ProcessSilent
 from etude.core.ledger import Batched, Dropped, Issued
 from etude.core.sampling import VersionSpan
-from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory
+from etude.core.types import Cost, Credit, Group, Part, Score, Segment, Trajectory
 from etude.dash.session import LONG, Block, read_session, said, shorten
 from etude.launch.launcher import locked
 from etude.model.directory import MODEL_FILES
@@ -230,6 +230,20 @@ def test_long_outputs_lose_their_middle() -> None:
     assert "... (5 lines left out) ..." in short and short.endswith(f"\n{LONG + 4}")
     assert shorten("x" * 1000).endswith("... (1000 characters)")
     assert shorten("a\nb") == "a\nb"
+
+
+def test_a_score_says_what_was_credited_for_what() -> None:
+    t = trajectory("g000001.0", 0.5)
+    assert t.score is not None
+    credited = replace(t.score, credit=(Credit(0.25, segment=0), Credit(-1.0, segment=1, turn=3)))
+    assert read_session(replace(t, score=credited), None)[-1].text.splitlines() == [
+        "reward 0.5",
+        "checks 3: 3 of 4",
+        "    line 7",
+        "flag: odd",
+        "credit 0.25 for segment 0",
+        "credit -1 for segment 1, turn 3",
+    ]
 
 
 def test_a_session_that_ran_out_of_time_says_so() -> None:

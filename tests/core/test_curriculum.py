@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from etude.core.curriculum import AskedTask, Curriculum, weighted_shuffle
+from etude.core.curriculum import HALF_LIFE, AskedTask, Curriculum, weighted_shuffle
 
 TASKS = [f"t{n}" for n in range(300)]
 FAMILIES = {task: f"f{n % 6}" for n, task in enumerate(TASKS)}
@@ -44,6 +44,14 @@ def test_a_task_comes_back_before_its_turn_only_if_its_attempts_differed_and_wil
     curriculum = plan(0.5, asked("t7", solved))
     early = [curriculum.choose(1) for _ in range(len(TASKS) // 2)]
     assert (("t7", 1) in early) == again
+
+
+def test_an_even_chance_is_enough() -> None:
+    """So much later only its family tells of a task, of which every second group differed."""
+    curriculum = plan(0.5, asked("t0", 4), asked("t6", 0))
+    assert FAMILIES["t0"] == FAMILIES["t6"]
+    early = [curriculum.choose(64 * HALF_LIFE) for _ in range(len(TASKS) // 2)]
+    assert ("t0", 1) in early and ("t6", 1) not in early
 
 
 def test_what_is_under_way_or_not_settled_for_certain_says_nothing() -> None:

@@ -24,6 +24,19 @@ def test_all_gpus_are_used_and_the_model_fits() -> None:
         assert not found.colocated and found.step_s >= max(found.train_s, found.rollout_s)
 
 
+def test_a_session_takes_longer_the_more_it_samples_reads_and_waits() -> None:
+    without_cache = replace(DENSE, kv_bytes=0)
+
+    def session_s(**change: float) -> float:
+        work = replace(WORK, **change)  # type: ignore[arg-type]
+        return plan_placement(without_cache, work, H200, 16).session_s
+
+    assert session_s(tool_s=50.0) == pytest.approx(session_s() + 30.0)
+    assert session_s(read=16000) > session_s() > session_s(read=0)
+    once, twice = session_s(read=0, tool_s=0.0), session_s(read=0, tool_s=0.0, sampled=8000)
+    assert twice == pytest.approx(2 * once)
+
+
 def test_no_other_split_is_faster() -> None:
     found = plan_placement(DENSE, WORK, H200, 16)
     fewer = [plan_placement(DENSE, WORK, H200, gpus).step_s for gpus in range(2, 16)]

@@ -15,10 +15,12 @@ from starlette.types import ASGIApp
 
 from etude.cli import main
 from etude.core.ledger import Dropped
+from etude.dash.answers import solve_rates
 from etude.dash.exports import export
 from etude.dash.guard import Access
 from etude.dash.recorded import RecordedRun, evidence_of
 from etude.dash.server import create_app
+from etude.dash.table import RolloutTable
 from etude.store.rollouts import RolloutLog, group_rows
 from etude.store.runs import Run
 from etude.weights.publish import publish
@@ -72,6 +74,40 @@ def test_the_overview_has_alarms_curves_and_lag(app: ASGIApp) -> None:
     assert found["stages"][0]["state"] == "under way"
     assert found["solve"]["heldout"]["rate"] == [1.0]
     assert found["missing"] == []
+
+
+def test_an_attempt_counts_for_the_newest_version_that_sampled_it() -> None:
+    (one,) = group_rows(group(1, trajectory("g000001.0", 1.0)))
+    table = RolloutTable()
+    for number, versions in enumerate([(4,), (2, 3, 4), (2, 3)]):
+        table.add([replace(one, id=f"g000001.{number}", versions=versions)])
+    found = solve_rates(table)["train env"]
+    assert (found["version"], found["count"]) == ([3.0, 4.0], [1.0, 2.0])
+
+
+OF_THE_RUN = {
+    "steps", "solve", "parts", "regions", "workers", "dropped", "in_flight", "queued", "status",
+    "became", "kind", "source", "stage", "flag", "cause", "arguments",
+}  # fmt: skip
+"""Fields that may hold names out of the run."""
+UNREAD = {"prompt_tokens"}
+
+
+def fields(value: object) -> set[str]:
+    if isinstance(value, list):
+        return set[str]().union(*map(fields, value))
+    if not isinstance(value, dict):
+        return set()
+    inner = (each.values() if isinstance(each, dict) and name in OF_THE_RUN else [each]
+             for name, each in value.items())  # fmt: skip
+    return set(value).union(*(fields(list(each)) for each in inner))
+
+
+def test_the_page_reads_what_is_answered(app: ASGIApp) -> None:
+    """Every field of every view has the name by which a script asks for it, or is not needed."""
+    read = set(re.findall(r"\w+", "".join(path.read_text() for path in STATIC.glob("*.js"))))
+    told = {path: fields(ask(app, path).json) for path in PATHS}
+    assert {path: names - read for path, names in told.items() if names - read - UNREAD} == {}
 
 
 def test_rollouts_that_are_settled_and_those_that_have_just_ended(app: ASGIApp) -> None:
@@ -188,7 +224,11 @@ def test_the_ledger_shows_what_became_of_attempts_without_a_reward(tmp_path: Pat
 def test_the_fleet(app: ASGIApp) -> None:
     found = ask(app, "/api/runs/x/fleet").json
     assert found["regions"]["east"] == {"version": 2, "busy": 0.5, "running": 3, "waiting": 1}
-    assert {each["version"]: "live" in each for each in found["versions"]}[2]
+    assert {each["version"]: "live" in each for each in found["versions"]} == {
+        2: True,
+        1: True,
+        0: True,
+    }
 
 
 def test_the_fleet_shows_how_much_of_a_version_had_to_be_sent(run: Run, app: ASGIApp) -> None:

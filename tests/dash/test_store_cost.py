@@ -14,8 +14,9 @@ from etude.store.telemetry import EventReader, event_writer, sync_event_writer
 
 def used(process: str, count: int) -> StoreUsed:
     return StoreUsed(
-        process=process, reads=count, writes=count, lists=count, read_bytes=count, written_bytes=0
-    )
+        process=process, reads=count, writes=count, lists=count, read_bytes=count,
+        written_bytes=2 * count,
+    )  # fmt: skip
 
 
 def fit(step: int) -> FitStep:
@@ -27,7 +28,7 @@ def test_processes_add_up_and_a_new_life_counts_from_nothing() -> None:
     for event in (used("a", 10), fit(1), used("b", 1), used("a", 12), fit(4), used("a", 2)):
         view.apply(0.0, event)
     assert (view.store.requests, view.store.lists, view.store.read_bytes) == (45, 15, 15)
-    assert view.store.steps == 4
+    assert (view.store.written_bytes, view.store.steps) == (30, 4)
     assert str(view.store).startswith("11 requests a step, 3.8 of them listings")
     lines = {line.label: line.text for line in describe(view, 0).lines}
     assert lines["store"] == str(view.store)

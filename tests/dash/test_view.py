@@ -338,6 +338,15 @@ def test_a_small_screen_is_complete_and_a_wide_one_shows_more() -> None:
         assert words in wide, words
 
 
+def test_curves_stand_beside_each_other() -> None:
+    lines = [line.plain for line in layout(full_page(), "etude", 60.0, 200, 49)]
+    (top,) = (n for n, line in enumerate(lines) if line.count(" by step, now ") > 1)
+    starts = [found.start() for found in re.finditer(r"\S+( \S+)? by step, now", lines[top])]
+    rows = lines[top + 1 : lines.index("", top)]
+    assert all(row[start - 2 : start].isspace() for row in rows for start in starts[1:])
+    assert len(rows[0].split("┤")) == 1 + len(starts)
+
+
 def test_the_page_says_all_of_it() -> None:
     view = view_of(
         (0.0, StageStarted(stage="rl", steps=4)),

@@ -190,7 +190,8 @@ def test_who_computes_what() -> None:
     )
     sparse = replace(SMALL, model_type="qwen3_moe", experts=EXPERTS)
     assert unsupported(sparse, torch.float32) == ["router softmax"]
-    assert unsupported(replace(SMALL, head_dim=16), torch.float32) == ["head_dim 16"]
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        assert unsupported(replace(SMALL, **{name: 16}), torch.float32) == [f"{name} 16"]
     assert unsupported(replace(SMALL, head_dim=256), torch.float32) == []  # as Gemma's are
     assert unsupported(replace(SMALL, head_dim=288), torch.float32) == ["head_dim 288"]
     assert unsupported(SMALL, torch.float16) == ["torch.float16"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from etude.core.errors import EtudeError
+from etude.engine.runner import block_size, state_bytes
 from etude.engine.select import kv_cache_tokens, select_device
-from etude.model.config import LatentConfig
+from etude.model.config import LatentConfig, LinearConfig
 from etude.model.transformer import ModelConfig, Transformer
 
 SHAPE = ModelConfig(
@@ -48,6 +49,19 @@ def test_a_cache_has_room_for_four_times_what_runs_within_its_memory() -> None:
     assert kv_cache_tokens(model.bfloat16(), 3, 100 * TOKEN_BYTES) == 200
     # a GiB where nothing is said
     assert kv_cache_tokens(Transformer(SHAPE), 1 << 20, None) == (1 << 30) // TOKEN_BYTES
+
+
+def test_the_memory_holds_the_states_of_recurrent_layers_too() -> None:
+    linear = LinearConfig(
+        num_key_heads=2, num_value_heads=2, key_head_dim=8, value_head_dim=8, conv_kernel_dim=4,
+        layers=(0,),
+    )  # fmt: skip
+    model = Transformer(replace(SHAPE, model_type="qwen3_next", linear=linear))
+    memory = 1 << 20
+    tokens = kv_cache_tokens(model, 1 << 20, memory)
+    blocks = tokens / block_size(model.config)
+    taken = tokens * TOKEN_BYTES / 2 + blocks * state_bytes(model.config, 4)
+    assert 0.9 * memory < taken <= memory and blocks > 1
 
 
 def test_a_latent_is_kept_once() -> None:

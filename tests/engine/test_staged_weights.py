@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -74,6 +77,59 @@ def test_only_what_differs_is_kept(model):
     put_in_place()
     assert model.model.norm.weight[3] == number
     assert model.model.norm.weight[2] != 0
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device, and notes who told its memory of a stream."""
+
+    told: list[tuple[torch.dtype, object]]
+    is_cuda = True
+
+    def record_stream(self, stream: object) -> None:
+        OnDevice.told.append((self.dtype, stream))
+
+
+def test_memory_of_the_staging_stream_is_kept_until_the_swap_has_read_it(monkeypatch):
+    """The allocator hands it out again as soon as the stream that it came from may write there."""
+    monkeypatch.setattr(OnDevice, "told", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "serving")
+    target, new = torch.zeros(100).as_subclass(OnDevice), torch.zeros(100)
+    new[7] = 1.0
+    (write,) = staged_weights._writes(target, new)
+    assert not OnDevice.told
+    write.apply()
+    assert target[7] == 1.0
+    assert OnDevice.told == [(torch.int32, "serving")] * 2, "places and values"
+
+
+def test_a_device_stages_beside_what_it_serves(monkeypatch):
+    """In a stream of its own, behind what the default stream writes, and done at the end."""
+    did: list[str] = []
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, device: torch.device) -> None:
+            did.append(f"made on {device}")
+
+        def wait_stream(self, other: str) -> None:
+            did.append(f"waits for {other}")
+
+        def synchronize(self) -> None:
+            did.append("done")
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        did.append("enters")
+        yield
+        did.append("leaves")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the default")
+    with staged_weights._beside_serving(torch.device("cuda", 0)):
+        did.append("works")
+    assert did == ["made on cuda:0", "waits for the default", "enters", "works", "leaves", "done"]
 
 
 def test_weights_of_another_model_are_refused(model):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etude.factory import build as building
 from etude.factory import prove as proving
+from etude.factory.build import BuildLog, Options, Status
 from etude.factory.candidates import Candidate, Draft, Drafts
-from etude.factory.prove import Rejected, Seen, prove
+from etude.factory.prepare import Workshop
+from etude.factory.prove import Rejected, Repository, Seen, prove
 from etude.factory.recipe import Recipe
 from etude.factory.survey import Survey
 from etude.factory.task import RepositoryTask
@@ -37,14 +42,26 @@ TASK = RepositoryTask(
 )
 
 
+def repository(name: str, source: str) -> Repository:
+    path, lines = "shop/cart.py", range(1, 1 + len(source.splitlines()))
+    return Repository(
+        name=name,
+        origin=name,
+        files={path: source.encode()},
+        recipe=Recipe(requirements=(), pythonpath=(), tests=("tests",), sources=("shop/*",)),
+        survey=Survey(
+            seconds={TEST: 0.1},
+            lines={path: {line: frozenset({TEST}) for line in lines}},
+            start_s=0.0,
+        ),
+        requirements=(),
+    )
+
+
 def drafts_of(source: str) -> list[Draft]:
     """Of a package of one file, of which a test runs every line."""
-    path, lines = "shop/cart.py", range(1, 1 + len(source.splitlines()))
-    survey = Survey(
-        seconds={TEST: 0.1}, lines={path: {line: frozenset({TEST}) for line in lines}}, start_s=0.0
-    )
-    recipe = Recipe(requirements=(), pythonpath=(), tests=("tests",), sources=("shop/*",))
-    drafts: Iterator[Draft] = Drafts("shop", {path: source.encode()}, recipe, survey, None).all()
+    of = repository("shop", source)
+    drafts: Iterator[Draft] = Drafts("shop", of.files, of.recipe, of.survey, None).all()
     found = list(itertools.islice(drafts, 1000))
     assert len(found) < 1000, "there is no end of them"
     return found
@@ -55,6 +72,11 @@ def test_no_mistake_is_drafted_twice() -> None:
     source = "".join(f"def part_{n}(a):\n    return a\n\n\n" for n in range(5))
     bugs = [draft.id for draft in drafts_of(source) if draft.kind == "bug"]
     assert len(bugs) == len(set(bugs)) == 5
+
+
+@pytest.mark.parametrize("source", ["def total(:\n", "print 'of old'\n"])
+def test_nothing_is_drafted_of_what_is_no_python(source: str) -> None:
+    assert drafts_of(source) == []
 
 
 def test_several_mistakes_at_once_are_in_different_functions() -> None:
@@ -85,6 +107,62 @@ async def test_a_task_like_another_is_rejected_before_it_is_graded(
     with pytest.raises(Rejected, match="duplicate"):
         await prove(drafts[1], nobody, seen, nobody)
     assert graded == ["one"]
+
+
+async def built(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], solution: str
+) -> Status:
+    """A build of tasks that all have one solution. The environment of every source but the first
+    shows it, and comes when there is a task."""
+    task_is_there = asyncio.Event()
+
+    async def prepare(source: str, workshop: Workshop) -> Repository:
+        if source != sources[0]:
+            await task_is_there.wait()
+            (workshop.venvs / source / "lib").mkdir(parents=True)
+            (workshop.venvs / source / "lib" / "cart.py").write_text(solution)
+        return repository(source, "def total(items):\n    return sum(items) + 1\n")
+
+    async def prove(draft: Draft, of: Repository, seen: Seen, *_: Any) -> RepositoryTask:
+        made = replace(TASK, id=draft.id, solution={"shop/cart.py": solution.encode()})
+        seen.add(made)
+        task_is_there.set()
+        return made
+
+    monkeypatch.setattr(building, "prepare", prepare)
+    monkeypatch.setattr(building, "prove", prove)
+    options = Options(limit=1, jobs=1)
+    status = Status(sources=len(sources), limit=1 + len(list(folder.glob("tasks/*"))))
+    workshop = Workshop(folder, Any, options.proposer, options.installer)  # type: ignore[arg-type]
+    log = BuildLog(folder / "build.jsonl")
+    folder.mkdir(exist_ok=True)
+    await building._Build(workshop, log, options, status, lambda status: None).run(sources, {})
+    return status
+
+
+SOLUTION = "def total(items):\n    full = 0\n    for item in items:\n        full += item\n"
+
+
+async def test_a_solution_that_a_later_environment_shows_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = await built(tmp_path, monkeypatch, ["shop"], SOLUTION)
+    assert status.summary()["kept"] == 1 and len(list(tmp_path.glob("tasks/*"))) == 1
+    other = tmp_path / "both"
+    status = await built(other, monkeypatch, ["shop", "fork"], SOLUTION)
+    assert status.kept == 0 and status.rejected == {"leak": 1}
+    assert not list(other.glob("tasks/*"))
+    assert {each["verdict"] for each in BuildLog(other / "build.jsonl").entries.values()} == {
+        "leak"
+    }
+
+
+async def test_a_build_that_goes_on_keeps_no_task_like_one_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await built(tmp_path, monkeypatch, ["shop"], SOLUTION)
+    status = await built(tmp_path, monkeypatch, ["shop"], SOLUTION)
+    assert status.kept == 1 and set(status.rejected) == {"duplicate"}
 
 
 def changing(path: str, function: str, id: str) -> RepositoryTask:

@@ -111,6 +111,45 @@ def test_a_directory_is_read(folder: Path) -> None:
     assert "tests" not in str(task.as_task())
 
 
+def test_every_key_that_harbor_writes_is_read(folder: Path) -> None:
+    (folder / "task.toml").write_text("""
+schema_version = "1.4"
+version = "1"
+source = "here"
+artifacts = ["/app/sum.txt"]
+task = {name = "etude/sums"}
+metadata = {difficulty = "easy"}
+solution = {env = {WAY = "short"}}
+[agent]
+timeout_sec = 120.0
+network_mode = "no-network"
+[verifier]
+timeout_sec = 30.0
+environment_mode = "shared"
+network_mode = "no-network"
+env = {EXPECTED = "5"}
+[environment]
+docker_image = "python"
+os = "linux"
+workdir = "/app"
+build_timeout_sec = 600.0
+cpus = 2
+gpus = 0
+memory = "1G"
+memory_mb = 512
+storage = "1G"
+storage_mb = 64
+allow_internet = false
+network_mode = "no-network"
+env = {GREETING = "hello"}
+""")
+    task = read_harbor_task(folder)
+    limits = Limits(cpus=2, memory_bytes=512 << 20, disk_bytes=64 << 20)
+    assert (task.spec.workdir, task.spec.limits, task.verifier_s) == ("/app", limits, 30.0)
+    assert (task.solution_env, task.verifier_env) == ({"WAY": "short"}, {"EXPECTED": "5"})
+    assert task.spec.env["GREETING"] == "hello"
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new", "told"),
     [
@@ -122,6 +161,7 @@ def test_a_directory_is_read(folder: Path) -> None:
         ("environment/Dockerfile", "add.sh .", "../../secret .", "../../secret must be named"),
         ("environment/Dockerfile", "add.sh .", "data/../../../s* .", "without '..'"),
         ("environment/Dockerfile", "COPY add.sh", "ADD https://x.y/z.sh", "fetches or unpacks"),
+        ("environment/Dockerfile", "COPY add.sh", "ADD data.tar.gz", "or unpacks data.tar.gz"),
         ("environment/Dockerfile", "COPY add.sh", "COPY --chown=me add.sh", "no plain copy"),
         ("environment/Dockerfile", "WORKDIR /app", "", "names no WORKDIR"),
         ("environment/Dockerfile", "CMD", 'ENV A="b\nCMD', """'ENV A="b' cannot be read"""),
@@ -137,6 +177,8 @@ def test_a_directory_is_read(folder: Path) -> None:
         ("task.toml", "= 30.0", "= -1", "verifier.timeout_sec is -1"),
         ("task.toml", "= 30.0", "= inf", "timeout_sec is inf in task.toml: it must be a number"),
         ("task.toml", '"no-network"', '"public"', "environment.network_mode is 'public'"),
+        ("task.toml", "= 120.0", '= 1\nnetwork_mode = "public"', "agent.network_mode is 'public'"),
+        ("task.toml", "= 30.0", '= 1\nnetwork_mode = "public"', "verifier.network_mode is"),
         ("task.toml", 'network_mode = "no-network"', "allow_internet = true", "is 'public'"),
         ("task.toml", "storage_mb = 64", "gpus = 1", "environment.gpus is 1"),
         ("task.toml", "storage_mb = 64", 'os = "windows"', "environment.os is 'windows'"),

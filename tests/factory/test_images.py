@@ -14,8 +14,9 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.factory import images
-from etude.factory.image_spec import ImageSpec, Oci, Realism, Source, read_spec
+from etude.factory.image_spec import ImageSpec, Oci, Pypi, Realism, Source, read_spec
 from etude.factory.images import build_image
+from etude.factory.lived_in import live_in
 from etude.factory.oci import unpack
 from etude.sandbox.image import ImageStore, tree_digest
 
@@ -139,8 +140,49 @@ def test_times_and_owners_do_not_change_a_digest(tmp_path: Path) -> None:
     assert tree_digest(tmp_path / "a") != tree_digest(tmp_path / "b")
 
 
-def layer_of(*members: tuple[str, bytes | str]) -> bytes:
-    """Bytes: a file. Text: a link."""
+def test_somebody_lives_there(tmp_path: Path) -> None:
+    live_in(Realism(user="maria", hostname="thinkpad"), [], tmp_path)
+    home = tmp_path / "etc" / "skel"
+    told = git(tmp_path, "config", "--file", str(home / ".gitconfig"), "--list").splitlines()
+    assert told == ["user.name=Maria", "user.email=maria@thinkpad"]
+    assert (tmp_path / "etc" / "hostname").read_text() == "thinkpad\n"
+    assert len((tmp_path / "etc" / "machine-id").read_text()) == 33
+    for name in (".bashrc", ".profile", ".bash_history"):
+        subprocess.run(["bash", "-n", home / name], check=True)
+        assert (home / name).read_text()
+
+
+def test_packages_are_added_to_the_python_of_another_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wheels for it, since nothing of it is run; scripts start by its Python, not by ours."""
+    base, made = tmp_path / "base", tmp_path / "made"
+    (base / "usr/bin").mkdir(parents=True)
+    for name in ("python3", "python3.12", "python3-config"):
+        (base / "usr/bin" / name).touch()
+    asked: list[str] = []
+
+    def pip(venv: Path, *argv: str) -> None:
+        asked.extend(argv)
+        target = Path(argv[argv.index("--target") + 1])
+        (target / "bin").mkdir()
+        (target / "shop.py").touch()
+        (target / "bin" / "shop").write_text(f"#!{venv}/bin/python\nimport shop\n")
+
+    monkeypatch.setattr(images, "make_venv", lambda venv: venv.mkdir(parents=True))
+    monkeypatch.setattr(images, "pip", pip)
+    images._pypi(Pypi(requirements=("shop>=1", "six")), base)(made)
+    assert asked[0] == "install" and asked[-2:] == ["shop>=1", "six"]
+    assert asked[asked.index("--python-version") + 1] == "3.12" and "--only-binary=:all:" in asked
+    found = {str(path.relative_to(made)) for path in made.rglob("*") if path.is_file()}
+    script = made / "usr/local/bin/shop"
+    assert found == {"usr/local/lib/python3.12/dist-packages/shop.py", "usr/local/bin/shop"}
+    assert script.read_text() == "#!/usr/bin/python3\nimport shop\n"
+    assert script.stat().st_mode & 0o777 == 0o755
+
+
+def layer_of(*members: tuple[str, bytes | str | None]) -> bytes:
+    """Bytes: a file. Text: a link. None: a directory."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, content in members:
@@ -148,6 +190,8 @@ def layer_of(*members: tuple[str, bytes | str]) -> bytes:
             info.mode = 0o4755
             if isinstance(content, str):
                 info.type, info.linkname = tarfile.SYMTYPE, content
+            elif content is None:
+                info.type = tarfile.DIRTYPE
             else:
                 info.size = len(content)
             data = content if isinstance(content, bytes) else b""
@@ -184,6 +228,23 @@ def test_layers_of_an_oci_image_lie_over_each_other(tmp_path: Path) -> None:
     found = {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
     assert found == {"etc/a", "opt/x/z", "run/pid"}
     assert not (root / "etc" / "a").stat().st_mode & 0o4000
+
+
+@pytest.mark.parametrize("below", [b"a file", "/etc", "/nowhere", None])
+def test_a_directory_takes_the_place_of_what_was_there(
+    tmp_path: Path, below: bytes | str | None
+) -> None:
+    """Of a link too: what follows would come to lie where it leads."""
+    layout = make_layout(
+        tmp_path / "layout",
+        layer_of(("etc/a", b"1"), ("opt", below)),
+        layer_of(("opt", None), ("opt/b", b"2")),
+    )
+    root = tmp_path / "root"
+    root.mkdir()
+    unpack(layout, "", root)
+    assert not (root / "opt").is_symlink()
+    assert {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()} == {"etc/a", "opt/b"}
 
 
 @pytest.mark.parametrize(
@@ -269,6 +330,14 @@ def test_a_working_directory_of_an_oci_image_is_the_working_copy(tmp_path: Path)
         ('name = "a"', "give one of"),
         ('name = "a"\n[pypi]\nrequirments = []', "requirments is no key"),
         ('name = "a"\n[pypi]\nrequirements = "pytest"', "a list of texts"),
+        (
+            'name = "a"\n[pypi]\nrequirements = ["pytest", 3]',
+            "requirements must be a text, and is 3",
+        ),
+        ('name = "a"\npypi = ["pytest"]', "pypi must be a table"),
+        ('name = "a"\nenv = ["A=1"]', "env must be a table"),
+        ("name = 3", "name must be a text, and is 3"),
+        ('name = "a"\n[repository]\nsource = 3', "repository.source must be a text, and is 3"),
         ('[pypi]\nrequirements = ["pytest"]', "name is missing"),
         ('name = "a"\n[debian]\n[oci]\nlayout = "x"', "keep one"),
         ("name = ", "is not TOML"),

@@ -12,13 +12,13 @@ import pytest
 from etude.cli import main
 from etude.core.errors import EtudeError
 from etude.factory import install
-from etude.factory.candidates import split_change
+from etude.factory.candidates import _changed_tests, split_change
 from etude.factory.check import stats
 from etude.factory.harbor import read_task, write_solve_rate, write_task
 from etude.factory.hiding import functions_of, without_functions
 from etude.factory.install import write_files
 from etude.factory.instruct import instruct
-from etude.factory.leaks import hunks, is_leaked, windows_of
+from etude.factory.leaks import hunks, is_leaked, windows_of, windows_of_folder
 from etude.factory.mutations import MUTATIONS, SourceFile
 from etude.factory.recipe import HeuristicProposer, Recipe, find_layout
 from etude.factory.sources import Checkout, fetch, name_of
@@ -108,6 +108,25 @@ def test_a_copy_elsewhere_is_a_leak() -> None:
     assert not is_leaked(broken, CART.encode(), others.values())
 
 
+def test_text_of_up_to_two_megabytes_is_looked_through(tmp_path: Path) -> None:
+    line = b"x" * (2 << 17)
+    for name, more in (("notes.md", b""), ("longer.md", b"x"), ("notes.so", b"")):
+        (tmp_path / name).write_bytes(b"\n".join([line[1:]] * 7 + [line + more]))
+    (tmp_path / "longer.md").rename(tmp_path / "other.md")
+    whole = windows_of({"": (tmp_path / "notes.md").read_bytes()})[""]
+    assert len(whole) == 2 and windows_of_folder(tmp_path) == whole
+
+
+def test_changed_tests_come_in_the_order_of_their_files() -> None:
+    """Of many only the first are tried, and these are always the same ones."""
+    paths = [f"tests/test_{n}.py" for n in range(9)]
+    before = dict.fromkeys(paths, b"def test_old():\n    pass\n")
+    after = {path: text + b"\n\ndef test_new():\n    pass\n" for path, text in before.items()}
+    changed, others = _changed_tests(before, after, set(paths))
+    assert changed == tuple(f"{path}::test_new" for path in paths)
+    assert others == tuple(f"{path}::test_old" for path in paths)
+
+
 def test_a_commit_in_two_halves() -> None:
     before = {"a.py": b"x = 1\ny = 2\nz = 3\n"}
     done, rest = split_change(before, {"a.py": b"x = 2\ny = 2\nz = 4\n"}) or ({}, {})
@@ -136,6 +155,7 @@ def test_requirements_come_from_where_people_write_them() -> None:
         "tests/test_a.py": b"",
         "pyproject.toml": b'[project]\nname = "shop"\ndependencies = ["attrs>=22"]\n'
         b'[project.optional-dependencies]\ntest = ["hypothesis", "pytest-cov", "shop[x]"]\n',
+        "setup.py": b"setup(install_requires=['click>=8', 'six'], tests_require=[\"responses\"])",
         "tox.ini": b"[testenv]\ndeps =\n    pytest\n    py3: freezegun\n",
         ".github/workflows/ci.yml": b"run: pip install pyyaml && pytest\n",
     }
@@ -143,6 +163,7 @@ def test_requirements_come_from_where_people_write_them() -> None:
     first = proposer.propose(files, [])
     assert first is not None
     assert {"attrs>=22", "hypothesis", "freezegun", "pyyaml", "pytest"} <= {*first.requirements}
+    assert {"click>=8", "six", "responses"} <= {*first.requirements}
     assert not {"pytest-cov", "shop[x]"} & {*first.requirements}
     second = proposer.propose(files, ["E   ModuleNotFoundError: No module named 'dateutil'"])
     assert second is not None and "python-dateutil" in second.requirements

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import sysconfig
 from collections.abc import AsyncIterator
@@ -11,12 +12,12 @@ from typing import Any
 import pytest
 
 from etude.core.errors import RolloutFailure
-from etude.core.harness_config import CodeConfig
+from etude.core.harness_config import CodeConfig, ToolKind
 from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.harness.code.diagnostics import Diagnostic, Diagnostics, FakeDiagnostics
 from etude.harness.code.servers import LanguageServers
-from etude.harness.code.tool import Workspace
-from etude.harness.code.toolset import Toolset
+from etude.harness.code.tool import Workspace, check_arguments
+from etude.harness.code.toolset import TOOLS, Toolset
 from etude.sandbox.pool import open_sandbox_pool
 
 ROOT = Path(__file__).parents[2]
@@ -219,6 +220,15 @@ async def test_what_is_said(sandbox: Sandbox) -> None:
         == "error: path must be of type string; read takes path, start, end"
     )
     assert "start must be at least 1" in await call("read", path=EFFORT, start=0)
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_what_a_tool_takes_for_granted_may_be_said(kind: ToolKind) -> None:
+    """Models write defaults out."""
+    tool = TOOLS[kind]
+    for name, parameter in inspect.signature(tool.call).parameters.items():
+        if parameter.default not in (inspect.Parameter.empty, None):
+            assert check_arguments({name: parameter.default}, tool.parameters, set()) == ""
 
 
 async def test_names_and_limits_are_configuration(sandbox: Sandbox) -> None:

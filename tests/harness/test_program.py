@@ -15,12 +15,14 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from etude.core.config import parse
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import Sandbox, SandboxSpec
 from etude.core.types import Task, Transcript
 from etude.harness.program import CommandAgent, ProgramAgent
+from etude.harness.session_proxy import SessionProxy
 from etude.run.controller import build_agent
 from etude.sandbox.pool import open_sandbox_pool
 from tests.harness.test_agent import Answer, model, says
@@ -135,6 +137,18 @@ print(ask("/chat/completions?beta=true", messages=1)[:3], ask("/models")[:3])
         "400 404",
     ]
     assert len(requests) == 2
+
+
+@pytest.mark.parametrize("body", ["[1]", "[]", '"x"', "3", "null", "{", ""])
+async def test_what_is_no_object_is_told_so_and_not_asked(body: str) -> None:
+    async with aiohttp.ClientSession() as http:
+        session = SessionProxy(http, base_url="http://nowhere", api_key="key", seed=7, defaults={})
+        async with (
+            RawTestServer(session) as server,
+            http.post(server.make_url("/v1/chat/completions"), data=body) as answer,
+        ):
+            assert answer.status == 400 and "the body is no JSON object" in await answer.text()
+    assert not session.has_asked
 
 
 async def test_answers_stream_and_do_not_wait_for_each_other() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from etude.cli import main
 from etude.commands.run_file import read_run_file
 from etude.core.config import parse
+from etude.launch import kubernetes
 from etude.launch.kubernetes import Names, to_yaml
 from etude.launch.start import start
 from etude.store.runs import Run
@@ -29,6 +32,19 @@ device = "cuda"
 kind = "rl"
 steps = 3
 """
+FIELDS = {
+    "apiVersion", "backoffLimit", "clusterIP", "command", "configMap", "containerPort",
+    "containers", "data", "env", "envFrom", "fieldPath", "fieldRef", "image", "key", "kind",
+    "labels", "limits", "matchLabels", "metadata", "mountPath", "name", "nodeSelector",
+    "podManagementPolicy", "port", "ports", "publishNotReadyAddresses", "readinessProbe",
+    "replicas", "resources", "restartPolicy", "secretKeyRef", "secretRef", "selector",
+    "serviceName", "spec", "targetPort", "tcpSocket", "template", "valueFrom", "volumeMounts",
+    "volumes",
+    # names that the fields above hold
+    "app.kubernetes.io/name", "etude/part", "nvidia.com/gpu", "run.toml",
+    "topology.kubernetes.io/region",
+}  # fmt: skip
+"""All that Kubernetes knows of what we write: others it drops, or refuses."""
 
 
 @pytest.fixture
@@ -64,8 +80,57 @@ def test_kubernetes(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "nvidia.com/gpu: 1",
     ):
         assert text in worker
+    assert "--folder" not in files["01-prepare.yaml"]
     assert "my-run-1-trainer-0.my-run-1-trainer:29400" in files["07-trainer.yaml"]
     assert all("s3://bucket/runs/mine" in text for text in files.values())
+
+
+def fields(value: object) -> set[str]:
+    if isinstance(value, dict):
+        return set(value).union(*map(fields, value.values()))
+    return set[str]().union(*map(fields, value)) if isinstance(value, list) else set()
+
+
+@pytest.fixture
+def manifests(toml: Path, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Any]:
+    """(kind, name) -> the manifest."""
+    monkeypatch.setattr(kubernetes, "to_yaml", json.dumps)
+    texts = exported("k8s", toml, "--trainer-nodes", "2").values()
+    found = [json.loads(each) for text in texts for each in text.split("---\n")]
+    return {(each["kind"], each["metadata"]["name"]): each for each in found}
+
+
+def test_kubernetes_knows_all_fields(manifests: dict[tuple[str, str], Any]) -> None:
+    assert fields(list(manifests.values())) == FIELDS
+
+
+def test_pods_are_those_that_others_look_for(manifests: dict[tuple[str, str], Any]) -> None:
+    pods = {
+        name: manifest["spec"]["template"]
+        for (_, name), manifest in manifests.items()
+        if "template" in manifest.get("spec", {})
+    }
+    assert len(pods) == 8
+    labels = [pod["metadata"]["labels"] for pod in pods.values()]
+    assert all(labels.count(each) == 1 for each in labels)
+    for (kind, name), manifest in manifests.items():
+        if kind in ("Deployment", "StatefulSet"):
+            chosen = manifest["spec"]["selector"]["matchLabels"]
+            assert chosen == pods[name]["metadata"]["labels"]
+        elif kind == "Service":
+            [port] = manifest["spec"]["ports"]
+            [container] = pods[name]["spec"]["containers"]
+            assert manifest["spec"]["selector"] == pods[name]["metadata"]["labels"]
+            assert container["ports"] == [{"containerPort": port["targetPort"]}]
+            assert port["port"] == port["targetPort"]
+    trainer = manifests["StatefulSet", "my-run-1-trainer"]["spec"]
+    assert ("Service", trainer["serviceName"]) in manifests
+    for pod in pods.values():
+        [container] = pod["spec"]["containers"]
+        for host in re.findall(
+            r"(?:http://|[.])(my-run-1-[a-z-]+):", " ".join(container["command"])
+        ):
+            assert ("Service", host) in manifests
 
 
 def test_slurm(toml: Path) -> None:
@@ -78,10 +143,52 @@ def test_slurm(toml: Path) -> None:
     assert "srun torchrun --nnodes 2 --nproc-per-node 4" in files["trainer.sbatch"]
     assert '--gateway "$gateway" --relay "$relay" --advertise "$own"' in files["worker-west.sbatch"]
     assert all("#SBATCH --requeue" in text for name, text in files.items() if "sbatch" in name[-7:])
-    order = re.findall(r"(\S+)\.sbatch", files["submit.sh"])
-    assert order[0] == "prepare" and set(order) == {
-        name.removesuffix(".sbatch") for name in files if name.endswith(".sbatch")
+
+
+def test_slurm_files_run(toml: Path) -> None:
+    """As Slurm would: every part waits for what it needs, and knows it when it starts."""
+    toml.write_text(TOML + "[eval]\nevery_steps = 5\n")
+    files = exported("slurm", toml)
+    programs, said = toml.parent / "bin", toml.parent / "said"
+    programs.mkdir()
+    for name in ("sbatch", "etude", "openssl", "scontrol", "srun", "python", "hostname"):
+        tell = f'printf "%s " {name} "$@" >> {said}; echo >> {said}; echo {name}-says'
+        (programs / name).write_text(f"#!/bin/bash\n{tell}\n")
+        (programs / name).chmod(0o700)
+    env = os.environ | {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_ARRAY_TASK_ID": "1",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_SUBMIT_DIR": str(toml.parent / "out"),
     }
+    subprocess.run(["bash", toml.parent / "out" / "submit.sh"], env=env, check=True)
+    submitted = [line.split() for line in said.read_text().splitlines() if "sbatch" in line]
+    assert [words[-1] for words in submitted] == [
+        *("prepare.sbatch", "gateway.sbatch", "relay-east.sbatch", "worker-east.sbatch"),
+        *("relay-west.sbatch", "worker-west.sbatch", "trainer.sbatch", "evaluator.sbatch"),
+        "controller.sbatch",
+    ]
+    assert submitted[0] == ["sbatch", "--parsable", "prepare.sbatch"]
+    assert all("--dependency=afterok:sbatch-says" in words for words in submitted[1:])
+
+    env["ETUDE_PLACES"] = str(toml.parent / "out" / "places")
+    started = {}
+    for *_, file in submitted:
+        said.unlink()
+        subprocess.run(["bash", "-c", files[file]], env=env, check=True, timeout=600)
+        started[file.removesuffix(".sbatch")] = said.read_text().splitlines()[-1].split()
+    gateway = (Path(env["ETUDE_PLACES"]) / "gateway").read_text().strip()
+    relay = (Path(env["ETUDE_PLACES"]) / "relay-west").read_text().strip()
+    assert (gateway, relay) == ("http://hostname-says:8100", "http://hostname-says:8200")
+
+    def given(name: str, option: str) -> str:
+        return started[name][started[name].index(option) + 1]
+
+    assert given("controller", "--gateway") == given("worker-west", "--gateway") == gateway
+    assert given("worker-west", "--relay") == relay
+    assert given("worker-west", "--port") == "8102"
+    assert given("worker-west", "--advertise") == "http://hostname-says:8102"
+    assert given("trainer", "--rdzv-endpoint") == "scontrol-says:29400"
 
 
 @pytest.mark.parametrize(

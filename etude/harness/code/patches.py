@@ -143,7 +143,7 @@ def _where(lines: list[str], hunk: Hunk, offset: int) -> tuple[int, int]:
     if hunk.anchor and len(found) > 1:
         begin = _after(lines, hunk.anchor)
         found = [place for place in found if place.start >= begin][:1] or found
-    if hunk.line is not None and len(found) > 1:
+    if hunk.line is not None:
         expected = hunk.line + offset
         found = [place for place in found if place.start == expected] or found
     if len(found) > 1:
