@@ -82,7 +82,6 @@ def git(directory: Path, *argv: str, stdin: bytes | None = None) -> bytes:
     env = {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": os.devnull,
-        "LC_ALL": "C",
         "GIT_CONFIG_NOSYSTEM": "1",
         "GIT_TERMINAL_PROMPT": "0",
     }

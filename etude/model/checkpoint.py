@@ -56,8 +56,6 @@ class Checkpoint(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name + BLOCKS in self._held:
             return from_mxfp4(self._read(name + BLOCKS), self._read(name + EXPONENTS))
-        if name not in self._held:
-            raise KeyError(name)
         if (scale := self._scale_of(name)) is not None:
             return from_fp8(self._read(name), self._read(scale))
         return self._read(name)

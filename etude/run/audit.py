@@ -94,7 +94,11 @@ def audit(run: Run) -> Audit:
         dropped=dict(ledger.dropped),
         in_flight=ledger.in_flight,
         lag_max=max(
-            (batch.step - 1 - min(_token_versions(batch), default=0) for batch in batches.values()),
+            (
+                batch.step - 1 - version
+                for batch in batches.values()
+                for version in _token_versions(batch)
+            ),
             default=0,
         ),
         lag_bound=max(bounds.values(), default=0),

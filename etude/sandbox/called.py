@@ -117,7 +117,6 @@ class CalledSandbox:
     def _close_processes(self) -> None:
         for process in self._processes:
             process.close()
-        self._processes.clear()
 
     async def _call(self, operation: str, working_s: float = 0.0, **told: Any) -> Any:
         self._check()

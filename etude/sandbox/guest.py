@@ -46,6 +46,7 @@ import signal
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from etude.core.errors import RolloutFailure
@@ -196,11 +197,17 @@ class Guest:
         self._work = os.open(WORK, os.O_PATH | os.O_DIRECTORY)
         self._rules = landlock.rules(self._writable, "/dev")
 
-    def _leave(self) -> None:
+    @contextlib.contextmanager
+    def _outside(self) -> Iterator[None]:
+        """While another working copy is mounted: nothing of the old one stays open."""
         os.chdir("/")
         for descriptor in (self._work, self._rules):
             if descriptor is not None:
                 os.close(descriptor)
+        try:
+            yield
+        finally:
+            self._enter()
 
     def _mount_copies(self, more_flags: int = 0) -> None:
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | more_flags
@@ -332,13 +339,11 @@ class Guest:
             worth_it = always or used > COPY_BYTES or len(self._layers)
             if others or not worth_it or self._layers.full():
                 return False
-            self._leave()
-            try:
-                layers = self._layers.freeze(self._copy_options())
-            except OSError:  # an old kernel, which knows no overlays of an ordinary user's
-                return False
-            finally:
-                self._enter()
+            with self._outside():
+                try:
+                    layers = self._layers.freeze(self._copy_options())
+                except OSError:  # an old kernel, which knows no overlays of an ordinary user's
+                    return False
             socket.send_fds(to, [b"\0"], layers)
             for layer in layers:
                 os.close(layer)
@@ -347,11 +352,8 @@ class Guest:
     def op_adopt(self) -> None:
         with self._link.take_socket() as source:
             _, layers, _, _ = socket.recv_fds(source, 1, MAX_LAYERS + 1)
-        self._leave()
-        try:
+        with self._outside():
             self._layers.adopt(layers, self._copy_options())
-        finally:
-            self._enter()
 
     def op_send(self) -> None:
         # whoever does not read it to its end says why

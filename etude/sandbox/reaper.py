@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.sandbox.zygote import OWN_IDS
+
 SWEEP_S = 60.0
 """Between two looks: half of the time within which nothing may be left."""
 _MARK = re.compile(rb"/etude-(\d+-\d+-)\w+\0")
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN_USERS = 1_879_048_192
-"""From here on are those that the zygote gives to sandboxes."""
 
 
 def mountpoint_prefix() -> str:
@@ -94,7 +94,7 @@ class Footprint:
                 # a fork of the zygote is on its way there for a moment
                 if os.readlink(f"/proc/{pid}/ns/user") == host:
                     continue
-                if (user := os.stat(f"/proc/{pid}").st_uid) >= _OWN_USERS:
+                if (user := os.stat(f"/proc/{pid}").st_uid) in OWN_IDS:
                     self.own_users.add(user)
                 seen.append(pid)
         return seen

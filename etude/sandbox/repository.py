@@ -122,7 +122,6 @@ class _Git:
         self._env = {
             "PATH": os.environ.get("PATH", os.defpath),
             "HOME": str(directory),
-            "LC_ALL": "C",
             "GIT_DIR": str(directory),
             "GIT_ALTERNATE_OBJECT_DIRECTORIES": _quoted(objects),
             "GIT_CONFIG_NOSYSTEM": "1",

@@ -36,7 +36,7 @@ from etude.sandbox.limits import MEMORY_BYTES
 from etude.sandbox.root import Shown, build_root
 
 NOBODY = 65534
-_OWN_IDS = range(1_879_048_192, 2_147_483_648)
+OWN_IDS = range(1_879_048_192, 2_147_483_648)
 """Users and groups that no distribution gives to anybody."""
 _DAY_S = 24 * 3600
 
@@ -211,11 +211,11 @@ def _own_ids() -> Iterator[int]:
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as ranges:
             spans = [[int(word) for word in line.split()] for line in ranges]
-        if not any(start <= _OWN_IDS.start and _OWN_IDS.stop <= start + n for start, _, n in spans):
+        if not any(start <= OWN_IDS.start and OWN_IDS.stop <= start + n for start, _, n in spans):
             return itertools.repeat(NOBODY)
     # where another pool of this machine is unlikely to be
     start = int.from_bytes(os.urandom(4))
-    return (_OWN_IDS[(start + number) % len(_OWN_IDS)] for number in itertools.count())
+    return (OWN_IDS[(start + number) % len(OWN_IDS)] for number in itertools.count())
 
 
 def _become(user: int) -> None:

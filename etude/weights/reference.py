@@ -44,13 +44,8 @@ def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array) ->
     """Raises `Damaged`; then `out` is of no use."""
     reader = Reader(bytes(body))
     top = reader.byte()
-    lines, total = [], 0
-    for _ in range(kind.contexts):
-        lines.append(ContextHeader.read(reader, len(old) - total))
-        total += lines[-1].count
+    lines = [ContextHeader.read(reader, len(old)) for _ in range(kind.contexts)]
     size = reader.varint(reader.left)
-    if total > 8 * size:
-        raise Damaged("a payload counts more changes than it holds")
     ones, plain = _ones(reader.take(size)), _Plain(reader.take(reader.left))
     order, starts = _by_context(kind, old, top)
     places, steps, read = [], [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -39,6 +40,11 @@ def test_a_longrope_model_is_read_within_its_original_context() -> None:
     assert config.rope_scaling is not None and config.rope_scaling.factor == 32
     assert config.rotary_dim == 96
     assert attention_factor(config.rope_scaling) == pytest.approx(1.1902380714238083)
+    # any stretch sharpens attention, also a small one
+    factors = {1.5: 1.0240834, 1.0: 1.0, 0.5: 1.0}
+    for factor, expected in factors.items():
+        scaling = replace(config.rope_scaling, factor=factor)
+        assert attention_factor(scaling) == pytest.approx(expected)
 
 
 def test_what_some_facts_come_to() -> None:

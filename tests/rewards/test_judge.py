@@ -24,6 +24,7 @@ from etude.rewards.judge import (
     Calibration,
     Example,
     Judge,
+    _response_format,
     calibrate,
     parse_verdict,
     prompt,
@@ -71,6 +72,15 @@ def fenced(body: dict[str, Any]) -> tuple[str, str]:
     inside, end, behind = rest.rpartition(f"\n===== {nonce} the work ends =====")
     assert begin and end and nonce not in inside and behind.count(nonce) == 1
     return nonce, inside
+
+
+def test_the_schema_of_a_verdict_is_one_that_servers_hold_to() -> None:
+    """In strict mode, OpenAI's refuse an object with fields that are optional or free."""
+    asked = _response_format("n")["json_schema"]
+    assert isinstance(asked, dict) and asked["strict"] is True
+    schema = asked["schema"]
+    assert isinstance(schema, dict) and schema["additionalProperties"] is False
+    assert schema["required"] == list(schema["properties"]) == ["nonce", "reason", "verdict"]
 
 
 def verdict(nonce: str, passes: bool) -> str:

@@ -71,6 +71,8 @@ async def test_a_run_in_order(run: Run) -> None:
     books = audit(run)
     assert books.violations == [] and books.finished
     assert " = " in books.equation and books.in_flight == 0 and books.batches == 4
+    lags = [run.batch(step).lag for step in run.batches()]
+    assert books.lag_max == max(lags) == books.lag_bound == 1
 
 
 async def test_a_run_that_was_stopped_before_its_last_evaluation_is_in_order(run: Run) -> None:

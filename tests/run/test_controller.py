@@ -219,6 +219,31 @@ async def test_a_loop_runs_as_its_stage_says(replay: bool, monkeypatch: pytest.M
     }
 
 
+@pytest.mark.parametrize("jumps", ["quarantine", "flag", "off"])
+async def test_rewards_that_jump_become_what_the_run_says(
+    jumps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(monkeypatch, f'{RL}train = 1\n[rewards]\njumps = "{jumps}"')
+    await bench.run_loop()
+    assert (bench.told["jumps"] is not None) == (jumps != "off")
+    assert bench.told["quarantine_jumps"] == (jumps == "quarantine")
+
+
+async def test_only_sessions_to_train_on_may_go_without_the_system_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, f"{RL}train = 1\n[harness.code.prompt]\ndropout = 0.5")
+    made, nobody = bench.controller, object()
+    await bench.run_loop()
+    assert bench.agent["code"].prompt.dropout == 0.5
+    made.rollouts(temperature=1.0)  # for an evaluation
+    assert bench.agent["code"].prompt.dropout == 0.0
+    await bench.run_loop()
+    beside: Any = (made.config, nobody, nobody, nobody)
+    controller.build_runner(*beside, desk=None, temperature=1.0)  # for one beside the run
+    assert bench.agent["code"].prompt.dropout == 0.0
+
+
 @pytest.mark.parametrize(("newest", "live"), [(1, 1), (2, 2), (9, 4)])
 async def test_a_loop_starts_from_what_the_trainer_has_done_of_it(
     newest: int, live: int, monkeypatch: pytest.MonkeyPatch

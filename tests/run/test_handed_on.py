@@ -122,10 +122,14 @@ class Exam:
 
 
 async def test_several_attempts_at_each_task() -> None:
-    exam = Exam([1.0, 0.0, 1.0, 1.0, 0.0, 0.5])
+    exam, events = Exam([1.0, 0.0, 1.0, 1.0, 0.0, 0.5]), list[Event]()
     report = await evaluate(
-        TASKS, exam.attempt, stage="rl", split="novel", version=3, seed=7, samples=2
-    )
+        TASKS, exam.attempt, stage="rl", split="novel", version=3, seed=7, samples=2,
+        emit=events.append,
+    )  # fmt: skip
+    done = events[-1]
+    assert isinstance(done, EvalDone) and (done.solved, done.total) == (3, 6)
+    assert events[0] == EvalProgress(stage="rl", split="novel", done=0, total=6, solved=0)
     assert (report.solved, report.total, report.samples) == (3, 6, 2)
     assert [*report.solved_by_task.items()] == [("a", 0), ("b", 1), ("c", 2)]  # whoever ends first
     assert report.rewards == {"a": 0.0, "b": 0.75, "c": 1.0}

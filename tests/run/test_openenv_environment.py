@@ -135,6 +135,20 @@ async def test_an_episode_is_worth_the_sum_of_its_rewards(tmp_path: Path) -> Non
     assert list(tool["function"]["parameters"]["properties"]) == ["number"]
 
 
+async def test_all_calls_of_an_answer_are_made_until_the_episode_ends(tmp_path: Path) -> None:
+    several = calls("step", number=3)
+    for number in (7, 9):
+        several["tool_calls"] += calls("step", number=number)["tool_calls"]
+    said = [saw("From 1 to 9."), saw("higher", 0.25), saw("yes", 1.0, done=True)]
+    world = World(tmp_path, GUESS, said, [several])
+    done = await world.run()
+    assert done.finished and done.score is not None and done.score.reward == 1.25
+    assert [step["data"] for step in world.told[1:]] == [{"number": 3}, {"number": 7}]
+    assert [each["content"] for each in done.messages if each["role"] == "tool"] == [
+        "higher", "yes"
+    ]  # fmt: skip
+
+
 async def test_tools_that_an_environment_lists_are_those_of_the_model(tmp_path: Path) -> None:
     listed = {"name": "look", "description": "Look.", "input_schema": {"type": "object"}}
     tools = {"type": "observation", "data": {"observation": {"tools": [listed]}}}

@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
@@ -304,6 +305,19 @@ def test_tasks_of_a_file(tmp_path: Path) -> None:
         read_task_file(str(path), "train", 9)
     with pytest.raises(EtudeError, match="cannot be read"):
         read_task_file(str(tmp_path / "none"), "train", 9)
+
+
+@pytest.mark.parametrize("body", ["<html>", '{"tasks": [{"id": 1}]}'])
+async def test_what_is_no_page_of_tasks_is_told(body: str) -> None:
+    async def answer(http: web.Request) -> web.Response:
+        return web.Response(text=body, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/tasks", answer)
+    async with TestServer(app) as server:
+        client = ServiceClient(str(server.make_url("")))
+        with pytest.raises(EtudeError, match="/tasks.* answers what is no page of tasks: "):
+            await asyncio.to_thread(client.tasks, "train", 3)
 
 
 def test_a_service_that_is_not_there_gives_no_tasks() -> None:

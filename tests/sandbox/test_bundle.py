@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from etude.core.errors import RolloutFailure
-from etude.core.sandbox import Limits
+from etude.core.sandbox import Limits, SandboxSpec
 from etude.sandbox import machine
 from etude.sandbox.bundle import SOURCE, build_root, copy_program, oci_spec
+from etude.sandbox.gvisor import GvisorSandboxPool
 from etude.sandbox.lines import Lines
 from etude.sandbox.mounts import Mount
+from tests.namespaces import need_namespaces
 
 LONG_S = 60.0
 
@@ -38,6 +40,12 @@ def test_nothing_of_the_host_can_be_written(tmp_path: Path) -> None:
     assert {"network", "pid", "mount", "ipc"} <= kinds
 
 
+def test_mounts_are_written_as_a_runtime_reads_them(tmp_path: Path) -> None:
+    for each in spec(tmp_path, Limits())["mounts"]:
+        assert each.keys() - {"options"} == {"destination", "type", "source"}
+        assert all(isinstance(option, str) for option in each.get("options", []))
+
+
 def test_limits_are_those_of_the_task(tmp_path: Path) -> None:
     limits = Limits(cpus=0.5, memory_bytes=1 << 30, disk_bytes=7 << 20)
     told = spec(tmp_path, limits)
@@ -52,12 +60,81 @@ def test_limits_are_those_of_the_task(tmp_path: Path) -> None:
 def test_the_program_inside_needs_nothing_else_of_ours(tmp_path: Path) -> None:
     build_root(tmp_path / "root")
     assert (tmp_path / "root/app").readlink() == Path("/work")
+    etc = {file.name: file.read_text() for file in (tmp_path / "root/etc").glob("[ghnp]*")}
+    assert etc["passwd"].split(":")[:4] == ["user", "x", "1000", "1000"]
+    assert etc["group"].startswith("user:x:1000:")
+    # names are those of the file, and no server is asked for others
+    assert "127.0.0.1 localhost" in etc["hosts"] and etc["nsswitch.conf"] == "hosts: files\n"
     copy_program(tmp_path / "program")
     argv = [sys.executable, "-I", "-S", "-c"]
     argv += [f"import sys; sys.path.append({str(tmp_path / 'program')!r}); "
              "import etude.sandbox.machine as m; print(m.__file__)"]  # fmt: skip
     ran = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert ran.stdout.startswith(str(tmp_path)), ran.stderr
+
+
+@pytest.mark.parametrize("pty", [True, False])
+def test_a_process_beside_has_a_terminal_if_it_is_given_one(pty: bool) -> None:
+    need_namespaces()
+    keyboard, terminal = os.openpty()
+    said = "echo on > /dev/tty" if pty else "echo on"
+    ran = subprocess.run(
+        machine.MachineSandbox({}, {})._launched_beside(["sh", "-c", said], pty),
+        stdin=terminal if pty else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    os.set_blocking(keyboard, False)
+    heard = os.read(keyboard, 100) if pty else b""
+    os.close(keyboard)
+    os.close(terminal)
+    assert ran.returncode == 0, ran.stdout
+    assert (ran.stdout, heard) == ((b"", b"on\r\n") if pty else (b"on\n", b""))
+
+
+RUNSC = """#!/bin/sh
+echo "$*" >> "$0.log"
+case "$*" in
+*" checkpoint "*) exit 0 ;;
+*" restore "*) if [ -e "$0.says" ]; then cat "$0.says" >&2; exit 1; fi ;;
+esac
+exec sed -un 's/^{"id": \\([0-9]*\\),.*/{"id": \\1, "ok": null}/p'
+"""
+"""Agrees to everything, and writes down what it was called with."""
+
+
+@pytest.fixture
+def runsc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "runsc"
+    place.write_text(RUNSC)
+    place.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return place
+
+
+async def test_every_sandbox_is_restored_from_one_checkpoint(runsc: Path) -> None:
+    pool = GvisorSandboxPool()
+    async with pool.open(SandboxSpec()), pool.open(SandboxSpec()):
+        pass
+    await pool.close()
+    called = [line.split() for line in Path(f"{runsc}.log").read_text().splitlines()]
+    flags = [word for line in called for word in line if word.startswith("--image-path=")]
+    words = [[word for word in line if not word.startswith("--")] for line in called]
+    assert [line[0] for line in words] == ["run", "run", "checkpoint", "restore", "restore"]
+    _, template, checkpoint, *restored = [line[1] for line in words]
+    assert checkpoint == template and len({template, *restored}) == 3
+    assert len(flags) == 3 and len(set(flags)) == 1
+
+
+async def test_what_runsc_said_is_told_with_the_failure(runsc: Path) -> None:
+    pool = GvisorSandboxPool()
+    for says, told in (("\n no image\n", "no image"), ("\n", "nothing")):
+        Path(f"{runsc}.says").write_text(says)
+        with pytest.raises(RolloutFailure, match=f"^sandbox: it .*; runsc said: {told}$"):
+            async with pool.open(SandboxSpec()):
+                pass
+    await pool.close()
 
 
 class Other:

@@ -4,6 +4,7 @@ all do is the business of `make test-tiers`."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import struct
@@ -17,7 +18,8 @@ from multidict import CIMultiDict
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, Sandbox, SandboxSpec, Service
-from etude.sandbox.envd import _parts
+from etude.sandbox.called import CalledProcess
+from etude.sandbox.envd import _parts, envd_routes
 from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.host import Full, Leases, SandboxHost
 from etude.sandbox.mounts import mount_places
@@ -195,6 +197,23 @@ async def test_an_attempt_goes_its_whole_way(remote: RemoteSandboxPool) -> None:
             await sandbox.read("nothing")
 
 
+class _Saying:
+    """A `called.Caller` of a process that says so much and ends."""
+
+    def __init__(self, *said: bytes) -> None:
+        self._said = iter((*said, b""))
+
+    async def call(self, operation: str, working_s: float = 0.0, **told: Any) -> Any:
+        await asyncio.sleep(0)
+        return base64.b64encode(next(self._said)).decode()
+
+
+async def test_what_a_process_says_is_read_once_however_many_read() -> None:
+    caller: Any = _Saying(b"one", b"two")
+    process = CalledProcess(caller, 1)
+    assert await asyncio.gather(*(process.read() for _ in range(4))) == [b"one", b"two", b"", b""]
+
+
 async def test_whoever_asks_a_full_host_waits_for_room(remote: RemoteSandboxPool) -> None:
     async with remote.open(SandboxSpec()) as first, remote.open(SandboxSpec()):
         third = asyncio.ensure_future(remote.open(SandboxSpec()).__aenter__())
@@ -349,6 +368,107 @@ async def test_what_the_sdk_of_e2b_does(guarded: str) -> None:
         assert (await http.delete(f"/sandboxes/{name}")).status == 204
         assert (await http.delete(f"/sandboxes/{name}")).status == 404
         assert (await http.get("/health", headers=inside)).status == 502
+
+
+@contextlib.asynccontextmanager
+async def _inside(url: str) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
+    """What speaks for a new sandbox, and its name."""
+    async with aiohttp.ClientSession(url, headers={"X-API-Key": TOKEN}) as http:
+        made = await http.post("/sandboxes", json={})
+        name = (await made.json())["sandboxID"]
+        http.headers["E2b-Sandbox-Id"] = name
+        try:
+            yield http, name
+        finally:
+            await http.delete(f"/sandboxes/{name}")
+
+
+async def _next(stream: aiohttp.ClientResponse) -> Any:
+    (length,) = struct.unpack(">xI", await stream.content.readexactly(5))
+    return json.loads(await stream.content.readexactly(length))
+
+
+async def test_calls_of_the_sdk_are_posts_and_nothing_else(guarded: str) -> None:
+    host: Any = None
+    calls = [route.path for route in envd_routes(host) if "." in route.path]
+    assert len(calls) == 11
+    async with aiohttp.ClientSession(guarded, headers={"X-API-Key": TOKEN}) as http:
+        for path in calls:
+            assert (await http.get(path)).status == 405
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("stdout", {}), ("pty", {"pty": {"size": {}}})])
+async def test_a_process_is_written_to_listed_and_killed(
+    guarded: str, kind: str, asked: dict[str, Any]
+) -> None:
+    async with _inside(guarded) as (http, _):
+
+        async def tell(call: str, **told: Any) -> Any:
+            sent = {"process": {"pid": 1}, **told}
+            answer = await http.post(f"/process.Process/{call}", json=sent)
+            return answer.status, await answer.json()
+
+        config = {"cmd": "sh", "args": ["-c", "stty -echo; read a; echo $a; exec sleep 1000"]}
+        body = _framed({"process": config, **asked})
+        started = await http.post("/process.Process/Start", data=body)
+        assert await _next(started) == {"event": {"start": {"pid": 1}}}
+        assert await tell("List") == (200, {"processes": [{"pid": 1, "config": config}]})
+        given = {"stdin" if kind == "stdout" else "pty": base64.b64encode(b"hello\n").decode()}
+        assert await tell("SendInput", input=given) == (200, {})
+        said = b""
+        while b"hello" not in said:
+            said += base64.b64decode((await _next(started))["event"]["data"][kind])
+        assert (await tell("SendSignal", signal="SIGNAL_SIGHUP"))[0] == 501
+        assert await tell("SendSignal", signal="SIGNAL_SIGKILL") == (200, {})
+        rest = list(_messages(await started.read()))
+        ended = {"exited": False, "exitCode": 137, "status": "signal 9"}
+        assert rest[-2:] == [{"event": {"end": ended}}, {}]
+        assert await tell("List") == (200, {"processes": []})
+
+
+async def test_the_processes_of_a_sandbox_are_forgotten_with_it(guarded: str) -> None:
+    async with _inside(guarded) as (http, name):
+        body = _framed({"process": {"cmd": "sleep", "args": ["1000"]}})
+        started = await http.post("/process.Process/Start", data=body)
+        await _next(started)
+        assert (await http.delete(f"/sandboxes/{name}")).status == 204
+        assert (await _next(started))["error"]["code"] == "unavailable"
+        await started.read()
+        listed = await http.post("/process.Process/List", json={})
+        assert await listed.json() == {"processes": []}
+
+
+async def test_files_are_found_moved_and_removed(guarded: str) -> None:
+    async with _inside(guarded) as (http, _):
+
+        async def tell(call: str, **told: Any) -> Any:
+            answer = await http.post(f"/filesystem.Filesystem/{call}", json=told)
+            return answer.status, await answer.json()
+
+        def entry(path: str, kind: str = "FILE", size: str = "3") -> dict[str, str]:
+            name = path.rpartition("/")[2]
+            return {"name": name, "path": path, "type": f"FILE_TYPE_{kind}", "size": size}
+
+        status, made = await tell("MakeDir", path="/work/d/e")
+        folder = made["entry"]
+        assert (status, folder) == (200, entry("/work/d/e", "DIRECTORY", folder["size"]))
+        await http.post("/files?path=d/e/a", data=b"123")
+        assert await tell("Stat", path="d/e/a") == (200, {"entry": entry("/work/d/e/a")})
+        assert await tell("ListDir", path="/work/d/e") == (
+            200, {"entries": [entry("/work/d/e/a")]}
+        )  # fmt: skip
+        _, below = await tell("ListDir", path="/work", depth=3)
+        assert [each["path"] for each in below["entries"]] == [
+            "/work/d",
+            "/work/d/e",
+            "/work/d/e/a",
+        ]
+        moved = await tell("Move", source="/work/d/e/a", destination="/work/b")
+        assert moved == (200, {"entry": entry("/work/b")})
+        assert await tell("Remove", path="/work/d") == (200, {})
+        for call, told in (("Stat", {"path": "d"}), ("Move", {"source": "d", "destination": "e"})):
+            status, error = await tell(call, **told)
+            assert (status, error["code"]) == (404, "not_found")
 
 
 def _framed(message: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from etude.sandbox.limits import COPY_BYTES
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.tree import EXECUTABLE, FILE, LINK
 from tests.namespaces import need_namespaces
-from tests.sandbox.test_isolation import LONG_S
+from tests.sandbox.test_isolation import LONG_S, descendants
 
 LARGE = {f"large{n}": b"\1" * (COPY_BYTES // 3) for n in range(4)}
 FILES = {"a": "1\n", "gone": "x", "d/e/f": "x", "turns/into": "x", "run.sh": "true\n"}
@@ -42,6 +42,11 @@ async def layered(sandbox: Sandbox) -> bool:
     return "overlay" in await told(sandbox, "stat -f -c %T .")
 
 
+def descriptors(pool: NamespaceSandboxPool) -> dict[int, int]:
+    """How many each process of its sandboxes has."""
+    return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in descendants(pool.zygote_pid)}
+
+
 @pytest.fixture
 async def shared(walled: NamespaceSandboxPool) -> NamespaceSandboxPool:
     """A pool on a kernel that has overlays for ordinary users, over files in memory."""
@@ -60,7 +65,9 @@ async def test_what_there_was_is_shared_and_what_comes_is_not(
     async with shared.open(SPEC) as first:
         await told(first, "echo 2 >> a; ln -s a link; chmod +x run.sh")
         second = await first.fork()
+        held = descriptors(shared)
         third = await first.fork()
+        assert descriptors(shared).items() >= held.items()  # a fork leaves nothing open in another
         assert await layered(first) and await layered(second) and await layered(third)
         # a layer takes no more memory than what was written to it
         used = "df --output=used -B1 . | tail -1"

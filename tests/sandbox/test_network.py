@@ -13,6 +13,7 @@ import pytest
 from etude.core.errors import EtudeError
 from etude.core.sandbox import SandboxSpec
 from etude.sandbox.egress import (
+    Egress,
     Hosts,
     Outside,
     Passage,
@@ -98,6 +99,19 @@ async def test_a_host_of_the_task_is_reached_and_no_other(
         ("", True),
     ]
     assert log[0].received_bytes > 5
+
+
+async def test_nobody_listens_for_a_sandbox_that_is_gone(log: list[Passage]) -> None:
+    egress, listener = Egress(1, Outside(log=log.append)), socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    await egress.listen("index.test", 80, listener)
+    _, writer = await asyncio.open_connection(*address)
+    writer.close()
+    while not log:
+        await asyncio.sleep(0)
+    egress.close()
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(*address)
 
 
 async def test_a_name_that_leads_to_a_private_address_leads_nowhere(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import cast
 
 import pytest
 
 from etude.core.errors import EtudeError
-from etude.core.sandbox import Limits, SandboxSpec
+from etude.core.sandbox import Limits, SandboxSpec, Tier
 from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.fleet import LEASE_S, Fleet, Need, Placed
 from etude.sandbox.fleet_pool import FleetPool, need_of, with_budget
@@ -64,6 +65,11 @@ def test_so_many_start_at_once() -> None:
     fleet.failed(first[1].sandbox)
     assert [each.sandbox for each in fleet.place()] == [first[1].sandbox]
     assert fleet.counts() == {"waiting": 5, "starting": 4, "up": 1}
+    # what is said of one that was closed meanwhile changes nothing
+    fleet.closed(first[1].sandbox)
+    for say in (fleet.failed, fleet.up, fleet.closed):
+        say(first[1].sandbox)
+    assert fleet.counts() == {"waiting": 5, "starting": 3, "up": 1}
 
 
 def test_what_a_silent_owner_had_is_closed_and_what_a_silent_host_had_waits_again() -> None:
@@ -167,6 +173,13 @@ async def test_a_pool_with_a_budget_lets_the_rest_wait() -> None:
     assert (most, done) == (2, 19)
     with pytest.raises(EtudeError, match="no host may give"):
         pool.check(SandboxSpec(limits=Limits(cpus=6.0)))
+
+
+def test_a_pool_over_many_hosts_holds_what_the_weakest_holds() -> None:
+    pools = {tier: FakeSandboxPool() for tier in ("gvisor", "process", "vm")}
+    for tier, pool in pools.items():
+        pool.tier = cast(Tier, tier)
+    assert FleetPool(pools, dict.fromkeys(pools, need())).tier == "process"
 
 
 async def test_a_pool_over_many_hosts_uses_all_of_them() -> None:

@@ -84,6 +84,34 @@ def test_what_is_no_file_is_never_opened(copy: Path) -> None:
     assert not (copy.parent / "again" / "socket").exists()
 
 
+@pytest.fixture
+def outside(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that a link of the copy leads to, on a kernel that follows links although it is
+    told not to: gVisor does where a directory is asked for."""
+    place = copy.parent / "outside"
+    place.mkdir()
+    (place / "secret").touch()
+    (copy / "sub" / "out").symlink_to(place)
+    opened = os.open
+
+    def following(path: str, flags: int, *mode: int, dir_fd: int | None = None) -> int:
+        followed = flags & ~os.O_NOFOLLOW if flags & os.O_DIRECTORY else flags
+        return opened(path, followed, *mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", following)
+    return place
+
+
+def test_no_link_is_followed_to_what_is_read_or_written(copy: Path, outside: Path) -> None:
+    link = Entry(LINK, os.fsencode(outside))
+    assert changed(copy, TREE) == {"sub/out": link}
+    with pytest.raises(ValueError, match="sub/out/x cannot be written: Too many levels"):
+        tree.apply(str(copy), {"sub/out/x": (FILE, b"1")})
+    with pytest.raises(ValueError, match="sub/out/secret cannot be written: Too many levels"):
+        tree.apply(str(copy), {"sub/out/secret": None})
+    assert os.listdir(outside) == ["secret"]
+
+
 def test_a_copy_of_it_has_contents_modes_and_times(copy: Path, tmp_path: Path) -> None:
     os.utime(copy / "a", (1, 12345))
     copied(copy, tmp_path / "again", max_bytes=6, max_entries=5)

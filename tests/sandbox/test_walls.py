@@ -128,10 +128,10 @@ async def test_one_process_may_be_as_large_as_the_limit(walled: NamespaceSandbox
 
 
 async def test_a_limit_that_no_sandbox_fits_into(walled: NamespaceSandboxPool) -> None:
-    need_cgroup(walled)
     with pytest.raises(EtudeError, match="limits.memory_bytes is 1000: .* at least 16777216"):
         async with walled.open(SandboxSpec(limits=Limits(memory_bytes=1000))):
             pass
+    need_cgroup(walled)
     async with walled.open(SandboxSpec(limits=Limits(memory_bytes=16 << 20))) as sandbox:
         assert (await sandbox.run(["echo", "hi"], timeout_s=LONG_S)).output == "hi\n"
 
@@ -302,6 +302,21 @@ def test_where_our_own_cgroup_is() -> None:
     assert find(inside, shown) == ("v1", {"memory": "/cg/memory/x", "cpu": "/cg/cpu"})
     with pytest.raises(OSError, match="no cgroup file system"):
         find("0::/\n", "")
+
+
+def test_what_counts_is_switched_on_here_or_above_or_it_is_said_why_not(tmp_path: Path) -> None:
+    own, above = tmp_path / "above" / "own", tmp_path / "above"
+    own.mkdir(parents=True)
+    with pytest.raises(OSError, match=f"{above}: it cannot count memory"):
+        cgroups._enable("memory", str(own))
+    for place in (above, own):
+        (place / "cgroup.subtree_control").touch()
+        assert cgroups._enable("memory", str(own)) == str(place)
+        assert (place / "cgroup.subtree_control").read_text() == "+memory"
+    (own / "cgroup.subtree_control").unlink()
+    (own / "cgroup.subtree_control").mkdir()
+    with pytest.raises(OSError, match=f"{own}: Is a directory"):  # the one above is no way out
+        cgroups._enable("memory", str(own))
 
 
 def test_what_is_written_to_a_cgroup() -> None:

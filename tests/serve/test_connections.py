@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -110,6 +112,9 @@ class Client:
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     made = Server()
     monkeypatch.setattr("etude.serve.process.Connections", lambda: made)
+    # its own rule, which is not to count, is the strictest
+    impatient = partial(uvicorn.Config, timeout_keep_alive=0)
+    monkeypatch.setattr("etude.serve.process.uvicorn.Config", impatient)
     async with served(made.app()) as made.url:
         yield made
         for connection in list(made.open):

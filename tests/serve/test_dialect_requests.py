@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -47,6 +48,20 @@ def test_which_tool_a_message_is_to_call(said: Any, means: Any) -> None:
     assert (chat.tool_choice, chat.parallel_tool_calls) == (means, None)
     alone = of_messages(tool_choice=said | {"disable_parallel_tool_use": True})
     assert (alone.tool_choice, alone.parallel_tool_calls) == (means, False)
+
+
+@pytest.mark.parametrize("of", [of_messages, of_responses])
+def test_a_tool_is_shown_with_its_parameters(of: Callable[..., wire.ChatRequest]) -> None:
+    schema = {"type": "object", "properties": {"line": {"type": "integer"}}}
+    written = "input_schema" if of is of_messages else "parameters"
+    tool = {"type": "function"} if of is of_responses else {}
+    told = {"name": "edit", "description": "Edits.", written: schema}
+    assert of(tools=[tool | told]).tools == [
+        {
+            "type": "function",
+            "function": {"name": "edit", "description": "Edits.", "parameters": schema},
+        }
+    ]
 
 
 def test_how_much_a_message_is_to_be_thought_about() -> None:

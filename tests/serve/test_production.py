@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import anthropic
 import openai
 import pytest
 
-from etude.core.consent import pseudonym
+from etude.core.consent import Consent, pseudonym
 from etude.core.recorded import RecordedSession, RecordedTurn
 from etude.serve.access import SignedTokens
+from etude.serve.production.routes import CLOCK_SKEW_S
 from etude.serve.tokens import Scope, TokenAuthority
+from etude.store.production import ProductionStore
 from tests.serve.producing import ALICE, KEY, Produced, production
 from tests.serve.scripted import TOKENIZER, answers, call
 
@@ -60,7 +63,8 @@ async def test_a_user_who_consents_is_recorded_token_for_token(
             first["choices"][0]["message"],
             {"role": "tool", "tool_call_id": "x", "content": "ok"},
         ]
-        second = await made.ask(history, tools=TOOLS)
+        streamed = await made.ask(history, tools=TOOLS, stream=True)
+        second = next(events(streamed))
         (session,) = made.store.sessions().sessions
         assert not made.mode.recording._writing  # what is stored is held no longer
     (segment,) = session.segments
@@ -136,10 +140,31 @@ async def test_consent_can_be_withdrawn_in_mid_session(
         assert bytes_of(tmp_path).count(b"/turns/") == 1
 
 
+async def test_a_word_to_another_gateway_is_heard_although_its_clock_is_behind(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    user = {"X-Etude-User": "alice@example.com"}
+    body = {"messages": [{"role": "user", "content": "read"}]}
+    async with production(http, f"file:{tmp_path}", ["One.", "Two."]) as made:
+        await made.call("POST", "/v1/chat/completions", body, user)
+        behind = ProductionStore(made.store.objects, lambda: time.time() - CLOCK_SKEW_S / 2)
+        subject = pseudonym("alice@example.com", KEY)
+        behind.put_consent(Consent(subject=subject, granted=True, time=behind.now()))
+        await made.mode.refresh()
+        await made.call("POST", "/v1/chat/completions", body, user)
+        (session,) = made.store.sessions().sessions
+    assert [turn.sampled for turn in session.turns] == [tuple(one) for one in answers(["Two."])]
+
+
+def events(stream: str) -> Iterator[Any]:
+    """Of a streamed chat."""
+    return (json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {"))
+
+
 def told(stream: str) -> str:
     """The content of a streamed chat."""
-    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
-    return "".join(event["choices"][0]["delta"].get("content") or "" for event in events)
+    choices = [event["choices"][0] for event in events(stream)]
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
 async def test_secrets_never_reach_the_disk(http: aiohttp.ClientSession, tmp_path: Path) -> None:

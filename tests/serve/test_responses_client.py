@@ -87,6 +87,9 @@ async def test_a_stream_is_the_answer_in_pieces() -> None:
     told = [event.item for event in events if event.type == "response.output_item.done"]
     assert told == last.response.output
     assert [without_ids(item) for item in told] == [without_ids(item) for item in whole.output]
+    parts = [event for event in events if hasattr(event, "item_id")]
+    assert [event.item_id for event in parts] == [told[event.output_index].id for event in parts]
+    assert {event.content_index for event in parts if hasattr(event, "content_index")} == {0}
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == "I edit." and len(deltas) > 1
     thought = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
@@ -159,6 +162,9 @@ async def test_what_is_kept_can_be_seen_and_deleted() -> None:
         assert [item.content for item in page.data] == ["b"] and page.has_more
         after = await client.responses.input_items.list(made.id, after=page.data[0].id)
         assert [item.content for item in after.data] == ["a"]
+        for wrong in (0, 101, -1, "all", 10**20):
+            with pytest.raises(openai.BadRequestError, match="limit: a number from 1 to 100"):
+                await client.responses.input_items.list(made.id, limit=wrong)  # type: ignore[arg-type]
         with pytest.raises(openai.BadRequestError, match="background"):
             await client.responses.cancel(made.id)
         await client.responses.delete(made.id)

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from etude.core.clock import AwakeClock, ManualClock
-from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan
+from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan, expand_spans
 from etude.serve.fake_worker import FakeWorker, Pace, fake_sample
 from etude.serve.http import ApiError, DeadlineExceeded, Unavailable
 from etude.serve.router import MAX_RETRIES, Router
@@ -248,10 +248,14 @@ async def test_the_worker_of_benchmarks_goes_on_behind_what_was_begun(
         lambda: FakeWorker(pace), "127.0.0.1", 0
     )
     async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/generate"
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with http.get(f"{url}/status") as response:
+            status = msgspec.json.decode(await response.read(), type=WorkerStatus)
+        assert [*expand_spans(whole.versions)] == [status.version] * 4
         for begun in (0, 3, 4):
             body = GenerateRequest(replace(asked, begun=tuple(said[:begun])), -1, stream=True)
-            async with http.post(url, data=msgspec.msgpack.encode(body)) as response:
+            data = msgspec.msgpack.encode(body)
+            async with http.post(f"{url}/generate", data=data) as response:
                 frames = list(FrameReader().push(await response.read()))
             assert [frame.token for frame in frames[:-1]] == said[begun:]
             assert frames[-1].sample == whole

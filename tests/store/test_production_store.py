@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from etude.core.consent import Consent, Tombstone
 from etude.core.feedback import FeedbackEvent
 from etude.store.codec import to_json
 from etude.store.objects import Objects
-from etude.store.production import Conflict, ProductionStore
+from etude.store.production import STALE_S, Conflict, ProductionStore
 from tests.core.test_recorded_sessions import turn
 
 ALICE, BOB = "a" * 32, "b" * 32
@@ -99,6 +101,17 @@ def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
     clock.now += 1
     store.put_turn(turn(0, 0, user=ALICE, started=clock.now))
     assert store.users() == [ALICE, BOB]
+
+
+def test_what_was_half_written_long_ago_is_swept(store: ProductionStore, tmp_path: Path) -> None:
+    store.put_turn(turn(0, 0, user=ALICE, started=999.0, session=name(999.0)))
+    folder = tmp_path / f"production/users/{ALICE}"
+    old, new = folder / "x#1", folder / "x#2"
+    for path, age_s in ((old, 2 * STALE_S), (new, STALE_S / 2)):
+        path.write_bytes(b"half")
+        os.utime(path, (time.time() - age_s,) * 2)
+    assert store.sweep(retention_s=500, horizon_s=60) == {}
+    assert not old.exists() and new.exists() and store.users() == [ALICE]
 
 
 def test_what_is_past_its_time_is_swept(store: ProductionStore, clock: Clock) -> None:

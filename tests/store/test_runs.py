@@ -360,6 +360,11 @@ def test_every_flipped_bit_is_an_error_that_names_the_object(run: Run) -> None:
         assert read() == before
 
 
+def test_experts_that_are_gone_are_named_with_the_way_out(run: Run) -> None:
+    with pytest.raises(Missing, match="experts/none .*router_replay = false to do without"):
+        get_experts(run.objects, "none")
+
+
 def test_a_run_of_an_older_format_is_told(run: Run) -> None:
     run.put_config(parse(TOML))
     run.objects.put("config.json", run.objects.get_sealed("config.json"))

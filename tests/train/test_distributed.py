@@ -153,6 +153,31 @@ def test_a_store_that_is_gone_was_kept_by_rank_0(
     assert "rank 0 of 2 cannot be reached any more" in capsys.readouterr().err
 
 
+def test_a_rank_is_waited_for_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store answers all ranks, and the processor is theirs."""
+    now, asked = [0.0], []
+
+    class Clock:
+        def monotonic(self) -> float:
+            now[0] += 1e-3
+            return now[0]
+
+        def sleep(self, seconds: float) -> None:
+            now[0] += seconds
+
+    def check(keys: list[str]) -> bool:
+        asked.append(keys)
+        return keys == ["here 6 0"]
+
+    monkeypatch.setattr(distributed.threading, "Thread", lambda **told: SimpleNamespace(start=str))
+    monkeypatch.setattr(distributed, "time", Clock())
+    store = SimpleNamespace(add=lambda key, one: 7, set=lambda key, value: None, check=check)
+    watchdog = RankWatchdog(store, World(rank=0, world_size=2))  # type: ignore[arg-type]
+    assert watchdog.missing_ranks() == [1]
+    assert now[0] >= distributed.LIVENESS_S
+    assert len(asked) < 300  # a few times a second, of two ranks
+
+
 def test_a_check_that_is_closed_answers_nobody_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "POLL_S", 0.001)
     store = SimpleNamespace(check=lambda keys: False)

@@ -83,6 +83,25 @@ def test_a_peak_is_measured_where_none_is_known(dtype: torch.dtype) -> None:
     assert peak_flops(torch.device("cpu"), dtype, size=64, tries=1) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H20", 148),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("AMD Instinct MI300X", 1307),
+    ],
+)
+def test_the_peak_of_a_known_accelerator_is_what_its_maker_states(
+    name: str, teraflops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), torch.bfloat16) == teraflops * 1e12
+
+
 def test_to_measure_a_peak_draws_nothing_from_the_generator_of_a_run() -> None:
     before = torch.get_rng_state()
     peak_flops(torch.device("cpu"), torch.float32, size=8, tries=1)

@@ -3,6 +3,8 @@ safe to feed."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -158,6 +160,23 @@ def test_wrong_sizes_are_refused() -> None:
     ):
         with pytest.raises(Damaged):
             codec.apply(BF16, base, damaged, np.empty_like(old))
+
+
+@pytest.mark.parametrize("decoder", [reference, *([fast] if fast.LIBRARY else [])])
+def test_a_change_behind_the_end_of_its_context_is_refused(decoder: Any) -> None:
+    def old(ones: int) -> Array:
+        """Numbers of two contexts: so many ones, and halves."""
+        return np.repeat(np.array([0x3F80, 0x3F00], "<u2"), [ones, 100 - ones])
+
+    new = old(60)
+    new[59] += 1
+    body = reference.encode_delta(BF16, old(60), new)
+    assert body
+    decoder.apply_delta(BF16, old(60), body, out := np.empty_like(new))
+    assert np.array_equal(out, new)
+    for ones in (59, 58):
+        with pytest.raises(Damaged):
+            decoder.apply_delta(BF16, old(ones), body, out)
 
 
 def test_damaged_payloads_are_refused_or_harmless() -> None:
