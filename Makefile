@@ -89,6 +89,12 @@ $(ADAPTERS:%=.venv-%/.installed) .venv-ray/.installed:
 test-ray: $(DEV) .venv-ray/.installed ## a run on a Ray cluster of several nodes, of which two are killed (installs Ray, 400 MB)
 	@PATH="$(CURDIR)/.venv-ray/bin:$$PATH" .venv-ray/bin/python -m pytest -q -n 0 -rs -m ray tests/launch
 
+test-slurm: $(DEV) ## the files of `etude export slurm`, by a real Slurm whose jobs are preempted (as root; apt install slurm-wlm munge)
+	@$(BIN)/python -m pytest -q -n 0 -rs -s -m slurm tests/launch
+
+test-hosts: $(DEV) ## a trainer on two hosts (network namespaces) of which one is killed and returns; a worker that drifts (as root)
+	@$(BIN)/python -m pytest -q -n 0 -rs -s -m hosts tests/trainer tests/e2e
+
 test-schema: $(DEV) ## thousands of requests made up from the schema of every dialect, at `etude serve` and at a gateway
 	@$(BIN)/python -m pytest -q -m schema tests/serve/test_openapi.py
 
@@ -176,4 +182,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f $(VENV)/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

@@ -199,6 +199,12 @@ def _add_export(add: AddCommand) -> None:
         parser.add_argument(
             name, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
         )
+    parser.add_argument(
+        "--trainer-min-nodes",
+        type=at_least_one,
+        metavar="N",
+        help="go on with so few when others are lost, and with all when they return (default: all)",
+    )
     parser.add_argument("--image", default="etude:latest", help="k8s (default: %(default)s)")
     parser.add_argument(
         "--folder",

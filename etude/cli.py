@@ -164,7 +164,7 @@ def export(args: argparse.Namespace) -> int:
     from etude.commands.export import Options, export
     from etude.commands.run_file import read_run_file
 
-    sizes = ("workers", "worker_gpus", "trainer_nodes", "trainer_gpus")
+    sizes = ("workers", "worker_gpus", "trainer_nodes", "trainer_min_nodes", "trainer_gpus")
     names = ("target", *sizes, "image", "folder")
     options = Options(**{name: getattr(args, name) for name in names})
     export(read_run_file(args.config, ()), args.config, args.kind, options, _console(False))

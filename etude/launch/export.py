@@ -25,6 +25,8 @@ class Export:
     """In each region."""
     worker_gpus: int
     trainer_nodes: int
+    trainer_min_nodes: int
+    """With fewer of them the trainer waits."""
     trainer_gpus: int
     """Of each node; 0: on the CPU, one process a node."""
     evaluates: bool = False
@@ -116,8 +118,9 @@ def _trainer(export: Export) -> tuple[str, ...]:
     trainer = ("etude.trainer.trainer", "--store", export.store)
     if not export.rendezvous:
         return (*PYTHON, *trainer)
+    fewest, most = export.trainer_min_nodes, export.trainer_nodes
     return (
-        *("torchrun", "--nnodes", str(export.trainer_nodes)),
+        *("torchrun", "--nnodes", f"{fewest}:{most}" if fewest < most else str(most)),
         *("--nproc-per-node", str(max(1, export.trainer_gpus)), "--max-restarts", "100"),
         *("--rdzv-backend", "c10d", "--rdzv-id", export.name),
         *("--rdzv-endpoint", export.rendezvous, "-m", *trainer),

@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import math
 import os
+import re
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +56,7 @@ except ImportError as e:
 
 CARRIED = ("AWS_", "GOOGLE_", "AZURE_", "ETUDE_")
 """Beginnings of the variables that programs get from here: the credentials of stores, and ours."""
+CONNECT_S = 10.0
 HEAR_EVERY_S = 2.0
 THREADS = 4
 """Of an actor: its program, its heartbeats, its end, and one to spare."""
@@ -63,8 +66,11 @@ def connect(address: str) -> None:
     """Join the cluster at an address, as Ray writes it: `auto`, HOST:PORT, `ray://..`, or `local`
     for one that is made on this machine and ends with this process."""
     try:
+        if re.fullmatch(r"[^/]+:\d+", address):  # Ray would try for minutes, and say nothing
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(address=address, namespace="etude", log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError) as e:
+    except (OSError, RuntimeError, ValueError) as e:
         raise EtudeError(
             f"no Ray cluster answers at {address} ({str(e).splitlines()[0]}): start one with `ray "
             f"start --head`, or make one here with --ray local"

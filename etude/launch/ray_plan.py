@@ -75,6 +75,7 @@ def cluster_programs(config: RunConfig, store: str, workers: int) -> list[Progra
         workers=workers,
         worker_gpus=int(config.engine.device == "cuda"),
         trainer_nodes=ranks,
+        trainer_min_nodes=ranks,
         trainer_gpus=int(config.trainer.device == "cuda"),
         evaluates=config.eval.every_steps > 0,
         gateway="@gateway@",
