@@ -78,12 +78,22 @@ test-adapters: $(DEV) $(ADAPTERS:%=.venv-%/.installed) ## tasks and environments
 .venv-verifiers/.installed: packages = verifiers==0.4.0 uv
 .venv-openenv/.installed: packages = openenv==0.10.0
 .venv-harbor/.installed: packages = "harbor==0.24.0; python_version >= '3.12'"
-$(ADAPTERS:%=.venv-%/.installed):
+.venv-ray/.installed: packages = ray==2.60.0
+$(ADAPTERS:%=.venv-%/.installed) .venv-ray/.installed:
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet $(packages)
 	@for site in "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')"; do \
 	    { echo "$(CURDIR)"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > $$site/zz_etude.pth; done
 	@touch $@
+
+test-ray: $(DEV) .venv-ray/.installed ## a run on a Ray cluster of several nodes, of which two are killed (installs Ray, 400 MB)
+	@PATH="$(CURDIR)/.venv-ray/bin:$$PATH" .venv-ray/bin/python -m pytest -q -n 0 -rs -m ray tests/launch
+
+test-slurm: $(DEV) ## the files of `etude export slurm`, by a real Slurm whose jobs are preempted (as root; apt install slurm-wlm munge)
+	@$(BIN)/python -m pytest -q -n 0 -rs -s -m slurm tests/launch
+
+test-hosts: $(DEV) ## a trainer on two hosts (network namespaces) of which one is killed and returns; a worker that drifts (as root)
+	@$(BIN)/python -m pytest -q -n 0 -rs -s -m hosts tests/trainer tests/e2e
 
 test-schema: $(DEV) ## thousands of requests made up from the schema of every dialect, at `etude serve` and at a gateway
 	@$(BIN)/python -m pytest -q -m schema tests/serve/test_openapi.py
@@ -154,7 +164,7 @@ screens: $(DEV) ## capture docs/screens/ from real runs in a terminal (takes min
 	@$(BIN)/python docs/screens/capture.py
 
 clean: ## remove the virtual environment and every cache; runs stay
-	rm -rf $(VENV) $(ADAPTERS:%=.venv-%) .venv-dash .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ADAPTERS:%=.venv-%) .venv-dash .venv-ray .venv-vllm .venv-wheels .agents build dist etude.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find etude tests examples -name __pycache__ -prune -exec rm -rf {} +
 
 $(RUNTIME):
@@ -172,4 +182,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f $(VENV)/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-k8s test-vllm test-agents test-adapters test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

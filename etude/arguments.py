@@ -103,6 +103,15 @@ def _add_runs(add: AddCommand) -> None:
     run_parser.add_argument(
         "--dry-run", action="store_true", help="check all that a start checks, print the plan, end"
     )
+    run_parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="on a Ray cluster: auto, HOST:PORT, or local to make one here (default: no cluster)",
+    )
+    run_parser.add_argument(
+        "--workers", type=at_least_one, default=1, metavar="N",
+        help="in each region, with --ray (default: %(default)s)",
+    )  # fmt: skip
     _add_no_dash(run_parser)
     _add_set(run_parser)
 
@@ -190,6 +199,12 @@ def _add_export(add: AddCommand) -> None:
         parser.add_argument(
             name, type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)"
         )
+    parser.add_argument(
+        "--trainer-min-nodes",
+        type=at_least_one,
+        metavar="N",
+        help="go on with so few when others are lost, and with all when they return (default: all)",
+    )
     parser.add_argument("--image", default="etude:latest", help="k8s (default: %(default)s)")
     parser.add_argument(
         "--folder",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from etude.commands.plan import Options as PlanOptions
     from etude.core.config import RunConfig
     from etude.launch.place import RunPlace
+    from etude.launch.ray_plan import RayCluster
 
 INTERRUPTED = 130
 NOBODY_READS = 141
@@ -102,7 +103,8 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
     there = None if args.fresh else place.find()
     before = there is not None and is_finished(there, config)
     with_dash = console.is_terminal and not args.no_dash
-    local.execute(config, place, console, resume=_again(None), fresh=args.fresh, dash=with_dash)
+    options = {"resume": _again(None), "fresh": args.fresh, "dash": with_dash}
+    local.execute(config, place, console, **options, cluster=_cluster(args))
     run = place.open()
     if before:
         console.print("this run was finished before; here is what it came to", highlight=False)
@@ -117,6 +119,15 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
     return 1 if audited.violations else 0
+
+
+def _cluster(args: argparse.Namespace) -> RayCluster | None:
+    from etude.launch.ray_plan import RayCluster
+
+    address = getattr(args, "ray", None)
+    if address is None and getattr(args, "workers", 1) > 1:
+        raise EtudeError("--workers is for a cluster: give --ray ADDRESS too, or leave it out")
+    return RayCluster(address=address, workers=args.workers) if address else None
 
 
 def _plan_options(args: argparse.Namespace) -> PlanOptions:
@@ -153,7 +164,7 @@ def export(args: argparse.Namespace) -> int:
     from etude.commands.export import Options, export
     from etude.commands.run_file import read_run_file
 
-    sizes = ("workers", "worker_gpus", "trainer_nodes", "trainer_gpus")
+    sizes = ("workers", "worker_gpus", "trainer_nodes", "trainer_min_nodes", "trainer_gpus")
     names = ("target", *sizes, "image", "folder")
     options = Options(**{name: getattr(args, name) for name in names})
     export(read_run_file(args.config, ()), args.config, args.kind, options, _console(False))

@@ -141,6 +141,8 @@ OUTSIDE: dict[str, set[str]] = {
     "commands.serve": {"starlette"},
     "commands.trial": {"aiohttp"},
     "launch": {"rich"},
+    "launch.ray": {"ray"},
+    "launch.ray_host": {"ray"},
     "trainer": {"torch", "numpy"},
     "run": {"aiohttp", "msgspec"},
     "run.diagnose": {"torch"},
@@ -155,6 +157,7 @@ OUTSIDE: dict[str, set[str]] = {
 OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb", "zstandard"} | {
     "coverage",
     "libcst",
+    "ray",
     "ruff",
     "ty",
     "verifiers",

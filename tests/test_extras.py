@@ -12,7 +12,11 @@ from etude.core.errors import EtudeError
 
 @pytest.mark.parametrize(
     ("module", "package", "extra"),
-    [("etude.model.from_gguf", "gguf", "gguf"), ("etude.bench.delta", "zstandard", "bench")],
+    [
+        ("etude.model.from_gguf", "gguf", "gguf"),
+        ("etude.bench.delta", "zstandard", "bench"),
+        ("etude.launch.ray", "ray", "ray"),
+    ],
 )
 def test_a_missing_extra_is_named(
     module: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch

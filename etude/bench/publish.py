@@ -41,7 +41,7 @@ from etude.core.lineage import stage_spans
 from etude.core.protocols import Environment
 from etude.core.sandbox import Sandbox
 from etude.core.types import Attempt, Manifest, Score, Task
-from etude.launch.launcher import Launcher, Program, locked, python, server_programs
+from etude.launch.launcher import LocalLauncher, Program, locked, python, server_programs
 from etude.run.controller import open_controller
 from etude.run.gateway_client import GatewayClient
 from etude.run.process import run_process
@@ -120,7 +120,7 @@ def run(model: str | None = None, steps: int = STEPS) -> dict[str, float]:
     ):
         work = Run.open(scratch)
         work.put_config(config)
-        launcher = Launcher(Path(scratch), threads=1, resume="etude bench publish", lock=lock)
+        launcher = LocalLauncher(Path(scratch), threads=1, resume="etude bench publish", lock=lock)
         servers, url = server_programs(f"file:{scratch}", config.engine)
         store = ("--store", f"file:{scratch}")
         trainer = Program("trainer", python("etude.trainer.trainer", *store))

@@ -29,6 +29,8 @@ class Options:
     workers: int
     worker_gpus: int
     trainer_nodes: int
+    trainer_min_nodes: int | None
+    """None: all of them."""
     trainer_gpus: int
     image: str
     folder: Path | None
@@ -61,6 +63,7 @@ def export(config: RunConfig, file: Path, kind: str, options: Options, console: 
         worker_gpus=options.worker_gpus,
         evaluates=config.eval.every_steps > 0,
         trainer_nodes=options.trainer_nodes,
+        trainer_min_nodes=options.trainer_min_nodes or options.trainer_nodes,
         trainer_gpus=options.trainer_gpus,
         image=options.image,
     )

@@ -23,6 +23,7 @@ from etude.core.events import (
     ProcessHeard,
     ProcessRestarted,
     ProcessSilent,
+    RegionQuarantined,
     StageStarted,
     StepDone,
 )
@@ -35,6 +36,7 @@ COLLAPSED = 0.2
 """Share of that entropy below which it has collapsed."""
 RECENT_GROUPS = 64
 SILENT = "silent "
+DRIFTED = "drifted "
 """Alarms of this name are about one process each, and not about a stage."""
 SATURATED = 0.95
 RECENT_SESSIONS = 40
@@ -67,7 +69,7 @@ class Alarms:
     def _enter(self, stage: str) -> None:
         """Another stage has other figures. One that goes on after a stop has its own."""
         self._stage = stage
-        self.active = self._silences()
+        self.active = self._lasting()
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
         self._errors: deque[str | None] = deque(maxlen=RECENT_SESSIONS)
@@ -79,13 +81,15 @@ class Alarms:
         """The alarms that begin with this event."""
         found: dict[str, Alarm | None] = {}
         match event:
-            case Launched():  # other processes than those that were silent
-                found = dict.fromkeys([*self._silences(), "failing"])
+            case Launched():  # other processes than those that were silent or drifted
+                found = dict.fromkeys([*self._lasting(), "failing"])
                 self._errors.clear()
             case ProcessSilent():
                 found = {SILENT + event.process: _silent(event)}
             case ProcessRestarted():
                 found = {SILENT + event.process: _restarted(event)}
+            case RegionQuarantined():
+                found = {DRIFTED + event.region: _drifted(event)}
             case ProcessHeard():
                 found = {SILENT + event.process: None}
             case StageStarted() if event.stage != self._stage:
@@ -116,8 +120,10 @@ class Alarms:
                 self.active[name] = alarm
         return begun
 
-    def _silences(self) -> dict[str, Alarm]:
-        return {name: alarm for name, alarm in self.active.items() if name.startswith(SILENT)}
+    def _lasting(self) -> dict[str, Alarm]:
+        """Those of processes: they outlast a stage, not a launch."""
+        kinds = (SILENT, DRIFTED)
+        return {name: alarm for name, alarm in self.active.items() if name.startswith(kinds)}
 
     def _collapsed(self, event: StepDone) -> Alarm | None:
         if len(self._entropies) < FIRST_STEPS:
@@ -206,11 +212,26 @@ def _silent(event: ProcessSilent) -> Alarm:
 
 
 def _restarted(event: ProcessRestarted) -> Alarm:
+    advice = (
+        f"the end of its log says why; sessions go on when it is back, and the run stops if it "
+        f"dies more than {event.limit} times within a minute"
+    )
+    if event.limit is None:
+        advice = "it goes on from the store as soon as the cluster has room for it elsewhere"
     return Alarm(
         SILENT + event.process,
         f"the {event.process} {event.how} and is started again",
-        f"the end of its log says why; sessions go on when it is back, and the run stops if it "
-        f"dies more than {event.limit} times within a minute",
+        advice,
+    )
+
+
+def _drifted(event: RegionQuarantined) -> Alarm:
+    return Alarm(
+        DRIFTED + event.region,
+        f"the region {event.region} is in quarantine since step {event.step}: its k3 is "
+        f"{event.factor:.3g} times that of the others",
+        "it is sent no requests; `etude mismatch RUN` says what differs; mend it (driver, dtype, "
+        "engine), then start the run again",
     )
 
 

@@ -31,12 +31,13 @@ class ProcessSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRestarted:
-    """A process has died and is started again, as it may be so often within a minute."""
+    """A process has died and is started again."""
 
     process: str
     how: str
     """It died."""
-    limit: int
+    limit: int | None
+    """How often it may be within a minute; None: the node is to blame, and it may be always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +273,19 @@ class RegionStatus:
     """Share of the time since the last look that went into engine steps."""
     running: int
     waiting: int
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionQuarantined:
+    """A region computes otherwise than the others, by the trainer's measure, and is sent no more
+    requests in this launch."""
+
+    region: str
+    step: int
+    """The last of the steps that it was measured over."""
+    factor: float
+    """How many times that of the others its k3 is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +349,7 @@ Event = (
     Launched
     | ProcessSilent
     | ProcessRestarted
+    | RegionQuarantined
     | ProcessHeard
     | FewTasks
     | StageStarted

@@ -8,6 +8,8 @@ A worker holds a lease, which every heartbeat renews, and is in one of these sta
                          │   lease over    v  │ join          └─ resume ──> syncing or live
                          └───── join ── suspect ──long silent──> gone
 
+    syncing or live ──its region is put into quarantine──> quarantined ──released──> either
+
 Only a live worker is sent requests: its lease holds, and it serves the oldest version that may
 sample (`floor`) or a newer one. One that has less is syncing. One whose lease is over is suspect
 although nothing broke: it is stopped, or hangs, or its host is gone. One that comes back is another
@@ -24,7 +26,7 @@ continued with older ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 from enum import Enum
 
@@ -38,6 +40,7 @@ class WorkerState(Enum):
     UNKNOWN = "unknown"
     SYNCING = "syncing"
     LIVE = "live"
+    QUARANTINED = "quarantined"
     SUSPECT = "suspect"
     DRAINING = "draining"
     GONE = "gone"
@@ -81,6 +84,9 @@ class Fleet:
         # failed while they were draining: when they were last heard
         self._drained: dict[str, float] = {}
         self._affinity: dict[str, Worker] = {}
+        self.quarantined: frozenset[str] = frozenset()
+        """Regions that compute otherwise than the others (`core.quarantine`): they are sent
+        nothing."""
         self._quorum: tuple[int, float] | None = None  # a version, and since when enough have it
 
     @property
@@ -94,13 +100,18 @@ class Fleet:
         return [worker for worker in self._workers.values() if self._is_up(worker)]
 
     def _is_up(self, worker: Worker) -> bool:
-        is_wanted = not (self._awaits_floor or worker.draining)
-        return is_wanted and worker.version >= max(self.floor, 0)
+        has_floor = worker.version >= max(self.floor, 0)
+        return not self._awaits_floor and self._is_wanted(worker) and has_floor
+
+    def _is_wanted(self, worker: Worker) -> bool:
+        return not worker.draining and worker.region not in self.quarantined
 
     def state(self, url: str) -> WorkerState:
         if (worker := self._workers.get(url)) is not None:
             if worker.draining:
                 return WorkerState.DRAINING
+            if not self._is_wanted(worker):
+                return WorkerState.QUARANTINED
             return WorkerState.LIVE if self._is_up(worker) else WorkerState.SYNCING
         if url in self._suspects:
             return WorkerState.SUSPECT
@@ -110,7 +121,7 @@ class Fleet:
         return [
             worker
             for worker in self._workers.values()
-            if worker.version < version and not worker.draining
+            if worker.version < version and self._is_wanted(worker)
         ]
 
     @property
@@ -168,6 +179,10 @@ class Fleet:
             worker.draining = draining
         return worker
 
+    def quarantine(self, regions: Collection[str]) -> None:
+        """These from now on, and no others."""
+        self.quarantined = frozenset(regions)
+
     def knows(self, worker: Worker) -> bool:
         return self._workers.get(worker.url) is worker
 
@@ -180,7 +195,7 @@ class Fleet:
         wanted = [
             worker
             for worker in self._workers.values()
-            if not worker.draining and worker not in refused
+            if self._is_wanted(worker) and worker not in refused
         ]
         ready = sum(worker.version >= version for worker in wanted)
         if ready == len(wanted):

@@ -316,7 +316,7 @@ def _regions(view: RunView) -> Iterator[Line]:
     for name, region in regions.items():
         version = f"version {region.version}" if region.version >= 0 else "no weights yet"
         load = f"{region.busy:.0%} busy   {region.running} running, {region.waiting} waiting"
-        yield Line(name, f"{version}   {load}")
+        yield Line(name, f"{version}   {'in quarantine' if region.quarantined else load}")
 
 
 def _curves(view: RunView) -> Iterator[Curve]:

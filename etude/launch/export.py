@@ -25,6 +25,8 @@ class Export:
     """In each region."""
     worker_gpus: int
     trainer_nodes: int
+    trainer_min_nodes: int
+    """With fewer of them the trainer waits."""
     trainer_gpus: int
     """Of each node; 0: on the CPU, one process a node."""
     evaluates: bool = False
@@ -36,11 +38,11 @@ class Export:
     gateway: str = ""
     """Where the others find it."""
     relays: Mapping[str, str] = field(default_factory=dict)
-    """Region -> where its workers find their relay."""
+    """Region -> where its workers find their relay; those that are not named have none."""
     advertise: str = ""
     """Where the gateway finds a worker."""
     rendezvous: str = ""
-    """Where the trainers meet: HOST:PORT."""
+    """Where the trainers meet by torchrun, HOST:PORT; empty: the launcher tells each its rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +84,11 @@ def parts(export: Export, *, host: str) -> list[Part]:
     ]
     for region in export.regions:
         made += _region_parts(export, region, host)
-    ranks = max(1, export.trainer_gpus)
     made.append(
         Part(
             name="trainer",
             kind="trainer",
-            argv=(
-                *("torchrun", "--nnodes", str(export.trainer_nodes)),
-                *("--nproc-per-node", str(ranks), "--max-restarts", "100"),
-                *("--rdzv-backend", "c10d", "--rdzv-id", export.name),
-                *("--rdzv-endpoint", export.rendezvous),
-                *("-m", "etude.trainer.trainer", *store),
-            ),
+            argv=_trainer(export),
             replicas=export.trainer_nodes,
             gpus=export.trainer_gpus,
             port=TRAINER_PORT,
@@ -119,23 +114,38 @@ def parts(export: Export, *, host: str) -> list[Part]:
     return made
 
 
+def _trainer(export: Export) -> tuple[str, ...]:
+    trainer = ("etude.trainer.trainer", "--store", export.store)
+    if not export.rendezvous:
+        return (*PYTHON, *trainer)
+    fewest, most = export.trainer_min_nodes, export.trainer_nodes
+    return (
+        *("torchrun", "--nnodes", f"{fewest}:{most}" if fewest < most else str(most)),
+        *("--nproc-per-node", str(max(1, export.trainer_gpus)), "--max-restarts", "100"),
+        *("--rdzv-backend", "c10d", "--rdzv-id", export.name),
+        *("--rdzv-endpoint", export.rendezvous, "-m", *trainer),
+    )
+
+
 def _region_parts(export: Export, region: str, host: str) -> list[Part]:
     """The relay of a region, and its workers."""
     store = ("--store", export.store)
+    relay = ("--relay", export.relays[region]) if region in export.relays else ()
     made: list[Part] = []
-    made.append(
-        Part(
-            name=f"relay-{region}",
-            kind="server",
-            argv=(
-                *(*PYTHON, "etude.serve.relay", *store, "--host", host),
-                *("--port", str(RELAY_PORT)),
-            ),
-            port=RELAY_PORT,
-            region=region,
-            secrets={"ETUDE_SECRET": "secret"},
+    if relay:
+        made.append(
+            Part(
+                name=f"relay-{region}",
+                kind="server",
+                argv=(
+                    *(*PYTHON, "etude.serve.relay", *store, "--host", host),
+                    *("--port", str(RELAY_PORT)),
+                ),
+                port=RELAY_PORT,
+                region=region,
+                secrets={"ETUDE_SECRET": "secret"},
+            )
         )
-    )
     made.append(
         Part(
             name=f"worker-{region}",
@@ -143,7 +153,7 @@ def _region_parts(export: Export, region: str, host: str) -> list[Part]:
             argv=(
                 *(*PYTHON, "etude.serve.worker", *store, "--host", host, "--region", region),
                 *("--port", str(WORKER_PORT), "--gateway", export.gateway),
-                *("--relay", export.relays[region], "--advertise", export.advertise),
+                *(*relay, "--advertise", export.advertise),
             ),
             replicas=export.workers,
             gpus=export.worker_gpus,

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from etude.core.clock import AwakeClock, Clock, SystemClock
 from etude.core.config import EngineConfig
@@ -48,6 +49,20 @@ CREDENTIALS = (SECRET_VARIABLE, TOKEN_VARIABLE)
 
 
 @dataclass(frozen=True, slots=True)
+class Needs:
+    """What a cluster has to have for a program. One machine shares what it has."""
+
+    cpus: int = 1
+    gpus: int = 0
+    region: str = ""
+    """Of the node, if the cluster has nodes there."""
+    group: str = ""
+    """Programs of a group get their places together."""
+    rank: int | None = None
+    """Of the ranks of this group, which start, and start again, together."""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     name: str
     argv: tuple[str, ...]
@@ -63,6 +78,21 @@ class Program:
     """Those that it sees; none: all."""
     cpus: tuple[int, ...] = ()
     """Those that it and its children run on; none: all."""
+    needs: Needs = Needs()
+
+
+class Launcher(Protocol):
+    """Starts programs, watches them, and leaves none behind. What they have done is in the store
+    alone."""
+
+    async def run_to_end(self, program: Program) -> None:
+        """One program alone; an error if it does not end well."""
+
+    async def run_all(self, programs: Sequence[Program], *, until: str) -> None:
+        """All programs together, until the one named `until` has ended well."""
+
+    async def watch(self, tell: Callable[[Event], None]) -> None:
+        """Tells which of the programs are silent or were started again, until it is cancelled."""
 
 
 class Restarts:
@@ -84,7 +114,34 @@ class Restarts:
         return True
 
 
-class Launcher:
+class Credentials:
+    """The tokens of one launch, and the secret that they are signed with."""
+
+    def __init__(self) -> None:
+        self._secret = read_secret() or secrets.token_urlsafe(32)
+        self._tokens = TokenAuthority(self._secret)
+
+    def of(self, program: Program) -> dict[str, str]:
+        """Environment variables."""
+        given = {SECRET_VARIABLE: self._secret} if program.makes_tokens else {}
+        if program.scope is not None:
+            token = self._tokens.mint(program.scope, program.name, MAX_LIFETIME_S)
+            given[TOKEN_VARIABLE] = token
+        return given
+
+
+def common_environment(threads: int) -> dict[str, str]:
+    """Variables of every program."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # A thread that waits for its fellows spins for some microseconds and then sleeps: the core
+        # is wanted by other processes of the run. The default spins for milliseconds.
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+class LocalLauncher:
     """Runs programs in a run's directory; their output goes to `logs/`. Each has the token that it
     needs, so that nobody else on this machine can use their ports, nor one of them do what is for
     another."""
@@ -105,17 +162,9 @@ class Launcher:
         self._liveness = Liveness(heartbeat_timeout_s)
         with _writing(self.logs):
             self.logs.mkdir(parents=True, exist_ok=True)
-        own = {
-            "OMP_NUM_THREADS": str(threads),
-            # A thread that waits for its fellows spins for some microseconds and then sleeps: the
-            # core is wanted by other processes of the run. The default spins for milliseconds.
-            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
-            "PYTHONUNBUFFERED": "1",
-        }
         kept = {name: value for name, value in os.environ.items() if name not in CREDENTIALS}
-        self._environment = kept | own
-        self._secret = read_secret() or secrets.token_urlsafe(32)
-        self._tokens = TokenAuthority(self._secret)
+        self._environment = kept | common_environment(threads)
+        self._credentials = Credentials()
         self._alive: dict[str, asyncio.subprocess.Process] = {}
         # of those that were started again: when they died, until they are heard
         self._died: dict[str, float] = {}
@@ -151,7 +200,7 @@ class Launcher:
                 raise EtudeError(self._exit_message(program, code))
             self._died[program.name] = self._clock.now()
             self._untold.append(
-                ProcessRestarted(process=program.name, how=_how(code), limit=program.restarts)
+                ProcessRestarted(process=program.name, how=how_ended(code), limit=program.restarts)
             )
 
     async def _once(self, program: Program) -> int:
@@ -170,19 +219,12 @@ class Launcher:
                 pass_fds=(self.lock, pipe),
                 preexec_fn=lambda: _begin(parent, program),
                 env=self._environment
-                | self._credentials(program)
+                | self._credentials.of(program)
                 | _visible(program)
                 | {heartbeat.HEARTBEAT_VARIABLE: str(pipe)},
             )
             self._alive[program.name] = process
             return await process.wait()
-
-    def _credentials(self, program: Program) -> dict[str, str]:
-        given = {SECRET_VARIABLE: self._secret} if program.makes_tokens else {}
-        if program.scope is not None:
-            token = self._tokens.mint(program.scope, program.name, MAX_LIFETIME_S)
-            given[TOKEN_VARIABLE] = token
-        return given
 
     @contextlib.contextmanager
     def _listening(self, program: Program) -> Iterator[int]:
@@ -231,17 +273,21 @@ class Launcher:
 
     def _exit_message(self, program: Program, code: int) -> str:
         path = self.logs / f"{program.name}.log"
-        lines = (
-            path.read_bytes()[self._log_starts[program.name] :]
-            .decode(errors="replace")
-            .splitlines()[-LAST_LINES:]
-        )
-        said = "\n".join(f"  | {line}" for line in lines)
-        often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
-        again = f"Go on with: {self.resume}"
-        if code == 2:  # it has named a mistake of the user's, which is still there the next time
-            again = f"When that is mended, go on with: {self.resume}\nor begin anew with --fresh"
-        return f"the {program.name} {_how(code)}{often}. The end of {path}:\n{said}\n{again}"
+        said = path.read_bytes()[self._log_starts[program.name] :].decode(errors="replace")
+        return exit_message(program, code, said.splitlines(), f"the end of {path}", self.resume)
+
+
+def exit_message(program: Program, code: int, lines: Sequence[str], where: str, resume: str) -> str:
+    """What became of a program for good. `lines`: what it said, at `where`."""
+    said = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
+    often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
+    again = f"Go on with: {resume}"
+    if code == 2:  # it has named a mistake of the user's, which is still there the next time
+        again = f"When that is mended, go on with: {resume}\nor begin anew with --fresh"
+    return (
+        f"the {program.name} {how_ended(code)}{often}. {where[0].upper()}{where[1:]}:\n{said}\n"
+        f"{again}"
+    )
 
 
 def _begin(parent: int, program: Program) -> None:
@@ -254,7 +300,7 @@ def _visible(program: Program) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, program.gpus))} if program.gpus else {}
 
 
-def _how(code: int) -> str:
+def how_ended(code: int) -> str:
     """The end of a process in words, by its exit code."""
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"

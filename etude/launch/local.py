@@ -1,5 +1,5 @@
-"""A run on this machine, from the command line's point of view: plan it, run or resume it, evaluate
-it, sum it up."""
+"""A run from the command line's point of view: plan it, run or resume it, on this machine or from
+here on a cluster, evaluate it, sum it up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import itertools
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -29,6 +30,7 @@ from etude.launch.dashboard import dashboard
 from etude.launch.devices import described_placement, placed
 from etude.launch.launcher import (
     Launcher,
+    LocalLauncher,
     Program,
     evaluator_programs,
     locked,
@@ -37,6 +39,7 @@ from etude.launch.launcher import (
     trainer_programs,
 )
 from etude.launch.place import RunPlace
+from etude.launch.ray_plan import RayCluster, cluster_programs
 from etude.run.audit import audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, report_name, reports
 from etude.run.sinks import Sinks, forward_events
@@ -232,9 +235,11 @@ def execute(
     resume: str,
     fresh: bool = False,
     dash: bool = False,
+    cluster: RayCluster | None = None,
 ) -> None:
     """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`. `dash`:
-    with a dashboard beside it, whose link is printed."""
+    with a dashboard beside it, whose link is printed. `cluster`: there, instead of on this
+    machine."""
     check_start(config, place, fresh=fresh)
     with locked(place.directory) as lock:
         if fresh:
@@ -242,13 +247,26 @@ def execute(
         run = Run.open(place.store)
         run.put_config(config)
         if not is_finished(run, config):
-            launcher = _launcher(config, place, resume, lock)
-            _run_loop(_run(run, config, place, launcher, console, dash=dash))
+            if cluster is None:
+                launcher: Launcher = _launcher(config, place, resume, lock)
+                programs = partial(_programs, config, place)
+            else:
+                launcher = _ray_launcher(config, cluster, resume)
+                programs = partial(cluster_programs, config, place.store, cluster.workers)
+            _run_loop(_run(run, config, place, launcher, programs, console, dash=dash))
 
 
-def _launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> Launcher:
+def _ray_launcher(config: RunConfig, cluster: RayCluster, resume: str) -> Launcher:
+    from etude.launch.ray import RayLauncher, connect  # of an extra
+
+    connect(cluster.address)
     threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
-    return Launcher(
+    return RayLauncher(threads=threads, resume=resume, heartbeat_timeout_s=heartbeat_timeout_s)
+
+
+def _launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> LocalLauncher:
+    threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
+    return LocalLauncher(
         place.directory,
         threads=threads,
         resume=resume,
@@ -268,6 +286,7 @@ async def _run(
     config: RunConfig,
     place: RunPlace,
     launcher: Launcher,
+    programs: Callable[[], list[Program]],
     console: Console,
     *,
     dash: bool,
@@ -288,20 +307,24 @@ async def _run(
             await launcher.run_to_end(
                 Program("preparation", python("etude.trainer.prepare", "--store", place.store))
             )
-        placement = placed(config)
-        servers, url = server_programs(place.store, config.engine, placement)
-        trainers = trainer_programs(
-            place.store, config.trainer.ranks, place.directory / "rendezvous", placement.trainer
-        )
-        controller = Program(
-            "controller",
-            python("etude.run.controller", "--store", place.store, "--gateway", url),
-            scope=Scope.ADMIN,
-            cpus=placement.sandbox_cpus,
-        )
-        evaluators = evaluator_programs(place.store, config.eval.every_steps, placement)
-        programs = [*servers, *trainers, *evaluators, controller]
-        await launcher.run_all(programs, until="controller")
+        await launcher.run_all(programs(), until="controller")
+
+
+def _programs(config: RunConfig, place: RunPlace) -> list[Program]:
+    """Of a run on this machine that is prepared."""
+    placement = placed(config)
+    servers, url = server_programs(place.store, config.engine, placement)
+    trainers = trainer_programs(
+        place.store, config.trainer.ranks, place.directory / "rendezvous", placement.trainer
+    )
+    controller = Program(
+        "controller",
+        python("etude.run.controller", "--store", place.store, "--gateway", url),
+        scope=Scope.ADMIN,
+        cpus=placement.sandbox_cpus,
+    )
+    evaluators = evaluator_programs(place.store, config.eval.every_steps, placement)
+    return [*servers, *trainers, *evaluators, controller]
 
 
 @contextlib.asynccontextmanager

@@ -1,7 +1,8 @@
 """Slurm: a run as batch files, as `etude export slurm` writes them. Pure: what is exported is text.
 
 One file a part. A part that others have to find writes its address into a folder that all nodes
-share; jobs that are preempted are queued again, and go on from the store.
+share, and those start their program again when the address changes. Jobs that are preempted are
+queued again, and go on from the store.
 """
 
 from __future__ import annotations
@@ -9,18 +10,15 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 
-from etude.launch.export import (
-    GATEWAY_PORT,
-    RELAY_PORT,
-    TRAINER_PORT,
-    WORKER_PORT,
-    Export,
-    Part,
-    parts,
-)
+from etude.launch.export import TRAINER_PORT, Export, Part, parts
 
 PLACES = "$ETUDE_PLACES"
 """The folder of addresses."""
+FREE_PORT = (
+    'port=$(python -c \'import socket; s = socket.socket(); s.bind(("", 0)); '
+    "print(s.getsockname()[1])')"
+)
+"""Nodes may be shared with other parts and other runs."""
 
 
 def slurm_files(export: Export) -> dict[str, str]:
@@ -32,7 +30,7 @@ def slurm_files(export: Export) -> dict[str, str]:
         advertise="@OWN@",
         rendezvous="@RENDEZVOUS@",
     )
-    made = {f"{part.name}.sbatch": _batch(export, part) for part in parts(shown, host="0.0.0.0")}
+    made = {f"{part.name}.sbatch": _batch(shown, part) for part in parts(shown, host="0.0.0.0")}
     return {"run.toml": export.text, **made, "submit.sh": _submit(export, shown)}
 
 
@@ -52,47 +50,80 @@ def _batch(export: Export, part: Part) -> str:
         lines.append(f"#SBATCH --gres=gpu:{part.gpus}")
     if part.region:
         lines.append(f"#SBATCH --constraint={part.region}")
-    lines += ["set -euo pipefail", 'cd "$SLURM_SUBMIT_DIR"', *_addresses(part)]
+    lines += ["set -euo pipefail", 'cd "$SLURM_SUBMIT_DIR"']
     lines += [_credential(name, key) for name, key in part.secrets.items()]
-    command = " ".join(_argument(each) for each in part.argv)
-    lines.append(f"srun {command}" if part.kind == "trainer" else f"exec {command}")
+    lines += _addresses(part)
+    command = " ".join(_argument(each, part) for each in part.argv)
+    lines += _started(part, command)
+    if part.name == "controller":
+        lines += _end(export)
     return "\n".join(lines) + "\n"
 
 
 def _addresses(part: Part) -> list[str]:
-    """What the part waits for, and what it tells."""
-    wait = 'find() { until [ -s "$ETUDE_PLACES/$1" ]; do sleep 1; done; cat "$ETUDE_PLACES/$1"; }'
-    tell = 'tell() { echo "http://$(hostname -f):$2" > "$ETUDE_PLACES/$1"; }'
+    """Where the part is, and where it says so."""
     match part.kind:
         case "server":
-            port = GATEWAY_PORT if part.name == "gateway" else RELAY_PORT
-            return [tell, f"tell {part.name} {port}"]
-        case "workers":
-            # several may share a node
             return [
-                wait,
-                f"port=$(({WORKER_PORT} + SLURM_ARRAY_TASK_ID))",
-                "gateway=$(find gateway)",
-                f"relay=$(find relay-{part.region})",
-                "own=http://$(hostname -f):$port",
+                FREE_PORT,
+                f'echo "http://$(hostname -f):$port" > "{PLACES}/.{part.name}"',
+                f'mv "{PLACES}/.{part.name}" "{PLACES}/{part.name}"',
             ]
+        case "workers":
+            return [FREE_PORT, "own=http://$(hostname -f):$port"]
         case "trainer":
             return [
                 'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-                f"rendezvous=$first:{TRAINER_PORT}",
+                # runs share nodes
+                f"rendezvous=$first:$(({TRAINER_PORT} + SLURM_JOB_ID % 1000))",
             ]
         case _:
-            return [wait, "gateway=$(find gateway)"] if part.name == "controller" else []
+            return []
 
 
-def _argument(word: str) -> str:
+def _started(part: Part, command: str) -> list[str]:
+    if part.kind == "trainer":
+        return [f"srun {command}"]
+    told = {"gateway": "gateway"} if part.name == "controller" else {}
+    if part.kind == "workers":
+        told = {"gateway": "gateway", "relay": f"relay-{part.region}"}
+    if not told:
+        return [f"exec {command}"]
+    found = [f"  {variable}=$(find {name})" for variable, name in told.items()]
+    moved = " || ".join(f'[ "$(find {name})" != "${key}" ]' for key, name in told.items())
+    return [
+        f'find() {{ until [ -s "{PLACES}/$1" ]; do sleep 1; done; cat "{PLACES}/$1"; }}',
+        "# What it was told has moved: it is started again.",
+        "while :; do",
+        *found,
+        f"  {command} &",
+        "  program=$! moved= code=0",
+        "  while kill -0 $program 2> /dev/null; do",
+        "    sleep 2",
+        f"    if {moved}; then moved=1; kill $program 2> /dev/null || true; fi",
+        "  done",
+        "  wait $program || code=$?",
+        '  [ -n "$moved" ] || break',
+        "done",
+        "[ $code = 0 ] || exit $code",
+    ]
+
+
+def _end(export: Export) -> list[str]:
+    """The run is over: what serves it would go on."""
+    servers = [part.name for part in parts(export, host="") if part.kind in ("server", "workers")]
+    return [f"scancel --user=$(id -un) --name={export.name}-{name}" for name in servers]
+
+
+def _argument(word: str, part: Part) -> str:
     shown = {
         "@GATEWAY@": '"$gateway"',
         "@RELAY@": '"$relay"',
         "@OWN@": '"$own"',
         "@RENDEZVOUS@": '"$rendezvous"',
-        str(WORKER_PORT): '"$port"',
     }
+    if part.port and word == str(part.port):
+        return '"$port"'
     return shown.get(word) or shlex.quote(word)
 
 

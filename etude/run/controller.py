@@ -40,6 +40,7 @@ from etude.core.window import Window
 from etude.rewards.judge import Judge
 from etude.rewards.review import Review
 from etude.run import journal
+from etude.run.drift import DriftWatch
 from etude.run.evaluate import evaluate_and_keep, report_name
 from etude.run.gateway_client import GatewayClient
 from etude.run.loop import RolloutLoop, RunAttempt
@@ -89,6 +90,7 @@ class Controller:
         self.runner: RolloutRunner | None = None
         self._check_spec = check_spec
         self._tasks: dict[str, Sequence[Task]] = {}
+        self.drift = DriftWatch(run, config.engine.quarantine_k3, emit)
         self.trouble = DisturbanceTracker(config.heartbeat_timeout_s, time.monotonic())
 
     async def run_stages(self) -> None:
@@ -111,6 +113,11 @@ class Controller:
         await self.wait_for_version(0)
         for split in EVAL_SPLITS:
             await self.evaluate(0, split)
+
+    async def load(self, version: int) -> None:
+        """Everywhere but in regions that have drifted."""
+        self.gateway.quarantined = await asyncio.to_thread(self.drift.look)
+        await self.gateway.load(version)
 
     async def wait_for_version(self, version: int) -> int:
         """The newest version, as soon as it is this one or a later one."""
@@ -151,7 +158,7 @@ class Controller:
         families = {task.id: task.family for task in tasks}
         # later stages may have published too
         live = min(await self.wait_for_version(span.start), span.end)
-        await self.gateway.load(live)
+        await self.load(live)
         if live > max(records.ledger.trained_step, span.start):
             await records.write(Trained(step=live))
         self.window = Window(
@@ -165,7 +172,7 @@ class Controller:
             recovered=recovered,
             window=self.window,
             weights=self.versions,
-            load=self.gateway.load,
+            load=self.load,
             tasks=tasks,
             curriculum=Curriculum(
                 families,

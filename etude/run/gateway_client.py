@@ -37,6 +37,7 @@ class GatewayClient:
         self.headers = authorization(token())
         self._ids: dict[str, str] = {}
         self._live = -1
+        self.quarantined: list[str] = []
         self._busy_s: dict[str, tuple[float, float]] = {}
         self.store_used: list[StoreUsed] = []
         """What gateway and workers had asked of the run's store at the last look at them."""
@@ -77,8 +78,9 @@ class GatewayClient:
         await self._ask("GET", "/up", "nobody knows whether a worker is up")
 
     async def load(self, version: int) -> None:
-        """Returns when every request is begun with `version` or newer weights."""
-        told = {"version": version}
+        """Returns when every request is begun with `version` or newer weights, and in no region
+        that is `quarantined`."""
+        told = {"version": version, "quarantined": self.quarantined}
         await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
         self._live = max(self._live, version)
 
@@ -173,4 +175,5 @@ class GatewayClient:
             busy=share,
             running=int(worker["running"]),
             waiting=int(worker["waiting"]),
+            quarantined=name in self.quarantined,
         )

@@ -231,6 +231,8 @@ class Gateway:
 
     async def load(self, http: HttpRequest) -> Response:
         asked = await read(http, LoadRequest)
+        if asked.quarantined is not None:
+            self.router.fleet.quarantine(asked.quarantined)
         await self.router.load(asked.version)
         if FORWARDED not in http.headers:
             await self.router.tell(self.shards.others, "/load", asked, identity_of(http).token)
@@ -267,7 +269,7 @@ class Gateway:
             for worker in (*fleet.workers, *fleet.suspects)
         }
         status = {"version": fleet.floor, "up": len(fleet.up), "silent": silent}
-        status |= {"workers": workers}
+        status |= {"workers": workers, "quarantined": sorted(fleet.quarantined)}
         own = store_used(self.objects, f"gateway {self.shards.name}")
         return respond(status | {"regions": regions, "store": own})
 

@@ -68,6 +68,9 @@ class FrameReader:
 
 class LoadRequest(msgspec.Struct):
     version: int
+    quarantined: list[str] | None = None
+    """Regions that are to be sent nothing, and no others; None: as before. Only a gateway is told
+    so."""
 
 
 class JoinRequest(msgspec.Struct):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from etude.core.fleet import Fleet, Worker
+from etude.core.fleet import Fleet, Worker, WorkerState
 
 
 def test_a_story() -> None:
@@ -110,3 +110,20 @@ def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
         for worker in fleet.workers:
             assert worker.active == sum(each is worker for each in active)
             assert worker.sessions >= 0
+
+
+def test_a_region_in_quarantine_is_sent_nothing_and_waited_for_by_nobody() -> None:
+    fleet = Fleet(heartbeat_timeout_s=10.0)
+    east = fleet.join("e", "east", 1, now=0.0)
+    west = fleet.join("w", "west", 1, now=0.0)
+    assert fleet.pick("s") is east
+    fleet.quarantine(["east"])
+    assert fleet.state("e") is WorkerState.QUARANTINED and fleet.up == [west]
+    assert fleet.pick("s") is west, "a session of its moves"
+    fleet.join("e2", "east", 1, now=0.0)
+    assert fleet.state("e2") is WorkerState.QUARANTINED, "it holds for the region"
+    assert fleet.behind(2) == [west]
+    west.version = 2
+    assert fleet.may_raise_floor(2, now=0.0)
+    fleet.quarantine([])
+    assert fleet.state("e") is WorkerState.LIVE

@@ -15,7 +15,7 @@ from etude.core.placement_config import PlacementConfig, deal
 from etude.launch import devices
 from etude.launch.devices import count_gpus, described_placement, placed
 from etude.launch.launcher import (
-    Launcher,
+    LocalLauncher,
     Program,
     evaluator_programs,
     locked,
@@ -78,6 +78,6 @@ def test_a_process_is_given_its_devices_and_cores(tmp_path: Path) -> None:
     )
     argv = (sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}")
     with locked(tmp_path) as lock:
-        launcher = Launcher(tmp_path, threads=1, resume="", lock=lock)
+        launcher = LocalLauncher(tmp_path, threads=1, resume="", lock=lock)
         asyncio.run(launcher.run_to_end(Program("x", argv, gpus=(2, 5), cpus=(core,))))
     assert (tmp_path / "out").read_text() == f"2,5[{core}]"

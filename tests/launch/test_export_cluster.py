@@ -142,6 +142,11 @@ def test_slurm(toml: Path) -> None:
     assert "#SBATCH --nodes=2" in files["trainer.sbatch"]
     assert "srun torchrun --nnodes 2 --nproc-per-node 4" in files["trainer.sbatch"]
     assert '--gateway "$gateway" --relay "$relay" --advertise "$own"' in files["worker-west.sbatch"]
+    for name, known in (("worker-east", ["gateway", "relay-east"]), ("controller", ["gateway"])):
+        text = files[f"{name}.sbatch"]
+        assert all(f"=$(find {each})\n" in text for each in known), "again when one has moved"
+    cancelled = re.findall(r"scancel .*--name=My_run.1-(\S+)", files["controller.sbatch"])
+    assert cancelled == ["gateway", "relay-east", "worker-east", "relay-west", "worker-west"]
     assert all("#SBATCH --requeue" in text for name, text in files.items() if "sbatch" in name[-7:])
 
 
@@ -189,6 +194,14 @@ def test_slurm_files_run(toml: Path) -> None:
     assert given("worker-west", "--port") == "8102"
     assert given("worker-west", "--advertise") == "http://hostname-says:8102"
     assert given("trainer", "--rdzv-endpoint") == "scontrol-says:29400"
+
+
+@pytest.mark.parametrize(("fewest", "nodes"), [((), "4"), (("--trainer-min-nodes", "2"), "2:4")])
+def test_a_trainer_may_go_on_with_fewer_nodes(
+    toml: Path, fewest: tuple[str, ...], nodes: str
+) -> None:
+    text = exported("slurm", toml, "--trainer-nodes", "4", *fewest)["trainer.sbatch"]
+    assert f"srun torchrun --nnodes {nodes} --nproc-per-node 1 " in text
 
 
 @pytest.mark.parametrize(

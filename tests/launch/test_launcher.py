@@ -25,7 +25,7 @@ from etude.core.events import Event, ProcessHeard, ProcessRestarted, ProcessSile
 from etude.launch.launcher import (
     LAST_LINES,
     RESTARTS,
-    Launcher,
+    LocalLauncher,
     Program,
     Restarts,
     check_port,
@@ -65,12 +65,12 @@ def alive(pid: int | None) -> bool:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
+def launcher(tmp_path: Path) -> Iterator[LocalLauncher]:
     with locked(tmp_path) as lock:
-        yield Launcher(tmp_path, threads=1, resume="etude run x.toml", lock=lock)
+        yield LocalLauncher(tmp_path, threads=1, resume="etude run x.toml", lock=lock)
 
 
-async def test_the_end_of_one_is_the_end_of_all(launcher: Launcher, tmp_path: Path) -> None:
+async def test_the_end_of_one_is_the_end_of_all(launcher: LocalLauncher, tmp_path: Path) -> None:
     note = noting_its_pid(tmp_path)
     await launcher.run_all(
         [
@@ -84,7 +84,7 @@ async def test_the_end_of_one_is_the_end_of_all(launcher: Launcher, tmp_path: Pa
     assert not alive(noted(tmp_path))
 
 
-async def test_a_death_is_told_with_its_last_words(launcher: Launcher) -> None:
+async def test_a_death_is_told_with_its_last_words(launcher: LocalLauncher) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await launcher.run_all(
             [
@@ -99,7 +99,7 @@ async def test_a_death_is_told_with_its_last_words(launcher: Launcher) -> None:
 
 
 async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
-    launcher: Launcher,
+    launcher: LocalLauncher,
 ) -> None:
     with pytest.raises(EtudeError) as caught:
         await launcher.run_to_end(program("preparation", "import sys; sys.exit(2)"))
@@ -107,7 +107,9 @@ async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
     assert str(caught.value).endswith(again)
 
 
-async def test_last_words_are_those_of_the_last_life(launcher: Launcher, tmp_path: Path) -> None:
+async def test_last_words_are_those_of_the_last_life(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
     (tmp_path / "logs" / "main.log").write_text("of yesterday\n")
     with pytest.raises(EtudeError) as caught:
         await launcher.run_to_end(program("main", "print('of today'); raise SystemExit(1)"))
@@ -115,7 +117,7 @@ async def test_last_words_are_those_of_the_last_life(launcher: Launcher, tmp_pat
     assert (tmp_path / "logs" / "main.log").read_text() == "of yesterday\nof today\n"
 
 
-async def test_the_long_words_of_the_dead_are_cut_to_their_end(launcher: Launcher) -> None:
+async def test_the_long_words_of_the_dead_are_cut_to_their_end(launcher: LocalLauncher) -> None:
     code = "for n in range(1000): print(f'line {n}.')\nraise SystemExit(1)"
     with pytest.raises(EtudeError) as caught:
         await launcher.run_to_end(program("main", code))
@@ -123,7 +125,7 @@ async def test_the_long_words_of_the_dead_are_cut_to_their_end(launcher: Launche
     assert "| line 999." in told and told.count("|") == LAST_LINES
 
 
-async def test_a_death_by_a_signal_is_named(launcher: Launcher) -> None:
+async def test_a_death_by_a_signal_is_named(launcher: LocalLauncher) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
     with pytest.raises(EtudeError, match="the main was killed by SIGKILL. The end of"):
         await launcher.run_to_end(program("main", code))
@@ -144,7 +146,7 @@ async def test_a_program_sees_what_it_needs_and_leaves_nothing_open(
         if told is not None:
             monkeypatch.setenv("GOMP_SPINCOUNT", told)
         with locked(tmp_path) as lock:
-            launcher = Launcher(tmp_path, threads=3, resume="", lock=lock)
+            launcher = LocalLauncher(tmp_path, threads=3, resume="", lock=lock)
             before = len(os.listdir("/proc/self/fd"))
             await launcher.run_to_end(shown)
             assert len(os.listdir("/proc/self/fd")) == before
@@ -186,7 +188,7 @@ def test_servers_and_trainers_are_told_where_everything_is(tmp_path: Path) -> No
     assert not meeting.exists() and not any(rank.serves or rank.restarts for rank in ranks)
 
 
-async def test_a_server_that_ends_well_has_died_too(launcher: Launcher) -> None:
+async def test_a_server_that_ends_well_has_died_too(launcher: LocalLauncher) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await launcher.run_all(
             [program("server", "", serves=True), program("main", FOREVER)], until="main"
@@ -195,7 +197,7 @@ async def test_a_server_that_ends_well_has_died_too(launcher: Launcher) -> None:
 
 
 async def test_a_worker_is_started_again_but_not_for_ever(
-    launcher: Launcher, tmp_path: Path
+    launcher: LocalLauncher, tmp_path: Path
 ) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await launcher.run_all(
@@ -210,7 +212,7 @@ async def test_a_worker_is_started_again_but_not_for_ever(
 
 
 async def test_who_is_started_again_is_named_until_it_is_heard(
-    launcher: Launcher, tmp_path: Path
+    launcher: LocalLauncher, tmp_path: Path
 ) -> None:
     """It dies once, then sends a heartbeat, and the run goes on."""
     mark, heard = tmp_path / "died", tmp_path / "heard"
@@ -242,7 +244,7 @@ time.sleep(600)
 
 
 async def test_a_process_that_does_not_listen_is_killed(
-    launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("etude.launch.launcher.STOP_S", 0.2)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + noting_its_pid(
@@ -258,7 +260,7 @@ async def test_a_process_that_does_not_listen_is_killed(
 
 
 async def test_what_a_process_has_left_behind_goes_with_it(
-    launcher: Launcher, tmp_path: Path
+    launcher: LocalLauncher, tmp_path: Path
 ) -> None:
     """Its own child does not listen to the signal that ends it, and is in its group."""
     parent = "import os, signal\nif os.fork(): signal.pause()\n"
@@ -282,9 +284,9 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     code = f"""
 import asyncio, sys
 from pathlib import Path
-from etude.launch.launcher import Launcher, Program, locked
+from etude.launch.launcher import LocalLauncher, Program, locked
 with locked(Path({str(tmp_path)!r})) as lock:
-    launcher = Launcher(Path({str(tmp_path)!r}), threads=1, resume="", lock=lock)
+    launcher = LocalLauncher(Path({str(tmp_path)!r}), threads=1, resume="", lock=lock)
     asyncio.run(launcher.run_to_end(Program("child", (sys.executable, "-c", {note + FOREVER!r}))))
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -331,13 +333,13 @@ def test_others_may_see_who_runs_there_and_not_change_it(tmp_path: Path) -> None
         os.umask(before)
 
 
-async def test_logs_that_cannot_be_written(launcher: Launcher, tmp_path: Path) -> None:
+async def test_logs_that_cannot_be_written(launcher: LocalLauncher, tmp_path: Path) -> None:
     (tmp_path / "logs" / "main.log").mkdir()
     with pytest.raises(EtudeError, match=r"cannot write .*main\.log"):
         await launcher.run_to_end(program("main", ""))
     (tmp_path / "file").write_text("")
     with pytest.raises(EtudeError, match=r"cannot write .*logs"):
-        Launcher(tmp_path / "file", threads=1, resume="", lock=0)
+        LocalLauncher(tmp_path / "file", threads=1, resume="", lock=0)
 
 
 async def test_a_gateway_makes_tokens_and_its_workers_have_one() -> None:
@@ -359,7 +361,7 @@ async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> 
             await asyncio.sleep(0.01)
 
     with locked(tmp_path) as lock:
-        launcher = Launcher(tmp_path, threads=1, resume="", lock=lock, heartbeat_timeout_s=1.0)
+        launcher = LocalLauncher(tmp_path, threads=1, resume="", lock=lock, heartbeat_timeout_s=1.0)
         programs = [
             program("mute", FOREVER),
             program("main", beating + noting_its_pid(tmp_path) + FOREVER),

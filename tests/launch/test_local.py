@@ -163,7 +163,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
         made.append(Started(directory, **told))
         return made[-1]
 
-    monkeypatch.setattr(local, "Launcher", launcher)
+    monkeypatch.setattr(local, "LocalLauncher", launcher)
     monkeypatch.setattr(check, "_ask", lambda config, **told: None)
     monkeypatch.setattr(telemetry, "FLUSH_S", 0.0)
     return made

@@ -126,6 +126,7 @@ class Gateway:
         self.http = object()
         self.loaded: list[int] = []
         self.store_used: list[StoreUsed] = []
+        self.quarantined: list[str] = []
 
     async def load(self, version: int) -> None:
         self.loaded.append(version)
@@ -199,7 +200,7 @@ async def test_a_loop_runs_as_its_stage_says(replay: bool, monkeypatch: pytest.M
     assert (window.per_step, window.max_lag, window.reorder_window, window.live) == (5, 2, 4, 0)
     assert window is bench.controller.window
     assert told["estimator"] == estimator_of(bench.spans[0].stage, 512, quarantine=True)
-    assert told["load"] == bench.gateway.load
+    assert told["load"] == bench.controller.load
     assert told["attempt"] == bench.attempt
     assert bench.rollouts.pop("agent_timeout_s") > 12.0  # the agent ends its session by itself
     assert bench.rollouts == {
@@ -528,7 +529,7 @@ async def test_a_version_is_reached_by_it_or_a_later_one(monkeypatch: pytest.Mon
         asked.append(after)
         return SimpleNamespace(version=after + 3)
 
-    run: Any = SimpleNamespace(objects=None)
+    run = Run.open("memory:")
     nobody: Any = None
     config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1')
     waiting = Controller(run, config, nobody, nobody, lambda event: None)

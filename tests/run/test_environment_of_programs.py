@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from etude.core.errors import EtudeError
-from etude.launch.launcher import Launcher, Program, locked
+from etude.launch.launcher import LocalLauncher, Program, locked
 from etude.serve.process import TOKEN_VARIABLE
 from etude.serve.tokens import MIN_SECRET_CHARS, SECRET_VARIABLE, Scope, TokenAuthority
 
@@ -23,7 +23,7 @@ SHOW = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name
 
 async def shown(folder: Path, **more: Any) -> dict[str, str]:
     with locked(folder) as lock:
-        launcher = Launcher(folder, threads=3, resume="", lock=lock)
+        launcher = LocalLauncher(folder, threads=3, resume="", lock=lock)
         await launcher.run_to_end(Program("show", (sys.executable, "-c", SHOW), **more))
     found: dict[str, str] = json.loads((folder / "logs" / "show.log").read_text().splitlines()[-1])
     return found

@@ -125,7 +125,7 @@ async def test_each_question_goes_to_its_own_place(monkeypatch: pytest.MonkeyPat
     await gateway.forget("s")
     assert asked == [
         ("GET", "/up", None),
-        ("POST", "/load", {"version": 7}),
+        ("POST", "/load", {"version": 7, "quarantined": []}),
         ("POST", "/tokens", {"scope": "session", "subject": id, "lifetime_s": 172800.0}),
         ("GET", f"/s/{id}/segments", {"experts": "true"}),
         ("GET", f"/s/{id}/segments", None),
