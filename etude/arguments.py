@@ -300,13 +300,26 @@ def _add_tasks(parser: argparse.ArgumentParser) -> None:
     build = add("build", "make proven tasks from repositories; the same command goes on with it")
     build.add_argument(
         "sources",
-        nargs="+",
+        nargs="*",
         metavar="SOURCE",
         help="a git URL, a folder, an sdist, the name of a package, or a .jsonl of SWE-bench rows",
     )
     build.add_argument("--out", type=Path, required=True, metavar="DIR")
     build.add_argument(
         "--limit", type=at_least_one, help="tasks in DIR (default: 50 for each source)"
+    )
+    build.add_argument(
+        "--kinds",
+        nargs="+",
+        metavar="KIND",
+        help="only these: token, bug, bugs, stub, removal, history, split (default: all)",
+    )
+    build.add_argument(
+        "--heldout",
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="more sources, none of whose tasks are trained on",
     )
     check = add("check", "prove every task again: the solution passes, an empty change fails")
     check.add_argument("--repeat", type=at_least_one, default=5, help="so often (default: 5)")

@@ -19,6 +19,7 @@ from etude.core.errors import EtudeError
 from etude.factory import check as checking
 from etude.factory.build import Options, Status, open_workshop
 from etude.factory.build import build as build_tasks
+from etude.factory.candidates import KINDS
 from etude.factory.harbor import is_ours, read_task
 from etude.factory.harbor_task import read_harbor_task, read_provided
 from etude.factory.swebench import diff
@@ -30,11 +31,15 @@ def build(
     sources: Sequence[str],
     out: Path,
     limit: int | None,
+    kinds: Sequence[str] | None,
+    heldout: Sequence[str],
     jobs: int | None,
     json: bool,
     console: Console,
 ) -> int:
-    options = Options(limit=limit, jobs=jobs or os.cpu_count() or 1)
+    options = Options(
+        limit=limit, kinds=kinds or KINDS, heldout=heldout, jobs=jobs or os.cpu_count() or 1
+    )
     with _progress(console) as progress:
         bar = progress.add_task("", total=limit)
         told: set[str] = set()
@@ -79,7 +84,7 @@ def print_build(status: Status, out: Path, console: Console) -> None:
 def _splits(folder: Path) -> dict[str, int]:
     """Split -> tasks, of those that `etude.run.task_folder:TaskFolder` reads."""
     found = [read_task(place) for place in checking.task_folders(folder) if is_ours(place)]
-    heldout = len(heldout_ids(found))
+    heldout = len(heldout_ids(found, checking.heldout_repositories(folder)))
     return {"train": len(found) - heldout, "heldout": heldout}
 
 

@@ -20,14 +20,15 @@ from typing import Any
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import VENVS
-from etude.factory.candidates import Draft, Drafts
-from etude.factory.check import task_folders
+from etude.factory.candidates import KINDS, Draft, Drafts
+from etude.factory.check import hold_out, task_folders
 from etude.factory.harbor import read_task, write_task
 from etude.factory.install import Installer, PipInstaller
 from etude.factory.leaks import windows_of_folder
 from etude.factory.prepare import Discarded, Workshop, check_names, is_prepared, prepare
 from etude.factory.prove import REPETITIONS, Rejected, Repository, Seen, digests_of, prove
 from etude.factory.recipe import HeuristicProposer, Proposer
+from etude.factory.sources import name_of
 from etude.factory.swebench import Row, read_rows, write_rows
 from etude.sandbox.pool import open_sandbox_pool
 
@@ -42,6 +43,9 @@ class Options:
 
     limit: int | None = None
     """Tasks in the folder, all together."""
+    kinds: Collection[str] = KINDS
+    heldout: Sequence[str] = ()
+    """More sources, of which no task is trained on."""
     jobs: int = 2
     """Sandboxes at work at once."""
     repetitions: int = REPETITIONS
@@ -131,6 +135,8 @@ async def build(
     sources: Sequence[str], folder: Path, options: Options, changed: Callable[[Status], None]
 ) -> Status:
     """Build tasks in a folder, or go on with it. `changed` is told of every step."""
+    check_kinds(options.kinds)
+    sources = [*sources, *options.heldout]
     rows = rows_of(sources)
     sources = [each for each in sources if not each.endswith(".jsonl")] + list(rows)
     check_names(sources)
@@ -138,6 +144,8 @@ async def build(
         raise EtudeError("give a source: a git URL, a folder, an sdist, or the name of a package")
     status = Status(sources=len(sources), limit=options.limit or PER_SOURCE * len(sources))
     log = BuildLog(folder / "build.jsonl")
+    folder.mkdir(parents=True, exist_ok=True)
+    hold_out(folder, map(name_of, options.heldout))
     for left in (folder / "venvs").glob("*.*"):  # by a build that was killed
         shutil.rmtree(left)
     async with open_workshop(folder, options) as workshop:
@@ -145,6 +153,12 @@ async def build(
     if status.kept:
         write_rows(folder / "swe-bench.jsonl", map(read_task, task_folders(folder)))
     return status
+
+
+def check_kinds(kinds: Collection[str]) -> None:
+    """Refuse a kind that there is not."""
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise EtudeError(f"there is no kind {unknown[0]!r} of tasks: {', '.join(KINDS)}")
 
 
 def rows_of(sources: Sequence[str]) -> dict[str, list[Row]]:
@@ -220,7 +234,8 @@ class _Build:
                 venv = self._workshop.venvs / each.name / "lib"
                 self._seen.installed[each.name] = await asyncio.to_thread(windows_of_folder, venv)
                 clone = self._workshop.clone_of(each.name)
-                drafts = Drafts(each.name, each.files, each.recipe, each.survey, clone, rows)
+                known = (each.name, each.files, each.recipe, each.survey)
+                drafts = Drafts(*known, clone, rows, self._options.kinds)
                 self._lines.append(_Line(each, drafts.all(), self._log.kept_of(each.name)))
                 self._status.repositories[each.name] = len(each.survey.seconds)
         async with self._moved:

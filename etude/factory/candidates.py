@@ -7,10 +7,13 @@ What comes of it is for `prove` to see.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tokenize
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from os.path import commonprefix
 from pathlib import Path
 from random import Random
 
@@ -24,8 +27,10 @@ from etude.factory.survey import Survey
 from etude.factory.swebench import Row, patched
 from etude.factory.task import Files, is_test_file
 
+KINDS = ("token", "bug", "bugs", "stub", "removal", "history", "split")
+"""What tasks can be made of, the easiest first."""
 BUGS_AT_ONCE = (2, 3, 4)
-BUGS_PER_FUNCTION = 2
+BUGS_PER_FUNCTION, TOKENS_PER_FUNCTION = 2, 4
 _LEAST_LINES = 3
 """Of a function that is worth deleting."""
 _WIDEST = 0.5
@@ -33,6 +38,9 @@ _WIDEST = 0.5
 _COMMITS = 600
 _LARGEST_CHANGE = 250
 _OTHER_TESTS = 30
+_LONGEST_TOKEN = 40
+"""Lines of a function for a task of one token, which a small model shall be able to read."""
+_TOKEN_TESTS, _TOKEN_TESTS_S = 12, 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,8 @@ class Candidate:
     """Their files, where they are not in the base."""
     noticed_by: tuple[frozenset[str], ...] = ()
     """A test of each must fail."""
+    shows_tests: bool = False
+    """Whether the agent has the tests that fail."""
     facts: Mapping[str, str]
 
 
@@ -71,15 +81,17 @@ class Drafts:
         survey: Survey,
         history: Path | None,
         rows: Sequence[Row] = (),
+        kinds: Collection[str] = KINDS,
     ) -> None:
         """`files`: of the repository, with what its build makes. `history`: a bare clone. `rows`:
-        these, and nothing else."""
+        these, and nothing else. `kinds`: those of `KINDS` that are wanted."""
         self._name = name
         self._files = files
         self._recipe = recipe
         self._survey = survey
         self._history = history
         self._rows = rows
+        self._kinds = kinds
         self._parsed: dict[str, SourceFile | None] = {}
 
     def all(self) -> Iterator[Draft]:
@@ -87,14 +99,16 @@ class Drafts:
         if self._rows:
             yield from self._of_rows()
             return
-        streams = [
-            self._bugs(),
-            self._several(),
-            self._deletions("stub"),
-            self._deletions("removal"),
-        ]
+        of_kind = {
+            "token": self._tokens(),
+            "bug": self._bugs(),
+            "bugs": self._several(),
+            "stub": self._deletions("stub"),
+            "removal": self._deletions("removal"),
+        }
         if self._history is not None:
-            streams += [self._commits(), self._commits(split=True)]
+            of_kind |= {"history": self._commits(), "split": self._commits(split=True)}
+        streams = [stream for kind, stream in of_kind.items() if kind in self._kinds]
         while streams:
             for stream in list(streams):
                 if (draft := next(stream, None)) is None:
@@ -153,7 +167,7 @@ class Drafts:
         for site in file.sites:
             functions.setdefault(site.function, []).append(site)
         names = list(functions)
-        for _ in range(BUGS_PER_FUNCTION):
+        for _ in range(TOKENS_PER_FUNCTION if kind == "token" else BUGS_PER_FUNCTION):
             rng.shuffle(names)
             for name in names:
                 by_kind: dict[str, list[Site]] = {}
@@ -169,6 +183,36 @@ class Drafts:
         for path, site in self._sites("bug"):
             told = (path, site.function, site.line, site.kind, str(type(site.replacement)))
             yield self._draft("bug", *told, make=lambda p=path, s=site: self._mutated([(p, s)]))  # type: ignore[misc]
+
+    def _tokens(self) -> Iterator[Draft]:
+        for path, site in self._sites("token"):
+            told = (path, site.function, site.line, site.kind, str(type(site.replacement)))
+            yield self._draft("token", *told, make=lambda p=path, s=site: self._token(p, s))  # type: ignore[misc]
+
+    def _token(self, path: str, site: Site) -> Candidate | None:
+        """A function of a few lines in which one token is another, with the tests in sight."""
+        file = self._file(path)
+        assert file is not None
+        around = [each for each in file.functions if each.first <= site.line <= each.last]
+        if not around or around[0].last - around[0].first >= _LONGEST_TOKEN:
+            return None
+        before, after = self._files[path], file.mutated([site])
+        covering = self._covered(path, site)
+        tests = self._survey.choose(covering, _TOKEN_TESTS, _TOKEN_TESTS_S)
+        if not tests or not is_one_token(before, after):
+            return None
+        return Candidate(
+            base=self._files,
+            broken={path: after},
+            solution={path: before},
+            tests=tests,
+            shows_tests=True,
+            facts={
+                "mutations": site.kind,
+                "functions": f"{path}:{around[0].name}",
+                "lines": f"{around[0].first} to {around[0].last}",
+            },
+        )
 
     def _several(self) -> Iterator[Draft]:
         rng = self._rng("sizes")
@@ -336,6 +380,18 @@ class Drafts:
                 "functions": ", ".join(solution),
             },
         )
+
+
+def is_one_token(before: bytes, after: bytes) -> bool:
+    """Whether one token was replaced, added or left out, and nothing else."""
+    old, new = _tokens_of(before), _tokens_of(after)
+    same = len(commonprefix([old, new]))
+    ends = len(commonprefix([old[same:][::-1], new[same:][::-1]]))
+    return max(len(old), len(new)) - same - ends == 1
+
+
+def _tokens_of(content: bytes) -> list[str]:
+    return [each.string for each in tokenize.tokenize(io.BytesIO(content).readline)]
 
 
 def split_change(before: Files, solution: Files) -> tuple[Files, Files] | None:

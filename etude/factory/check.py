@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,9 @@ from etude.core.errors import EtudeError
 from etude.core.sandbox import SandboxPool
 from etude.factory.harbor import is_ours, read_task
 from etude.factory.prove import Rejected, check_both_ends
+
+_HELDOUT = "heldout.txt"
+"""The names of repositories, one a line."""
 
 
 def task_folders(folder: Path) -> list[Path]:
@@ -24,6 +27,18 @@ def task_folders(folder: Path) -> list[Path]:
             f"directories"
         )
     return found
+
+
+def hold_out(folder: Path, repositories: Iterable[str]) -> None:
+    """Note in a folder that none of the tasks of these are trained on."""
+    if names := sorted({*heldout_repositories(folder), *repositories}):
+        (folder / _HELDOUT).write_text("".join(f"{name}\n" for name in names))
+
+
+def heldout_repositories(folder: Path) -> frozenset[str]:
+    """The repositories that are held out whole; none: files are."""
+    place = folder / _HELDOUT
+    return frozenset(place.read_text().split()) if place.is_file() else frozenset()
 
 
 @dataclass(slots=True)

@@ -13,6 +13,13 @@ from collections.abc import Mapping
 
 _MOST_LINES = 40
 
+_TOKEN = (
+    "The test `{name}` fails. One token is wrong in `{function}`: {where}, lines {lines}. Fix it.",
+    "`{name}` used to pass. Since then a single token of `{function}` was changed ({where}, lines "
+    "{lines}). Find it and put it right.",
+    "Please make `{name}` pass again. The mistake is one token in lines {lines} of {where}, in "
+    "`{function}`.",
+)
 _BUG = (
     "Something broke in {where}. This used to pass:\n\n```python\n{test}```\n\nNow it ends with\n\n"
     "```\n{error}\n```\n\nFind the cause and fix it.",
@@ -40,7 +47,7 @@ _REMOVAL = (
     "{where} has lost `{function}`, which others still call. Write it again; `{name}` shows how it "
     "is used:\n\n```python\n{test}```",
 )
-TEMPLATES = {"bug": _BUG, "bugs": _BUGS, "stub": _STUB, "removal": _REMOVAL}
+TEMPLATES = {"token": _TOKEN, "bug": _BUG, "bugs": _BUGS, "stub": _STUB, "removal": _REMOVAL}
 
 
 def instruct(
@@ -59,6 +66,7 @@ def instruct(
         function=places[0][2],
         name=failing[0],
         count=len(failing),
+        lines=facts.get("lines", ""),
         head=facts.get("head", ""),
         test=_shortened(textwrap.dedent(test)),
         error=_shortened(error).strip() or "a failure",

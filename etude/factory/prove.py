@@ -228,6 +228,8 @@ def _assembled(
         if candidate.test_files:
             continue  # the agent has them as they were before
         tests[path] = content
+        if candidate.shows_tests:
+            continue
         # what comes from a base class elsewhere hides with its file
         changes[path] = without_functions(content, names) if names <= sources.keys() else b""
     if any(fails_to_parse(changes[path]) for path in changes if path.endswith(".py")):

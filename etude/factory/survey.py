@@ -55,14 +55,16 @@ class Survey:
         known = self.lines.get(path, {})
         return set().union(*(known.get(line, frozenset()) for line in lines))
 
-    def choose(self, tests: Iterable[str]) -> tuple[str, ...]:
+    def choose(
+        self, tests: Iterable[str], most: int = MAX_TESTS, most_s: float = MAX_TESTS_S
+    ) -> tuple[str, ...]:
         """As many as a task may have, those that run least beside it first."""
         breadth = self.breadth
         chosen: list[str] = []
         spent = 0.0
         for test in sorted(tests, key=lambda each: (breadth.get(each, 0), each)):
             spent += self.seconds[test]
-            if chosen and (spent > MAX_TESTS_S or len(chosen) == MAX_TESTS):
+            if chosen and (spent > most_s or len(chosen) == most):
                 break
             chosen.append(test)
         return tuple(sorted(chosen))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from etude.core.sandbox import Sandbox, SandboxPool
 from etude.core.types import Attempt, Score, Task
-from etude.factory.check import task_folders
+from etude.factory.check import heldout_repositories, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
@@ -29,7 +29,8 @@ class TaskFolder:
         self._counts = counts
         found = map(read_task, task_folders(Path(path)))
         self._tasks: dict[str, RepositoryTask] = {task.id: task for task in found}
-        self._heldout = heldout_ids(self._tasks.values())
+        repositories = heldout_repositories(Path(path))
+        self._heldout = heldout_ids(self._tasks.values(), repositories)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Those of a split, in an order that does not favour a repository. None are novel."""
@@ -48,9 +49,12 @@ class TaskFolder:
         return await grade(self._tasks[task.id], sandbox, self._pool)
 
 
-def heldout_ids(tasks: Collection[RepositoryTask]) -> set[str]:
-    """By the hash of the file that a task changes, so that it stays when others come and go. Few
-    files may all be on one side: then by the function, and at last one task by one."""
+def heldout_ids(tasks: Collection[RepositoryTask], repositories: Collection[str] = ()) -> set[str]:
+    """Those of `repositories`, where some are held out whole. Otherwise by the hash of the file
+    that a task changes, so that it stays when others come and go. Few files may all be on one side:
+    then by the function, and at last one task by one."""
+    if repositories:
+        return {task.id for task in tasks if task.repository in repositories}
     held = {task.id for task in tasks if hash_of(_file(task)) % HELDOUT_SHARE == 0}
     if 0 < len(held) < len(tasks):
         return held

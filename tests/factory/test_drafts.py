@@ -14,7 +14,7 @@ import pytest
 from etude.factory import build as building
 from etude.factory import prove as proving
 from etude.factory.build import BuildLog, Options, Status
-from etude.factory.candidates import Candidate, Draft, Drafts
+from etude.factory.candidates import Candidate, Draft, Drafts, is_one_token
 from etude.factory.prepare import Workshop
 from etude.factory.prove import Rejected, Repository, Seen, prove
 from etude.factory.recipe import Recipe
@@ -190,3 +190,32 @@ def test_a_file_or_a_function_alone_is_divided_all_the_same() -> None:
     for count, wanted in ((1, 0), (2, 1), (3, 1), (4, 1), (9, 2)):
         function = [changing("a.py", "f", str(n)) for n in range(count)]
         assert len(heldout_ids(function)) == wanted
+
+
+@pytest.mark.parametrize(
+    "after, is_one",
+    [
+        ("if a <= b: pass\n", True),
+        ("if not a < b: pass\n", True),
+        ("if a: pass\n", False),
+        ("if b < a: pass\n", False),
+        ("if a < b: pass\n", False),
+    ],
+)
+def test_one_token_is_replaced_added_or_left_out(after: str, is_one: bool) -> None:
+    assert is_one_token(b"if a < b: pass\n", after.encode()) == is_one
+
+
+def test_a_task_of_one_token_is_in_a_short_function_and_shows_the_tests() -> None:
+    short = "def first(a, b):\n    return a < b\n"
+    long = "def second(a, b):\n" + "    a = b\n" * 40 + "    return a < b\n"
+    made = [draft.make() for draft in drafts_of(f"{short}\n\n{long}") if draft.kind == "token"]
+    kept = [each for each in made if each is not None]
+    assert [each.facts["functions"] for each in kept] == ["shop/cart.py:first"]
+    assert kept[0].shows_tests and kept[0].facts["lines"] == "1 to 2"
+    assert kept[0].broken == {"shop/cart.py": f"{short}\n\n{long}".replace("<", "<=", 1).encode()}
+
+
+def test_repositories_that_are_held_out_are_so_whole() -> None:
+    tasks = [replace(TASK, id=name, repository=name) for name in ("shop", "bank", "farm")]
+    assert heldout_ids(tasks, {"bank"}) == {"bank"}
