@@ -19,6 +19,7 @@ from etude.engine.select import select_device
 from etude.model.checkpoint import Checkpoint
 from etude.model.directory import missing_files
 from etude.model.files import build_model, read_directory
+from etude.model.lora import whole_model
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 from etude.serve import process
@@ -165,10 +166,11 @@ def is_run(target: str) -> bool:
     )
 
 
-def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], dict[str, Tensor]]:
+def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], Mapping[str, Tensor]]:
     chain = open_chain(url)
     found = find_version(chain, version)[1].version
-    return found, Run(chain.objects).model_files(), Follower(chain).fetch(found)
+    files = Run(chain.objects).model_files()
+    return found, files, whole_model(files, Follower(chain).fetch(found))
 
 
 def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:

@@ -112,12 +112,14 @@ def show(url: str, version: int | None, console: Console) -> int:
         "parent": f"{manifest.parent.version} {manifest.parent.hash}"
         if manifest.parent
         else "none",
+        "adapter of": f"version {manifest.adapter_of.version}" if manifest.adapter_of else "",
         "publisher": manifest.publisher,
         "published": f"{_time(manifest.time)} UTC",
         "signed": "yes" if " " in manifest.seal else "no",
     }
     for name, text in lines.items():
-        _say(console, f"{name:10} {text}")
+        if text:
+            _say(console, f"{name:10} {text}")
     for route in (manifest.route, *chain.extra_routes(link)):
         _say(
             console,

@@ -43,6 +43,7 @@ from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
 from etude.engine.staged_weights import stage_weights
 from etude.model.files import hf_state_dict
+from etude.model.lora import Adapter
 from etude.model.recurrence import Recurrence, Span, StateCache
 from etude.model.transformer import Transformer
 
@@ -380,6 +381,9 @@ class CudaRunner:
         # In place, so that the graphs go on to be right; in the order of the stream, so after all
         # passes so far.
         return stage_weights(self._model, tensors)
+
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        raise NotImplementedError("select_runner takes another runner for adapters")
 
     def weights(self) -> dict[str, Tensor]:
         return hf_state_dict(self._model)
