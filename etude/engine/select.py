@@ -118,11 +118,11 @@ def select_runner(
         model.model.embed_tokens.weight,
         kv_cache_tokens(model, max_num_seqs, kv_cache_bytes),
     )
-    if adapters is None and has_kernels(model, weight.dtype, invariant=model.invariant):
+    if has_kernels(model, weight.dtype, invariant=model.invariant):
         from etude.engine.cuda import CudaRunner
 
         blocks = -(-tokens // max(CudaRunner.block_size, block_size(model.config)))
-        return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant)
+        return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant, adapters=adapters)
     with_adapters = adapters is not None
     if model.invariant:
         _check_invariant(model)
