@@ -189,7 +189,7 @@ def add_adapter(model: Transformer, config: LoraConfig, seed: int) -> Transforme
         if not (own := {name: size for name, size in parts.items() if name in config.targets}):
             continue
         bound = 1 / math.sqrt(layer.in_features)
-        a = torch.empty(len(own) * config.rank, layer.in_features)
+        a = torch.empty(len(own) * config.rank, layer.in_features, device="cpu")
         a.uniform_(-bound, bound, generator=generator)
         layer.lora_A = nn.Parameter(a.to(layer.weight))
         layer.lora_B = nn.Parameter(layer.weight.new_zeros(sum(own.values()), config.rank))
