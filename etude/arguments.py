@@ -473,6 +473,9 @@ def _add_weights(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "--dtype", choices=("bf16", "fp8"), default="bf16", help="(default: %(default)s)"
             )
+            action.add_argument(
+                "--adapter", action="store_true", help="the LoRA adapter alone, as PEFT reads it"
+            )
 
 
 def _seconds(text: str) -> float:

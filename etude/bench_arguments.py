@@ -17,6 +17,7 @@ BENCHMARKS = {
     "invariance": "batch invariance: what it costs at 1, 64 and 256 requests at once",
     "lag": "staleness: the demo's rl with a lag of 0, 2 and 8, and every correction",
     "long_context": "one session of 131,072 tokens on a CUDA device, decoded and trained on",
+    "lora": "adapters in the engine: decoding with 1, 8 and 64 of them in one batch",
     "loop": "asynchrony: the same work with max_lag 0 and 2",
     "publish": "weight updates while a model is trained, every version checked",
     "ratio": "device time of rollouts over that of training, on one CUDA device",

@@ -29,6 +29,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--name", help="what the API calls the model (default: the directory's name)"
     )
     parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIR|RUN",
+        help="a LoRA adapter to the model; requests choose it as the model NAME",
+    )
+    parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="holds the token (default: ETUDE_TOKEN)"
     )
     parser.add_argument(

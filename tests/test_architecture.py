@@ -94,6 +94,7 @@ OUTSIDE: dict[str, set[str]] = {
     "cli": {"rich"},
     "core.config": {"pydantic"},
     "core.harness_config": {"pydantic"},
+    "core.lora_config": {"pydantic"},
     "core.model_config": {"pydantic"},
     "core.placement_config": {"pydantic"},
     "core.rewards_config": {"pydantic"},

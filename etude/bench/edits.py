@@ -56,6 +56,7 @@ from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.select import select_runner
 from etude.model.config import ModelConfig
 from etude.model.files import build_model, read_directory
+from etude.model.lora import Adapter
 from etude.model.transformer import Transformer
 
 MOST = 100
@@ -182,6 +183,9 @@ class ScriptedRunner:
         return self._runner.routed_experts(blocks, length) if self._runner else None
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        raise NotImplementedError("the answers are known")
+
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
         raise NotImplementedError("the answers are known")
 
     def weights(self) -> dict[str, Tensor]:

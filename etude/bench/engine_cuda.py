@@ -40,6 +40,7 @@ from etude.engine.cuda import CudaRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.runner import block_size, state_bytes
 from etude.model.config import ExpertsConfig, LinearConfig, ModelConfig
+from etude.model.lora import Adapter
 from etude.model.rope import local_table, table
 from etude.model.transformer import Transformer
 
@@ -198,6 +199,9 @@ class CountingRunner:
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self.runner.prepare_weights(tensors)
+
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        return self.runner.prepare_adapter(slot, adapter)
 
     def weights(self) -> dict[str, Tensor]:
         return self.runner.weights()

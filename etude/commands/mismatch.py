@@ -26,6 +26,7 @@ from etude.core.stages import RolloutStageConfig
 from etude.core.types import Json, RecomputedRow, Row
 from etude.model.experts import read_ids
 from etude.model.files import build_model
+from etude.model.lora import whole_model
 from etude.model.numerics import INVARIANT
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
@@ -151,9 +152,9 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
         )
     tokenizer, steps, config = ChatTokenizer(files), run.batches(), run.config()
     version = steps[-1] - 1 if steps else newest.version
-    engine = build_model(files, fetch(run.objects, version), engine_dtype(config)).requires_grad_(
-        False
-    )
+    engine = build_model(
+        files, whole_model(files, fetch(run.objects, version)), engine_dtype(config)
+    ).requires_grad_(False)
     trainer = trainer_copy(engine)
     if not steps:
         return Sides(engine, trainer, [tuple(tokenizer.encode(text)) for text in TEXTS]), None

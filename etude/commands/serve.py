@@ -4,7 +4,7 @@ process, one engine."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,20 @@ from torch import Tensor
 
 from etude.commands.weights import find_version, open_chain
 from etude.core.errors import EtudeError
+from etude.engine.adapters import AdapterLimits
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
 from etude.model.checkpoint import Checkpoint
 from etude.model.directory import missing_files
 from etude.model.files import build_model, read_directory
+from etude.model.lora import (
+    CONFIG_FILE,
+    Adapter,
+    LoraConfig,
+    is_adapter_tensor,
+    read_adapter,
+    whole_model,
+)
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 from etude.serve import process
@@ -46,6 +55,8 @@ class Options:
     host: str
     port: int
     name: str | None
+    adapter: list[str]
+    """NAME=PLACE of adapters: a directory as PEFT writes it, or a run that trains one."""
     token_file: Path | None
     max_num_seqs: int
     """Answers that are computed together; others wait."""
@@ -71,12 +82,19 @@ class LoadedModel:
     version: int
     files: dict[str, bytes]
     model: Transformer
+    is_merged: bool = False
+    """Its weights hold an adapter already."""
 
 
 def create_server(
-    engine: EngineThread, files: Mapping[str, bytes], name: str, token: str | None, options: Options
+    engine: EngineThread,
+    files: Mapping[str, bytes],
+    name: str,
+    token: str | None,
+    options: Options,
+    adapters: tuple[str, ...] = (),
 ) -> ASGIApp:
-    """The public API over one engine."""
+    """The public API over one engine, with these adapters."""
     longest = engine.engine.max_context
     if (options.max_context or 0) > longest:
         raise EtudeError(
@@ -88,6 +106,7 @@ def create_server(
         max_context=options.max_context or longest,
         default_max_tokens=options.default_max_tokens,
         name=name,
+        adapters=adapters,
         concurrency=ConcurrencyLimit(options.max_answers),
         metrics=Metrics() if options.quiet else Metrics(process.log_to_stderr),
     )
@@ -111,15 +130,13 @@ async def _serve(options: Options) -> None:
     loaded = load(options.target, options.dtype, device, version=options.version)
     if options.invariant:
         loaded.model.compute_with(INVARIANT)
-    engine = EngineThread(
-        Engine(loaded.model, max_num_seqs=options.max_num_seqs, version=loaded.version),
-        no_other_version,
-        loaded.files,
-    )
+    adapters = read_adapters(options.adapter)
+    inner = _engine(loaded, adapters, options)
+    engine = EngineThread(inner, no_other_version, loaded.files)
     name, files = options.name or loaded.name, loaded.files
     version = f" (version {loaded.version})" if is_run(options.target) else ""
     del loaded  # what the engine computes with may be a copy
-    server = create_server(engine, files, name, token, options)
+    server = create_server(engine, files, name, token, options, tuple(adapters))
     if not engine.tokenizer.supports_tools and not options.quiet:
         print(
             f"warning: the chat template of {name} shows no tools: requests may offer some, but "
@@ -131,6 +148,48 @@ async def _serve(options: Options) -> None:
         print(f"serving {name}{version} at {process.url_of(listener)}/v1", flush=True)
         await running
     engine.close()
+
+
+def _engine(loaded: LoadedModel, adapters: Mapping[str, Adapter], options: Options) -> Engine:
+    if adapters and loaded.is_merged:
+        raise EtudeError(
+            f"version {loaded.version} of {options.target} is an adapter, and served as part of "
+            f"the weights: give the version that it is to with --version, or leave out --adapter"
+        )
+    rank = max((adapter.config.rank for adapter in adapters.values()), default=0)
+    limits = AdapterLimits(num_named=len(adapters), max_rank=rank) if adapters else None
+    engine = Engine(
+        loaded.model,
+        max_num_seqs=options.max_num_seqs,
+        version=loaded.version,
+        adapters=limits,
+    )
+    for name, adapter in adapters.items():
+        try:
+            engine.load_adapter(name, adapter)
+        except ValueError as e:
+            raise EtudeError(f"--adapter {name}: {e}; is it one to {options.target}?") from e
+    return engine
+
+
+def read_adapters(given: Sequence[str]) -> dict[str, Adapter]:
+    """NAME=PLACE -> the adapters by name; of a run its newest."""
+    found: dict[str, Adapter] = {}
+    for text in given:
+        name, equals, place = text.partition("=")
+        if not (name and equals and place) or name in found:
+            raise EtudeError(f"--adapter {text}: write NAME=DIR or NAME=RUN, each name once")
+        found[name] = _run_adapter(place) if is_run(place) else read_adapter(Path(place))
+    return found
+
+
+def _run_adapter(url: str) -> Adapter:
+    chain = open_chain(url)
+    manifest = find_version(chain, None)[1]
+    if manifest.adapter_of is None:
+        raise EtudeError(f"{url}: version {manifest.version} is no adapter: it has all weights")
+    config = LoraConfig.from_json(Run(chain.objects).model_files()[CONFIG_FILE])
+    return Adapter(config, Follower(chain).image(manifest.version).tensors())
 
 
 def load(
@@ -146,13 +205,20 @@ def load(
         else:
             raise EtudeError(f"--version {version}: {target} is not a run and has no versions")
         kind = DTYPES[dtype] if dtype else _fastest(tensors, device)
-        model = build_model(files, tensors, kind).requires_grad_(False).to(device)
+        whole = whole_model(files, tensors)
+        model = build_model(files, whole, kind).requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError) as e:
         raise EtudeError(
             f"cannot load a model from {target}: {e}; give a Hugging Face model directory, or a run"
         ) from e
     name = Path(target).resolve().name
-    return LoadedModel(name=name, version=version, files=files, model=model)
+    return LoadedModel(
+        name=name,
+        version=version,
+        files=files,
+        model=model,
+        is_merged=any(map(is_adapter_tensor, tensors)),
+    )
 
 
 def is_run(target: str) -> bool:
@@ -165,7 +231,7 @@ def is_run(target: str) -> bool:
     )
 
 
-def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], dict[str, Tensor]]:
+def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], Mapping[str, Tensor]]:
     chain = open_chain(url)
     found = find_version(chain, version)[1].version
     return found, Run(chain.objects).model_files(), Follower(chain).fetch(found)

@@ -4,17 +4,27 @@ store, for people."""
 from __future__ import annotations
 
 import contextlib
+import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.core.types import Manifest, Route, VersionRef
 from etude.model.directory import with_stop_tokens
 from etude.model.files import write_directory
+from etude.model.lora import (
+    CONFIG_FILE,
+    Adapter,
+    LoraConfig,
+    split_tensors,
+    whole_model,
+    write_adapter,
+)
 from etude.model.to_fp8 import to_fp8
 from etude.store.objects import Missing, Objects
 from etude.store.runs import Run
@@ -112,12 +122,14 @@ def show(url: str, version: int | None, console: Console) -> int:
         "parent": f"{manifest.parent.version} {manifest.parent.hash}"
         if manifest.parent
         else "none",
+        "adapter of": f"version {manifest.adapter_of.version}" if manifest.adapter_of else "",
         "publisher": manifest.publisher,
         "published": f"{_time(manifest.time)} UTC",
         "signed": "yes" if " " in manifest.seal else "no",
     }
     for name, text in lines.items():
-        _say(console, f"{name:10} {text}")
+        if text:
+            _say(console, f"{name:10} {text}")
     for route in (manifest.route, *chain.extra_routes(link)):
         _say(
             console,
@@ -250,8 +262,11 @@ def gc(url: str, keep: int, grace: float, console: Console) -> int:
     return 0
 
 
-def export(url: str, version: int | None, target: Path, dtype: str, console: Console) -> int:
-    """A Hugging Face directory of any version, in bf16 or FP8."""
+def export(
+    url: str, version: int | None, target: Path, dtype: str, console: Console, *, adapter: bool
+) -> int:
+    """A Hugging Face directory of any version, in bf16 or FP8. A version that is an adapter is
+    merged into its base; or, with `adapter`, written by itself as PEFT reads it."""
     if target.exists():
         raise EtudeError(f"{target} is there already: give another directory, or remove it first")
     chain = open_chain(url)
@@ -259,6 +274,14 @@ def export(url: str, version: int | None, target: Path, dtype: str, console: Con
     with _bar(console, f"version {manifest.version}") as report:
         tensors = Follower(chain, progress=report).fetch(manifest.version)
     small = Run(chain.objects).model_files()
+    staging = target.with_name(f".{target.name}.part")
+    if adapter:
+        told = _write_adapter(staging, manifest, small, tensors, url)
+        staging.rename(target)
+        _say(console, f"{target}: {told}")
+        return 0
+    tensors = dict(whole_model(small, tensors))
+    small.pop(CONFIG_FILE, None)
     if "tokenizer.json" in small:  # a store may hold weights alone
         small = with_stop_tokens(small)
     if dtype == "fp8":
@@ -266,14 +289,35 @@ def export(url: str, version: int | None, target: Path, dtype: str, console: Con
             small, tensors = to_fp8(small, tensors)
         except (ValueError, KeyError) as e:
             raise EtudeError(f"version {manifest.version} cannot be written in FP8: {e}") from e
-    staging = target.with_name(f".{target.name}.part")
     write_directory(staging, small, tensors)
     staging.rename(target)
     _say(
         console,
-        f"{target}: version {manifest.version}, {len(tensors)} tensors, {_size(manifest.bytes)}",
+        f"{target}: version {manifest.version}, {len(tensors)} tensors, "
+        f"{_size(sum(tensor.nbytes for tensor in tensors.values()))}",
     )
     return 0
+
+
+def _write_adapter(
+    target: Path,
+    manifest: Manifest,
+    small: Mapping[str, bytes],
+    tensors: Mapping[str, Tensor],
+    url: str,
+) -> str:
+    if manifest.adapter_of is None:
+        raise EtudeError(
+            f"version {manifest.version} of {url} is no adapter: it has all weights; leave out "
+            f"--adapter"
+        )
+    config, own = LoraConfig.from_json(small[CONFIG_FILE]), split_tensors(tensors)[1]
+    base = json.loads(small[CONFIG_FILE])["base_model_name_or_path"]
+    write_adapter(target, Adapter(config, own), base)
+    return (
+        f"version {manifest.version}, {len(own)} tensors, {_size(manifest.bytes)}, an adapter to "
+        f"version {manifest.adapter_of.version}"
+    )
 
 
 def find_version(chain: Chain, version: int | None) -> tuple[VersionRef, Manifest]:

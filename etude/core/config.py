@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from etude.core.errors import EtudeError
 from etude.core.harness_config import CODING_AGENT, HarnessConfig
+from etude.core.lora_config import LoraConfig
 from etude.core.model_config import ModelConfig
 from etude.core.placement_config import PlacementConfig
 from etude.core.rewards_config import RewardsConfig
@@ -120,6 +121,7 @@ class TrainerConfig(Config):
     more arithmetic, and memory for several times as many `microbatch_tokens`."""
     timeout_s: Positive = 45.0
     """Time for each collective operation of the ranks."""
+    lora: LoraConfig | None = None
 
 
 class EvalConfig(Config):
@@ -217,6 +219,13 @@ class RunConfig(Config):
                     f"a path, and put the stage first (a model made by another run can be exported "
                     f"and given as path)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _adapts(self) -> RunConfig:
+        if (lora := self.trainer.lora) is not None:
+            fresh = self.model.path is None
+            lora.check(self.stage, fresh=fresh, optimizer=self.trainer.optimizer)
         return self
 
     @model_validator(mode="after")

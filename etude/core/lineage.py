@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator, constant_advantage
-from etude.core.config import AnyStage
+from etude.core.config import AnyStage, RunConfig
 from etude.core.effort import Effort
 from etude.core.stages import RlConfig, RolloutStageConfig
 
@@ -41,6 +41,14 @@ def stage_spans(stages: Sequence[AnyStage]) -> list[StageSpan]:
             )
         )
     return result
+
+
+def adapted_spans(config: RunConfig) -> list[StageSpan]:
+    """The stages that train an adapter (LoRA). It is one to the version that the first of them
+    starts from."""
+    spans, lora = stage_spans(config.stage), config.trainer.lora
+    names = [] if lora is None else lora.stages([span.name for span in spans])
+    return [span for span in spans if span.name in names]
 
 
 def periodic_versions(stages: Sequence[AnyStage], every: int) -> list[int]:

@@ -142,6 +142,8 @@ class Request:
     max_tokens: int
     seed: int
     params: SamplingParams = SamplingParams()
+    adapter: str | None = None
+    """The name of the adapter (LoRA) to answer with; None: the weights as they were published."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer, and are the last of it."""
     stop: tuple[str, ...] = ()

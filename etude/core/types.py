@@ -386,6 +386,8 @@ class Manifest:
     bytes: int
     """Of all tensors."""
     route: Route
+    adapter_of: VersionRef | None = None
+    """The version that has all other tensors, if this one has those of an adapter to it alone."""
     changed: dict[str, float] = field(default_factory=dict)
     """Sort of tensor -> share of its elements that differ from the parent's."""
     publisher: str = ""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.sampling import SamplingParams
+from etude.model.lora import Adapter
 
 Ints = NDArray[np.int64]
 """Everything that indexes is int64, which is what torch wants on a CPU; a device copies it to what
@@ -74,10 +75,18 @@ class ForwardBatch:
     block_table_BM: Ints
     """The block table, padded with 0."""
     num_decode: int
+    adapters_B: Ints
+    """The slot of each sequence's adapter (`adapters`)."""
     logits_indices_R: Ints
     """Positions in `tokens` whose logits are sampled, in order: the last token of each sequence
     whose tokens are all computed; with a draft, the token before it and all of the draft."""
     sampling: SamplingBatch
+
+    @property
+    def adapters_N(self) -> Ints:
+        """The slot of each token's adapter."""
+        counts_B = np.diff(self.query_starts_B, append=len(self.tokens_N))
+        return self.adapters_B.repeat(counts_B)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +125,11 @@ class ModelRunner(Protocol):
         """Prepare new weights as far as possible, on any thread. Call the result to put them in
         place, after all passes started so far."""
 
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        """The same for the adapter in a slot; None empties it. Raises ValueError for an adapter
+        that does not fit. Only of a runner that was made for adapters."""
+
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the weights in use, as they are published: by Hugging Face names, in bf16. Any
-        thread may call it, but not while new weights are prepared or put in place."""
+        """A copy of the weights in use, as they are published: by Hugging Face names, in bf16;
+        where these have an adapter, of the adapter. Any thread may call it, but not while new
+        weights are prepared or put in place."""

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.engine.adapters import OWN_SLOT, TorchAdapters
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput, SamplingBatch
 from etude.engine.runner import BLOCK_SIZE, RoutedExpertsCache
 from etude.engine.sampler import cuts_off, sample
 from etude.model.attention import KVCache
 from etude.model.files import hf_state_dict, load_weights
+from etude.model.lora import Adapter
 from etude.model.tiled_attention import TiledPagedAttention
 from etude.model.transformer import Transformer
 
@@ -32,8 +34,9 @@ class BatchInvariantTorchRunner:
     overlaps = False
     block_size = BLOCK_SIZE
 
-    def __init__(self, model: Transformer, num_blocks: int) -> None:
+    def __init__(self, model: Transformer, num_blocks: int, *, with_adapters: bool = False) -> None:
         self.num_blocks = num_blocks
+        self._adapters = TorchAdapters(model) if with_adapters else None
         self._model = model
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
@@ -59,6 +62,8 @@ class BatchInvariantTorchRunner:
                 batch.logits_indices_R,
             )
         )
+        if self._adapters:
+            self._adapters.use(batch.adapters_N)
         with self._used.recorded(slot_mapping_N) as routing:
             hidden_NE = self._model(tokens_N, positions_N, attend, routing)
         sampled = SamplerOutput(tokens=[], logprobs=[])
@@ -75,14 +80,21 @@ class BatchInvariantTorchRunner:
         like = self._model.model.embed_tokens.weight
         model = Transformer(self._model.config).to(like.device, like.dtype).requires_grad_(False)
         load_weights(model.compute_with(self._model.arithmetic), tensors)
+        if self._adapters:
+            self._adapters.attach(model)
 
         def swap() -> None:
             self._model = model
 
         return swap
 
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        assert self._adapters is not None
+        return self._adapters.prepare(slot, adapter)
+
     def weights(self) -> dict[str, Tensor]:
-        return hf_state_dict(self._model)
+        own = self._adapters.tensors(OWN_SLOT) if self._adapters else {}
+        return own or hf_state_dict(self._model)
 
 
 def sample_with_trainer_logprobs(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:

@@ -2,7 +2,8 @@
 prefix reuse. Pure: no tensor.
 
 A block holds the keys and values of `block_size` neighbouring tokens of a sequence. A full one is
-identified by its tokens, all tokens before them, and the weight version that computed them; a
+identified by its tokens, all tokens before them, and the weight version and adapter that computed
+them; a
 sequence with the same beginning uses the same block. Only full blocks are shared, and only the last
 block of a sequence is ever written, so nothing needs copying.
 
@@ -20,10 +21,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_Key = tuple[int, int, bytes]
-"""Version, number of the block before (0: none), tokens. Numbers are never used twice, so a number
-stands for all the tokens up to there, and two different beginnings can never be taken for the same
-one."""
+_Key = tuple[int, int, int, bytes]
+"""Version, adapter, number of the block before (0: none), tokens. Numbers are never used twice, so
+a number stands for all the tokens up to there, and two different beginnings can never be taken for
+the same one."""
 
 
 @dataclass(slots=True)
@@ -31,6 +32,8 @@ class BlockTable:
     """The blocks of one sequence, in order."""
 
     version: int
+    adapter: int = 0
+    """The number of the adapter that computes it beside the weights; 0: none."""
     blocks: list[int] = field(default_factory=list)
     num_passed: int = 0
     """How many blocks, from the first, were given up because no token sees them any more; their
@@ -64,18 +67,19 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def match_prefix(self, tokens: Sequence[int], version: int) -> BlockTable:
+    def match_prefix(self, tokens: Sequence[int], version: int, adapter: int = 0) -> BlockTable:
         """Return a block table with the longest cached prefix of `tokens`, whose blocks it holds
         until `free`. At least the last token is left out: it has to be computed, for what comes
         after it."""
-        table, size = BlockTable(version), self.block_size
+        table, size = BlockTable(version, adapter), self.block_size
         if not self._prefix_cache:
             table.last_cached = None
             return table
         data, width = _packed(tokens), _WIDTH * size
         for start in range(0, (len(tokens) - 1) // size * width, width):
             assert table.last_cached is not None
-            found = self._cached.get((version, table.last_cached, data[start : start + width]))
+            key = (version, adapter, table.last_cached, data[start : start + width])
+            found = self._cached.get(key)
             if found is None:
                 break
             block, table.last_cached = found
@@ -110,7 +114,8 @@ class BlockManager:
             if start + size > num_computed_tokens:
                 break
             block = table.blocks[table.num_cached_blocks]
-            key = (table.version, table.last_cached, _packed(tokens[start : start + size]))
+            written = _packed(tokens[start : start + size])
+            key = (table.version, table.adapter, table.last_cached, written)
             if key not in self._cached:
                 self._cached[key] = block, next(self._numbers)
                 self._keys[block] = key

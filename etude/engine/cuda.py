@@ -23,12 +23,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.engine.adapters import OWN_SLOT, AdapterLimits
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.graph_inputs import (
+    ADAPTER_FIELDS,
     GraphShape,
     HostGraphInputs,
     InputLayout,
     PinnedBuffers,
+    adapter_inputs,
     as_words,
     decode_inputs,
     fits,
@@ -36,6 +39,7 @@ from etude.engine.graph_inputs import (
 )
 from etude.engine.kernels import attention, batch_invariant
 from etude.engine.kernels.delta import DecodeRecurrence
+from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
 from etude.engine.kernels.modules import ModuleNetwork
 from etude.engine.kernels.network import ForwardContext, KernelNetwork, unsupported
 from etude.engine.runner import block_size
@@ -43,6 +47,7 @@ from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
 from etude.engine.staged_weights import stage_weights
 from etude.model.files import hf_state_dict
+from etude.model.lora import Adapter
 from etude.model.recurrence import Recurrence, Span, StateCache
 from etude.model.transformer import Transformer
 
@@ -81,10 +86,12 @@ class CudaRunner:
     block_size = 64
 
     def __init__(
-        self, model: Transformer, num_blocks: int, max_num_seqs: int, *, invariant: bool = False
-    ) -> None:
+        self, model: Transformer, num_blocks: int, max_num_seqs: int, *, invariant: bool = False,
+        adapters: AdapterLimits | None = None,
+    ) -> None:  # fmt: skip
         """Capture the graphs. `invariant`: with batch-invariant kernels, which give a token the
-        same bits in any batch."""
+        same bits in any batch. `adapters`: room for them, and graphs with them beside those
+        without."""
         c = model.config
         self.num_blocks = num_blocks
         if c.linear:
@@ -92,7 +99,9 @@ class CudaRunner:
         self.max_num_seqs = max_num_seqs
         self._max_rows = max_num_seqs + MAX_DRAFT_TOKENS
         self._model = model.eval()
+        self._adapters = CudaAdapters(model, adapters) if adapters else None
         self._network = _network(model, invariant)
+        self._network.adapters = self._adapters
         self._invariant = invariant
         weight = model.model.embed_tokens.weight.detach()
         shape = (
@@ -136,7 +145,8 @@ class CudaRunner:
 
     def _num_words(self) -> int:
         largest = max(*PREFILL_GRAPH_SIZES, self._model.config.max_position_embeddings)
-        fixed = InputLayout(self._prefill_shape(largest, self.max_num_seqs, self._max_rows)).fixed
+        shape = self._prefill_shape(largest, self.max_num_seqs, self._max_rows)
+        fixed = InputLayout(replace(shape, adapters=self._adapters is not None)).fixed
         return fixed + self.max_num_seqs * -(
             -self._model.config.max_position_embeddings // self.block_size
         )
@@ -159,9 +169,11 @@ class CudaRunner:
         both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
         if self._states:  # chunks of a recurrent layer are laid out by the host
             both = []
-        return [GraphShape(n, n, n) for n in singles] + [
+        plain = [GraphShape(n, n, n) for n in singles] + [
             self._prefill_shape(*each) for each in both
         ]
+        adapted = [replace(shape, adapters=True) for shape in plain] if self._adapters else []
+        return adapted if self._invariant and adapted else plain + adapted
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -187,6 +199,7 @@ class CudaRunner:
             for part in (decode_inputs(batch, tokens_N), self._prefill_inputs(batch, tokens_N))
             if part is not None
         ]
+        self._add_adapters(parts, batch)
         shapes = [self._upload(part, host) for part in parts]
         self._recurrence = self._prefill_recurrence(batch)
         for shape in shapes:
@@ -212,6 +225,19 @@ class CudaRunner:
             sampled.tokens, dtype=torch.int32, device=where.device
         )
         return lambda: sampled
+
+    def _add_adapters(self, parts: list[HostGraphInputs], batch: ForwardBatch) -> None:
+        """Tell the parts of a batch which adapters their rows have, if any has one. Rows without
+        have the same bits either way only in graphs that are the same: so in batch-invariant mode
+        all are told."""
+        if self._adapters is None:
+            return
+        for part in parts:
+            own = slice(batch.num_decode, None) if part.num_tiles else slice(batch.num_decode)
+            slots_N = batch.adapters_N[own]
+            used = any(map(self._adapters.is_filled, np.unique(slots_N).tolist()))
+            if used or self._invariant:
+                part.values.update(adapter_inputs(slots_N))
 
     def _prefill_recurrence(self, batch: ForwardBatch) -> Recurrence | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
@@ -276,8 +302,9 @@ class CudaRunner:
     def _upload(self, part: HostGraphInputs, host: PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
-            part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles
-        )
+            part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles,
+            part.has_adapters,
+        )  # fmt: skip
         shape = next((shape for shape in self._shapes if fits(wanted, shape)), wanted)
         which = 1 if part.num_tiles else 0
         words = host.words[which]
@@ -289,6 +316,9 @@ class CudaRunner:
         which = 1 if shape.tiles else 0
         got = InputLayout(shape).views(self._words[which])
         pdl = self._words.is_cuda
+        if self._adapters:
+            tiles = (got[name] for name in ADAPTER_FIELDS)
+            self._adapters.tiles = AdapterTiles(*tiles) if shape.adapters else None
         attend = self._prefill_attention(got) if shape.tiles else self._decode_attention(got)
         context = ForwardContext(got["positions"], attend, self._recurrence)
         if self._states and not shape.tiles:
@@ -381,8 +411,13 @@ class CudaRunner:
         # passes so far.
         return stage_weights(self._model, tensors)
 
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        assert self._adapters is not None
+        return self._adapters.prepare(slot, adapter)
+
     def weights(self) -> dict[str, Tensor]:
-        return hf_state_dict(self._model)
+        own = self._adapters.tensors(OWN_SLOT) if self._adapters else {}
+        return own or hf_state_dict(self._model)
 
 
 def _network(model: Transformer, invariant: bool) -> KernelNetwork | ModuleNetwork:

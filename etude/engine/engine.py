@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.sampling import Request, Sample, SamplingParams
+from etude.engine.adapters import OWN_SLOT, AdapterLimits, EngineAdapters
 from etude.engine.batch import ForwardBatch, ModelRunner, SamplerOutput, SamplingBatch
 from etude.engine.blocks import BlockManager
 from etude.engine.sampler import uniforms
 from etude.engine.scheduler import Constraint, Scheduler, Sequence
 from etude.engine.select import select_runner
 from etude.engine.speculate import NgramDrafter
+from etude.model.lora import Adapter
 from etude.model.transformer import Transformer
 
 __all__ = [
@@ -121,17 +123,19 @@ class Engine:
     def __init__(
         self, model: Transformer, *, max_num_seqs: int, version: int = 0,
         max_batched_tokens: int = 512, prefix_cache: bool = True, kv_cache_bytes: int | None = None,
-        runner: ModelRunner | None = None,
+        adapters: AdapterLimits | None = None, runner: ModelRunner | None = None,
     ) -> None:  # fmt: skip
         """Make an engine for a model. `max_batched_tokens`: the most tokens of one pass; a longer
         prompt is computed in chunks. Without `prefix_cache` every prompt is computed in full.
-        `runner`: by default the fastest that supports the model."""
+        `adapters`: room for them; None: no weights with one, and no requests for one. `runner`: by
+        default the fastest that supports the model."""
         c = model.config
         self.version = version
         self.max_context = c.max_position_embeddings
         self.vocab_size = c.vocab_size
         self._is_recurrent = c.linear is not None
-        self._runner = runner or select_runner(model, max_num_seqs, kv_cache_bytes)
+        self._runner = runner or select_runner(model, max_num_seqs, kv_cache_bytes, adapters)
+        self._adapters = EngineAdapters(adapters, self._runner)
         self._block_manager = BlockManager(
             self._runner.num_blocks, self._runner.block_size, prefix_cache=prefix_cache
         )
@@ -179,6 +183,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise ValueError for a request that cannot be served. Any thread may call it: it reads
         only constants."""
+        self._adapters.find(request.adapter)
         prompt, room = request.prompt, self.max_context - len(request.prompt)
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(
@@ -223,6 +228,7 @@ class Engine:
             next(self._arrivals),
             uniforms(request.seed, limit),
             tokens=list(request.prompt),
+            adapter=self._adapters.find(request.adapter),
             stream=stream,
             constraint=constraint,
             stop_check=stop_check,
@@ -252,8 +258,15 @@ class Engine:
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Prepare new weights, which is the slow part; any thread may do it while the engine runs.
-        Hand the result to `swap_weights`."""
-        return self._runner.prepare_weights(tensors)
+        Hand the result to `swap_weights`. Tensors of an adapter among them are put in its slot, and
+        the others are left alone if they are those of the last call, in the same memory."""
+        return self._adapters.prepare_weights(tensors)
+
+    def load_adapter(self, name: str, adapter: Adapter) -> None:
+        """Load an adapter that requests may name, in place of any of that name. Raises ValueError
+        for one that does not fit, and if there is no room."""
+        self._adapters.load(name, adapter)
+        self._scheduler.stop_sharing()
 
     def swap_weights(self, version: int, put_in_place: Callable[[], None]) -> None:
         """Put prepared weights in place: every token from the next step on is sampled from them."""
@@ -389,6 +402,9 @@ def build_batch(
         seq_lens_B=lengths_B,
         block_table_BM=block_table_BM,
         num_decode=num_decode,
+        adapters_B=np.array(
+            [sequence.adapter.slot if sequence.adapter else OWN_SLOT for sequence in sequences]
+        ),
         logits_indices_R=np.flatnonzero(from_end_N <= num_rows_B[sequence_N]),
         sampling=sampling_batch(
             [sequence for sequence in sequences if not sequence.num_uncomputed_tokens]

@@ -18,17 +18,30 @@ from torch import Tensor
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 
 NOWHERE = 1 << 30
+ADAPTER_TILE_ROWS = 16
+"""As many as one instruction of the tensor cores takes."""
+ADAPTER_FIELDS = ("adapter_first", "adapter_count", "adapter_slot")
+"""Of the tiles of neighbouring rows that have the same adapter: the first row, how many there are,
+and the adapter's slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
     """The shape that a CUDA graph is captured for: N tokens, B sequences, R rows and T tiles.
-    Without tiles it is a decode graph, and N = B = R."""
+    Without tiles it is a decode graph, and N = B = R. `adapters`: rows may have adapters."""
 
     tokens: int
     sequences: int
     rows: int
     tiles: int = 0
+    adapters: bool = False
+
+    @property
+    def adapter_tiles(self) -> int:
+        """The most tiles of `kernels.lora` that such a batch can have."""
+        if not self.tiles:
+            return self.tokens
+        return self.tokens // ADAPTER_TILE_ROWS + self.sequences
 
 
 class InputLayout:
@@ -51,6 +64,8 @@ class InputLayout:
         }
         if t:
             fields |= {"ends": b, "logits_indices": r, "sequence": t, "first": t}
+        if shape.adapters:
+            fields |= dict.fromkeys(ADAPTER_FIELDS, shape.adapter_tiles)
         self._spans: dict[str, slice] = {}
         self.fixed = 0
         """The offset of the block table, which is of any width."""
@@ -96,6 +111,10 @@ class HostGraphInputs:
     row_indices_R: Ints
     """The rows of the batch that this part samples, in order."""
 
+    @property
+    def has_adapters(self) -> bool:
+        return ADAPTER_FIELDS[0] in self.values
+
 
 class PinnedBuffers:
     """The pinned host memory of one pass, and the event after which it may be used again."""
@@ -125,6 +144,7 @@ class PinnedBuffers:
 def fits(wanted: GraphShape, shape: GraphShape) -> bool:
     return (
         bool(wanted.tiles) == bool(shape.tiles)
+        and wanted.adapters == shape.adapters
         and wanted.tokens <= shape.tokens
         and wanted.sequences <= shape.sequences
         and wanted.rows <= shape.rows
@@ -140,6 +160,18 @@ def sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]]
     """The temperature and u of the rows. Padded rows take the likeliest token, which is not
     read."""
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
+
+
+def adapter_inputs(slots_N: Ints) -> dict[str, NDArray[np.int32]]:
+    """Tiles of neighbouring rows of the same slot."""
+    borders = np.flatnonzero(np.diff(slots_N)) + 1
+    starts, ends = np.append(0, borders), np.append(borders, len(slots_N))
+    first_T = np.concatenate(
+        [np.arange(start, end, ADAPTER_TILE_ROWS) for start, end in zip(starts, ends, strict=True)]
+    )
+    ends_T = ends[np.searchsorted(starts, first_T, side="right") - 1]
+    count_T = np.minimum(ends_T - first_T, ADAPTER_TILE_ROWS)
+    return as_words(dict(zip(ADAPTER_FIELDS, (first_T, count_T, slots_N[first_T]), strict=True)))
 
 
 def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None:

@@ -24,6 +24,7 @@ from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.sampler import sample
 from etude.model.files import hf_state_dict as published
 from etude.model.files import load_weights
+from etude.model.lora import Adapter
 from etude.model.transformer import ModelConfig, Transformer
 
 UNIT, MAX_HEAD = 32, 256
@@ -195,6 +196,9 @@ class CpuRunner:
             self._weights, self._spare = weights, self._weights
 
         return swap
+
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        raise NotImplementedError("select_runner takes another runner for adapters")
 
     def weights(self) -> dict[str, Tensor]:
         with torch.device("meta"):

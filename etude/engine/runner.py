@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from etude.engine.adapters import OWN_SLOT, TorchAdapters
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.sampler import sample
 from etude.model.attention import KVCache, PagedAttention
 from etude.model.experts import Routing
 from etude.model.files import hf_state_dict, load_weights
+from etude.model.lora import Adapter
 from etude.model.transformer import ModelConfig, Transformer
 
 BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 1024
@@ -79,13 +81,14 @@ class TorchRunner:
 
     overlaps = False
 
-    def __init__(self, model: Transformer, num_blocks: int) -> None:
+    def __init__(self, model: Transformer, num_blocks: int, *, with_adapters: bool = False) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size(model.config)
+        self._adapters = TorchAdapters(model) if with_adapters else None
         self._plain = model
         self._owns_model = False
         self._spare: Transformer | None = None
-        self._model = _prepacked(model)
+        self._model = self._ready(model)
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, self.block_size, like=weight)
@@ -107,6 +110,8 @@ class TorchRunner:
             torch.from_numpy(x[order_N]).to(self._device)
             for x in (batch.tokens_N, batch.positions_N, batch.slot_mapping_N)
         )
+        if self._adapters:
+            self._adapters.use(batch.adapters_N[order_N])
         with self._used.recorded(slot_mapping_N) as routing:
             hidden_NE = self._model(tokens_N, positions_N, attend, routing)
         sampled = SamplerOutput(tokens=[], logprobs=[])
@@ -133,7 +138,7 @@ class TorchRunner:
                 Transformer(self._plain.config).to(like.device, like.dtype).requires_grad_(False)
             )
         load_weights(plain, tensors)
-        model = _prepacked(plain)
+        model = self._ready(plain)
 
         def swap() -> None:
             self._spare = self._plain if self._owns_model else None
@@ -141,8 +146,20 @@ class TorchRunner:
 
         return swap
 
+    def _ready(self, model: Transformer) -> Transformer:
+        """What computes with these parameters."""
+        if self._adapters is None:
+            return _prepacked(model)
+        self._adapters.attach(model)
+        return model
+
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        assert self._adapters is not None
+        return self._adapters.prepare(slot, adapter)
+
     def weights(self) -> dict[str, Tensor]:
-        return hf_state_dict(self._plain)
+        own = self._adapters.tensors(OWN_SLOT) if self._adapters else {}
+        return own or hf_state_dict(self._plain)
 
 
 class _PrepackedLinear(nn.Linear):

@@ -49,6 +49,15 @@ class Constraint(Protocol):
 
 
 @dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """An adapter that requests ask for by name."""
+
+    slot: int
+    number: int
+    """Another one each time it is loaded; from 1 on."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """The state of a request in the scheduler. `tokens` is the prompt and the answer so far;
     further tokens may be pending, sampled by passes that were started and not yet read back."""
@@ -58,6 +67,8 @@ class Sequence:
     arrival: int
     uniforms: NDArray[np.float64]
     tokens: list[int]
+    adapter: LoadedAdapter | None = None
+    """The adapter that its request names."""
     stream: bool = False
     """Report every token as soon as it is sampled."""
     constraint: Constraint | None = None
@@ -287,7 +298,8 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return None
         sequence = self.waiting[0]
-        table = self.block_manager.match_prefix(sequence.tokens, version)
+        number = sequence.adapter.number if sequence.adapter else 0
+        table = self.block_manager.match_prefix(sequence.tokens, version, number)
         spare = self.block_manager.num_free - (
             self.block_manager.num_blocks_for(len(sequence.tokens)) - len(table.blocks)
         )

@@ -8,9 +8,11 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.engine import native
+from etude.engine.adapters import AdapterLimits
 from etude.engine.batch import ModelRunner
 from etude.engine.batch_invariant import BatchInvariantTorchRunner
 from etude.engine.runner import BLOCK_SIZE, TorchRunner, block_size, kv_bytes, state_bytes
+from etude.model.layers import ADAPTER_KINDS
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 
@@ -90,6 +92,11 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     if not has_kernels(model, dtype, invariant=True):
         _check_invariant(model)
         return model.compute_with(INVARIANT)
+    if any(name.endswith(ADAPTER_KINDS) for name, _ in model.named_parameters()):
+        raise EtudeError(
+            "batch_invariant with trainer.lora is not to be had on CUDA: leave out one of them, or "
+            "train on the CPU"
+        )
     from etude.engine.kernels.transformer import BatchInvariantTransformer
 
     trainable = BatchInvariantTransformer(model.config).to(model.model.embed_tokens.weight.device)
@@ -97,10 +104,16 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     return trainable
 
 
-def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | None) -> ModelRunner:
-    """The fastest runner that supports the model on its device; a batch-invariant one if the
-    model's arithmetic is. With `max_num_seqs` 1 on a CPU it is the `TorchRunner`, whose bits anyone
-    can reproduce with the model definition: deterministic runs are checked by that."""
+def select_runner(
+    model: Transformer,
+    max_num_seqs: int,
+    kv_cache_bytes: int | None,
+    adapters: AdapterLimits | None = None,
+) -> ModelRunner:
+    """The fastest runner that supports the model on its device, with `adapters` if these are given;
+    a batch-invariant one if the model's arithmetic is. With `max_num_seqs` 1 on a CPU it is the
+    `TorchRunner`, whose bits anyone can reproduce with the model definition: deterministic runs are
+    checked by that."""
     weight, tokens = (
         model.model.embed_tokens.weight,
         kv_cache_tokens(model, max_num_seqs, kv_cache_bytes),
@@ -109,12 +122,16 @@ def select_runner(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | N
         from etude.engine.cuda import CudaRunner
 
         blocks = -(-tokens // max(CudaRunner.block_size, block_size(model.config)))
-        return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant)
+        return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant, adapters=adapters)
+    with_adapters = adapters is not None
     if model.invariant:
         _check_invariant(model)
-        return BatchInvariantTorchRunner(model, -(-tokens // BLOCK_SIZE))
+        blocks = -(-tokens // BLOCK_SIZE)
+        return BatchInvariantTorchRunner(model, blocks, with_adapters=with_adapters)
     if not weight.is_cuda and max_num_seqs > 1:
-        if not native.unsupported(model.config, weight.dtype):
+        if not with_adapters and not native.unsupported(model.config, weight.dtype):
             return native.CpuRunner(model, -(-tokens // native.BLOCK_SIZE))
-        _say_once("native.c does", model.config.beyond(native.CAN))
-    return TorchRunner(model, -(-tokens // block_size(model.config)))
+        beyond = model.config.beyond(native.CAN)
+        _say_once("native.c does", [*beyond, *(["adapters"] if with_adapters else [])])
+    blocks = -(-tokens // block_size(model.config))
+    return TorchRunner(model, blocks, with_adapters=with_adapters)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from etude.model.checkpoint import Checkpoint
 from etude.model.directory import INDEX, MODEL_FILES, SINGLE_FILE, missing_files, read_model_files
-from etude.model.layers import FusedModule
+from etude.model.layers import ADAPTER_KINDS, FusedModule
 from etude.model.quantization import without_quantization
 from etude.model.transformer import ModelConfig, Transformer
 
@@ -63,7 +63,7 @@ def hf_tensors(model: Transformer, state: Mapping[str, Tensor] | None = None) ->
 def _their_name(name: str, config: ModelConfig) -> str:
     for ours, theirs in config.family.renames:
         name = name.replace(ours, theirs)
-    return name
+    return f"{name}.weight" if name.endswith(ADAPTER_KINDS) else name
 
 
 Rows = tuple[Tensor, int, int, torch.dtype]
@@ -76,10 +76,11 @@ def hf_rows(
 ) -> dict[str, Rows]:
     """What a rank that holds some rows of each parameter has of the tensors by their Hugging Face
     names: views. `held`: name of a parameter or buffer -> the number of its first row here, and the
-    rows."""
+    rows; of others it has nothing to say."""
     whole = {
         name: torch.empty(t.shape, dtype=t.dtype, device="meta")
         for name, t in model.state_dict().items()
+        if name in held
     }
     names = {id(tensor): name for name, tensor in whole.items()}
     found: dict[str, Rows] = {}

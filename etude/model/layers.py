@@ -7,7 +7,7 @@ where Hugging Face files have several tensors. Such a module says how its parame
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,15 +27,26 @@ class FusedModule(Protocol):
         module."""
 
 
+ADAPTER_KINDS = ("lora_A", "lora_B")
+"""The parameters of a layer that belong to an adapter (`lora`)."""
+
+
 class Linear(nn.Linear):
     arithmetic = PLAIN
+    adapter: Callable[[Linear, Tensor, Tensor], Tensor] | None = None
+    """Adds to the product y of x what adapters say: (this layer, x, y) -> y."""
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+    adapted_parts: Mapping[str, int] = {}
+    """The parts whose pairs stand in `lora_A` and `lora_B`, and how many outputs each has."""
 
     def reset_parameters(self) -> None:
         """Values come from files or from `fresh`; drawing others first would take longer than
         loading them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.arithmetic.linear(x, self.weight, self.bias)
+        y = self.arithmetic.linear(x, self.weight, self.bias)
+        return y if self.adapter is None else self.adapter(self, x, y)
 
 
 class Embedding(nn.Embedding):
@@ -52,8 +63,11 @@ class Fused(Linear):
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         for kind, tensor in tensors.items():
+            sizes = self.sizes if kind not in ADAPTER_KINDS else dict(self.adapted_parts)
+            if kind == "lora_A":
+                sizes = dict.fromkeys(sizes, len(tensor) // len(sizes))
             for name, view in zip(
-                self.sizes, tensor.split_with_sizes(list(self.sizes.values())), strict=True
+                sizes, tensor.split_with_sizes(list(sizes.values())), strict=True
             ):
                 yield f"{name}.{kind}", view
 

@@ -123,6 +123,8 @@ class ServedModel:
     name: str | None = None
     """A request may name the model, and then by this name; None: by any, since harnesses have names
     of their own."""
+    adapters: tuple[str, ...] = ()
+    """Adapters to it, each a model of its own for those who ask."""
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     """The limit of an answer in a chat whose request gives none."""
     concurrency: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(None))
@@ -140,9 +142,13 @@ class ServedModel:
             self.check_name(name)
         return name or self.label
 
+    def adapter(self, name: str | None) -> str | None:
+        """The adapter that a request means by the name of a model."""
+        return name if name in self.adapters else None
+
     def check_name(self, name: str) -> None:
-        if name != self.label:
-            message = f"there is no model {name[:200]!r} here, only {self.label!r}"
+        if name not in (known := (self.label, *self.adapters)):
+            message = f"there is no model {name[:200]!r} here, only {', '.join(map(repr, known))}"
             raise ApiError(message, status=404, code="model_not_found", param="model")
 
     async def encode(

@@ -23,13 +23,16 @@ import torch
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
+from torch import Tensor
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StoreUsed
 from etude.core.sampling import Request, Sample, Token
+from etude.engine.adapters import AdapterLimits
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
+from etude.model.lora import CONFIG_FILE, LoraConfig, whole_model
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import heartbeat, process
@@ -224,8 +227,16 @@ async def own_engine(
     # One request at a time in deterministic mode: what else is in a batch changes the last bits of
     # a result, and nothing may depend on what was asked before.
     max_num_seqs = 1 if config.deterministic else config.engine.max_num_seqs
+    adapter = files.get(CONFIG_FILE)
+    limits = AdapterLimits(own=LoraConfig.from_json(adapter)) if adapter else None
     engine = EngineThread(
-        Engine(model, max_num_seqs=max_num_seqs, version=-1, prefix_cache=max_num_seqs > 1),
+        Engine(
+            model,
+            max_num_seqs=max_num_seqs,
+            version=-1,
+            prefix_cache=max_num_seqs > 1,
+            adapters=limits,
+        ),
         fetch,
         files,
     )
@@ -260,7 +271,13 @@ async def serve_worker(
         relay=Relay(relay) if relay else None,
     ).fetch
     vllm = config.engine.vllm_urls.get(region)
-    async with connect(vllm, fetch, files) if vllm else own_engine(files, fetch, config) as engine:
+
+    def fetch_whole(version: int) -> Mapping[str, Tensor]:
+        return whole_model(files, fetch(version))
+
+    async with (
+        connect(vllm, fetch_whole, files) if vllm else own_engine(files, fetch, config) as engine
+    ):
         worker = Worker(
             engine,
             files,

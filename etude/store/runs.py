@@ -63,7 +63,8 @@ _NAMES = {
     "batches": _NUMBER,
     "checkpoints": rf"{_NUMBER}\.{_NUMBER}/(?:{re.escape(_MANIFEST)}|[0-9]{{5,}}\.[0-9a-f]+)",
     "evals": rf"{_NUMBER}\.\w+\.json",
-    "model": r"(?:config|tokenizer|tokenizer_config|generation_config)\.json|chat_template\.jinja",
+    "model": r"(?:config|tokenizer|tokenizer_config|generation_config|adapter_config)\.json"
+    r"|chat_template\.jinja",
 }
 """The form of what lies in each folder."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -27,3 +28,20 @@ def from_bytes(data: bytes, source: str) -> dict[str, Tensor]:
             f"run goes on from "
             f"the one before"
         ) from e
+
+
+@torch.no_grad()
+def fill_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Fill tensors with given ones, which must be the same by name and shape."""
+    if own.keys() != given.keys():
+        raise ValueError(
+            f"the state does not fit the model: missing {sorted(own.keys() - given.keys())}, "
+            f"unknown {sorted(given.keys() - own.keys())}"
+        )
+    for name, tensor in own.items():
+        if tensor.shape != given[name].shape:
+            raise ValueError(
+                f"the state does not fit the model: {name} is {tuple(given[name].shape)}, not "
+                f"{tuple(tensor.shape)}"
+            )
+        tensor.copy_(given[name])

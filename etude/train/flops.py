@@ -14,6 +14,8 @@ import torch
 
 from etude.core.types import Row
 from etude.model.config import ModelConfig
+from etude.model.transformer import Transformer
+from etude.train.packing import SequenceCostModel
 
 BACKWARD_COST = 2  # times the forward pass: a product for the inputs, one for the weights
 
@@ -115,3 +117,16 @@ def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: 
             seconds = min(seconds, cpu_s / torch.get_num_threads() or seconds)
         best = min(best, seconds / at_once)
     return 2.0 * size**3 / best
+
+
+def sequence_cost(model: Transformer) -> SequenceCostModel:
+    """The cost of a sequence in multiplications: every weight that a token meets, and in each layer
+    a key and a value for each pair of tokens."""
+    c = model.config
+    used = c.experts.num_experts_per_tok / c.experts.num_experts if c.experts else 1.0
+    weights = sum(
+        p.numel() * (used if ".experts." in name else 1.0) for name, p in model.named_parameters()
+    )
+    return SequenceCostModel(
+        per_token=weights, per_pair=2.0 * len(c.cached_layers) * c.num_attention_heads * c.head_dim
+    )

@@ -6,6 +6,9 @@ published and served, while steps too small for bf16 still add up in the masters
 rounded weights is taken as the masters' gradient. Gradients add up in fp32 too, whatever the model
 computes in.
 
+A model with an adapter (`model.lora`) has masters, gradients and optimizer for that alone, and the
+adapter is what is saved and published; the rest is rounded once and never changes.
+
 A learner is one rank of its `world`, alone by default. Each is handed the same batch, computes its
 share of it and holds its rows of model, masters and optimizer; all of them take the same step.
 
@@ -29,8 +32,10 @@ from etude.core.errors import EtudeError
 from etude.core.types import Batch, Row
 from etude.model import files
 from etude.model.transformer import Transformer
+from etude.train.checkpoint import fill_tensors
 from etude.train.context_parallel import ContextGroup, check_context_parallel
 from etude.train.distributed import SINGLE_PROCESS, World, local_tensor, shard_rows
+from etude.train.flops import sequence_cost
 from etude.train.host_copy import AsyncHostCopy
 from etude.train.loss import token_logprobs
 from etude.train.mismatch import mismatch_stats
@@ -41,7 +46,6 @@ from etude.train.packing import (
     PackedRollouts,
     PackItem,
     RolloutSequence,
-    SequenceCostModel,
     TokenSequence,
     check,
     pack_batch,
@@ -94,18 +98,24 @@ class Learner:
         self._masters = {
             name: p.detach()[world.local_rows(len(p))].to(torch.float32, copy=True)
             for name, p in model.named_parameters()
+            if p.requires_grad
         }
+        self._is_adapted = len(self._masters) < len(list(model.parameters()))
+        if self._is_adapted:
+            model.cast(published_dtype)  # the base is what was published
         world.shard(model.cast(compute_dtype))
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # and no learner is held by a parameter, or neither would ever go
         self._gradients: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             hook = partial(_add_gradient, self._gradients, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        # What no gradient moves: the biases of routers.
-        self._fixed = {
-            name: t for name, t in model.state_dict().items() if name not in self._parameters
-        }
+        # What no gradient moves: the biases of routers. Those of a base stand with the rest of it.
+        self._fixed = (
+            {}
+            if self._is_adapted
+            else {n: t for n, t in model.state_dict().items() if n not in self._parameters}
+        )
         self._snapshot: dict[str, Tensor] = {}
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, world)
         self._round(self._masters)
@@ -300,16 +310,29 @@ class Learner:
         return files.hf_state_dict(self.model, self.published_dtype)
 
     def hf_rows(self) -> dict[str, files.Rows]:
-        """A copy of this rank's rows of the tensors to publish."""
+        """A copy of this rank's rows of the tensors to publish; of an adapted model those of the
+        adapter."""
+        fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
+        return self._rows(self._parameters, fixed)
+
+    def base_rows(self) -> dict[str, files.Rows]:
+        """A copy of this rank's rows of the tensors under the adapter."""
+        parameters = dict(self.model.named_parameters())
+        state = self.model.state_dict()
+        fixed = {n: (0, state[n].clone()) for n in state.keys() - parameters.keys()}
+        return self._rows({n: p for n, p in parameters.items() if n not in self._parameters}, fixed)
+
+    def _rows(
+        self, parameters: Mapping[str, Tensor], others: Mapping[str, tuple[int, Tensor]]
+    ) -> dict[str, files.Rows]:
         held = {
             name: (
                 self.world.local_rows(len(p)).start,
                 local_tensor(p).detach().to(self.published_dtype, copy=True),
             )
-            for name, p in self._parameters.items()
+            for name, p in parameters.items()
         }
-        fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
-        return files.hf_rows(self.model, held | fixed, self.published_dtype)
+        return files.hf_rows(self.model, held | dict(others), self.published_dtype)
 
     def begin_stage(self) -> None:
         """Begin a stage: reset the optimizer and drop the snapshot. The weights stay."""
@@ -322,7 +345,7 @@ class Learner:
 
     def restore_snapshot(self) -> None:
         """Go back to the weights of the snapshot."""
-        _fill(self._masters, self._snapshot)
+        fill_tensors(self._masters, self._snapshot)
         self._round(self._masters)
 
     @contextlib.contextmanager
@@ -350,7 +373,7 @@ class Learner:
             if name.startswith("snapshot.")
         }
         self._snapshot = {name: tensor.to(self.device, copy=True) for name, tensor in kept.items()}
-        _fill(
+        fill_tensors(
             self._whole(),
             {name: tensor for name, tensor in tensors.items() if not name.startswith("snapshot.")},
         )
@@ -463,32 +486,3 @@ def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) ->
         gradients[name].add_(gradient)
     else:
         gradients[name] = gradient.float()
-
-
-def sequence_cost(model: Transformer) -> SequenceCostModel:
-    """The cost of a sequence in multiplications: every weight that a token meets, and in each layer
-    a key and a value for each pair of tokens."""
-    c = model.config
-    used = c.experts.num_experts_per_tok / c.experts.num_experts if c.experts else 1.0
-    weights = sum(
-        p.numel() * (used if ".experts." in name else 1.0) for name, p in model.named_parameters()
-    )
-    return SequenceCostModel(
-        per_token=weights, per_pair=2.0 * len(c.cached_layers) * c.num_attention_heads * c.head_dim
-    )
-
-
-@torch.no_grad()
-def _fill(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    if own.keys() != given.keys():
-        raise ValueError(
-            f"the state does not fit the model: missing {sorted(own.keys() - given.keys())}, "
-            f"unknown {sorted(given.keys() - own.keys())}"
-        )
-    for name, tensor in own.items():
-        if tensor.shape != given[name].shape:
-            raise ValueError(
-                f"the state does not fit the model: {name} is {tuple(given[name].shape)}, not "
-                f"{tuple(tensor.shape)}"
-            )
-        tensor.copy_(given[name])

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.lora_config import LoraConfig as LoraTable
 from etude.core.stages import (
     BUILT_IN,
     LOSSES,
@@ -33,6 +35,9 @@ from etude.run.plugins import check_file, import_from
 from etude.serve import heartbeat
 from etude.store.runs import Run
 from etude.tasks import sources
+
+if TYPE_CHECKING:
+    from etude.model.lora import LoraConfig
 
 
 def is_prepared(run: Run) -> bool:
@@ -200,8 +205,19 @@ def scratch_files(config: RunConfig) -> dict[str, bytes]:
 
 
 def model_files(config: RunConfig) -> dict[str, bytes]:
-    path = config.model.path
-    return scratch_files(config) if path is None else pretrained_files(path, _stretch_of(config))
+    path, lora = config.model.path, config.trainer.lora
+    files = scratch_files(config) if path is None else pretrained_files(path, _stretch_of(config))
+    if lora is None:
+        return files
+    from etude.model.lora import CONFIG_FILE
+
+    return files | {CONFIG_FILE: adapter_config(lora).to_json(path or "")}
+
+
+def adapter_config(lora: LoraTable) -> LoraConfig:
+    from etude.model.lora import LoraConfig
+
+    return LoraConfig(rank=lora.rank, alpha=lora.alpha, targets=tuple(sorted(lora.targets)))
 
 
 def store_files(run: Run, files: Mapping[str, bytes]) -> None:

@@ -18,12 +18,15 @@ import torch
 from etude.core.config import RunConfig, TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, PublishStarted
-from etude.core.lineage import StageSpan
+from etude.core.lineage import StageSpan, adapted_spans
 from etude.core.stages import RlConfig
 from etude.core.types import Batch, RecomputedRow
 from etude.engine.select import invariant_trainer_model
 from etude.model.directory import cut_context
+from etude.model.files import build_model
+from etude.model.lora import add_adapter
 from etude.model.tokenizer import ChatTokenizer
+from etude.model.transformer import Transformer
 from etude.run.plugins import import_from
 from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, code_version
@@ -36,8 +39,9 @@ from etude.train.mismatch import measure_mismatch
 from etude.train.stages import SupervisedStepReport
 from etude.train.start import compile_layers, initial_model
 from etude.trainer.peers import TorchPeer
-from etude.trainer.prepare import model_directory
+from etude.trainer.prepare import adapter_config, model_directory
 from etude.trainer.step import objective_of
+from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
 from etude.weights.snapshot import Part
@@ -78,24 +82,11 @@ class TrainerState:
         world.barrier()
         self.files = cut_context(run.model_files(), config.model.max_context)
         self.tokenizer = ChatTokenizer(self.files)
+        self._device = device
         names = run.checkpoints()
-        # A checkpoint holds every weight: the model's directory may be gone by then.
-        given = None if names or config.model.path is None else model_directory(config.model.path)
-        model = initial_model(given, self.files["config.json"], config.seed).to(device)
-        compute = computed_in(config.trainer, device)
-        if config.batch_invariant:
-            model = invariant_trainer_model(model, compute)
-        elif compute == torch.bfloat16 and not config.deterministic:
-            compile_layers(model)
-        model.gradient_checkpointing = config.trainer.gradient_checkpointing
-        self.learner = Learner(
-            model,
-            world,
-            optimizer=config.trainer.optimizer,
-            published_dtype=getattr(torch, config.trainer.published_dtype),
-            compute_dtype=compute,
-            context_parallel=config.trainer.context_parallel,
-        )
+        newest = checkpoints.read(run, names[-1]) if names else None
+        self._adapted = {span.name: span for span in adapted_spans(config)}
+        self.learner = self._make_learner(newest.stage if newest else config.stage[0].name, newest)
         self.stage = ""
         self.version = 0
         self.step = 0
@@ -104,8 +95,47 @@ class TrainerState:
         self.heldout_losses: tuple[float, ...] = ()
         self.batches_digest = hashlib.sha256().hexdigest()
         """Digest of all batches that the stage has trained on, in their order."""
-        if names:
-            self.resume(checkpoints.read(run, names[-1]))
+        if newest:
+            self.resume(newest)
+
+    def _make_learner(self, stage: str, resumed: Checkpoint | None) -> Learner:
+        """The learner of a stage, with the weights that it starts from; those of a checkpoint are
+        still to be loaded."""
+        config = self.config
+        self.adapter_of = self._base_version() if stage in self._adapted else None
+        model = self._start_model(resumed).to(self._device)
+        if self.adapter_of is not None:
+            assert config.trainer.lora is not None
+            add_adapter(model, adapter_config(config.trainer.lora), config.seed)
+        compute = computed_in(config.trainer, self._device)
+        if config.batch_invariant:
+            model = invariant_trainer_model(model, compute)
+        elif compute == torch.bfloat16 and not config.deterministic:
+            compile_layers(model)
+        model.gradient_checkpointing = config.trainer.gradient_checkpointing
+        return Learner(
+            model,
+            self.world,
+            optimizer=config.trainer.optimizer,
+            published_dtype=getattr(torch, config.trainer.published_dtype),
+            compute_dtype=compute,
+            context_parallel=config.trainer.context_parallel,
+        )
+
+    def _base_version(self) -> int:
+        """The version that the run's adapter is to."""
+        return min(span.start for span in self._adapted.values())
+
+    def _start_model(self, resumed: Checkpoint | None) -> Transformer:
+        """A checkpoint holds every weight that is trained, and what an adapter is to was published:
+        the model's directory may be gone by then."""
+        path, shape = self.config.model.path, self.files["config.json"]
+        chain = self.publisher.chain
+        if self.adapter_of is not None and chain.head() is not None:
+            return build_model(self.files, Follower(chain).fetch(self.adapter_of))
+        is_given = path is not None and (resumed is None or self.adapter_of is not None)
+        directory = model_directory(path) if path is not None and is_given else None
+        return initial_model(directory, shape, self.config.seed)
 
     def enter_stage(self, span: StageSpan) -> None:
         """A stage that is not being resumed starts from the weights of the last one, and from
@@ -130,6 +160,9 @@ class TrainerState:
             self.heldout_losses = ()
             self.lineage = (*self.lineage, origin)
             self.batches_digest = hashlib.sha256().hexdigest()
+            if span.name in self._adapted and self.adapter_of is None:
+                self.world.barrier()  # what it starts from is published, by all
+                self.learner = self._make_learner(span.name, None)
             self.learner.begin_stage()
         self.world.activity = f"the start of {span.name}"
 
@@ -220,9 +253,15 @@ class TrainerState:
         """Takes what this rank holds of the weights; to publish that is to call what is
         returned."""
         began = time.monotonic()
-        parts = {name: Part(*rows) for name, rows in self.learner.hf_rows().items()}
+        is_base = self.version == self.adapter_of
+        rows = self.learner.base_rows() if is_base else self.learner.hf_rows()
         start = self.publisher.prepare(
-            self.version, parts, stage=self.stage, step=self.version_step, given=True
+            self.version,
+            {name: Part(*part) for name, part in rows.items()},
+            stage=self.stage,
+            step=self.version_step,
+            adapter_of=None if is_base else self.adapter_of,
+            given=True,
         )
         self.emit(PublishStarted(version=self.version, stall_s=time.monotonic() - began))
         return start

@@ -1,10 +1,11 @@
 """Garbage collection of weight versions.
 
-The newest `keep` versions stay, and all that a reader with a lease still needs, and everything from
-the last whole version before those on: so every version that is there can be built. What is older
-goes, together with what trainers left behind that died or were succeeded. Two rounds: the first
-writes down what is to go; a later one, after a time of grace, looks again and deletes what still
-nobody needs. Manifests go before their shards, so no route starts that does not end.
+The newest `keep` versions stay, and all that a reader with a lease still needs, the versions that
+these are adapters to, and everything from the last whole version before those on: so every version
+that is there can be built. What is older goes, together with what trainers left behind that died or
+were succeeded. Two rounds: the first writes down what is to go; a later one, after a time of grace,
+looks again and deletes what still nobody needs. Manifests go before their shards, so no route
+starts that does not end.
 
 Objects of a version that the living trainer has not committed yet are never touched: they are the
 next version.
@@ -121,6 +122,9 @@ def _floor(chain: Chain, lineage: dict[int, int], *, keep: int, now: float) -> i
             raise lease  # whoever wrote it may need anything
         if now < lease.until + SKEW_S:
             wanted = min(wanted, lease.version)
+    for version in [v for v in lineage if v >= wanted]:
+        base = chain.at(lineage[version], version)[1].adapter_of
+        wanted = wanted if base is None else min(wanted, base.version)
     for version in sorted((v for v in lineage if v <= wanted), reverse=True):
         link, manifest = chain.at(lineage[version], version)
         if any(route.base is None for route in (manifest.route, *chain.extra_routes(link))):

@@ -107,6 +107,7 @@ class Follower:
         self.name = name
         self._only = only
         self.held: Image | None = None
+        self._base: Image | None = None  # of the adapter that is held
         self.rebuilt = 0
         """How often what was held turned out wrong."""
         self._cache = cache
@@ -116,11 +117,20 @@ class Follower:
         self._threads = threads
 
     def fetch(self, version: int) -> dict[str, torch.Tensor]:
-        """The tensors of a version, on the CPU. Blocks for download, decoding and digests: call it
-        in a thread."""
-        return self.image(version).tensors()
+        """The tensors of a version, on the CPU; if that is an adapter, those of its base too, in
+        the same memory every time. Blocks for download, decoding and digests: call it in a
+        thread."""
+        link, manifest = self.chain.find(version)
+        base = manifest.adapter_of
+        if base is None:
+            self._base = None
+        elif self._base is None or self._base.link != base:
+            self._base = self.move_to(base)
+        own = self.move_to(link).tensors()
+        return own if self._base is None else self._base.tensors() | own
 
     def image(self, version: int) -> Image:
+        """The bits that a version holds itself."""
         return self.move_to(self.chain.find(version)[0])
 
     def move_to(self, goal: VersionRef) -> Image:

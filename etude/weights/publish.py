@@ -110,11 +110,18 @@ class Publisher:
         self._pending: Future[Manifest] | None = None
 
     def publish(
-        self, version: int, tensors: Mapping[str, torch.Tensor | Part], *, stage: str, step: int
+        self,
+        version: int,
+        tensors: Mapping[str, torch.Tensor | Part],
+        *,
+        stage: str,
+        step: int,
+        adapter_of: int | None = None,
     ) -> None:
         """Takes a copy of the tensors, or of this rank's parts of them, and returns. Waits until
-        the version before is published, and raises what went wrong there."""
-        self.prepare(version, tensors, stage=stage, step=step)()
+        the version before is published, and raises what went wrong there. `adapter_of`: the
+        published version that the tensors are an adapter to; None: they are all that there are."""
+        self.prepare(version, tensors, stage=stage, step=step, adapter_of=adapter_of)()
 
     def prepare(
         self,
@@ -123,6 +130,7 @@ class Publisher:
         *,
         stage: str,
         step: int,
+        adapter_of: int | None = None,
         given: bool = False,
     ) -> Callable[[], None]:
         """`publish` in two: takes the copy now; to publish it, call what is returned, from
@@ -139,7 +147,9 @@ class Publisher:
         def start() -> None:
             with self._counted():
                 self.wait()
-            self._pending = self._worker.submit(self._publish, version, extents, taken, stage, step)
+            self._pending = self._worker.submit(
+                self._publish, version, extents, taken, stage, step, adapter_of
+            )
 
         return start
 
@@ -167,6 +177,7 @@ class Publisher:
         taken: Callable[[], Arrays],
         stage: str,
         step: int,
+        adapter_of: int | None,
     ) -> Manifest:
         ranks, arrays = self._ranks, taken()
         layout = ranks.build_layout(extents)
@@ -182,6 +193,7 @@ class Publisher:
         shards, census = self._upload(order.epoch, version, state, own, self._last)
         made = Manifest(
             version=version, stage=stage, step=step, epoch=order.epoch, parent=order.base, root="",
+            adapter_of=None if adapter_of is None else self.chain.find(adapter_of)[0],
             bytes=sum(entry.bytes for entry in state), route=Route(order.base, shards),
             changed=census.shares(), publisher=self.name, time=self._now(),
         )  # fmt: skip

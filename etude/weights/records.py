@@ -118,8 +118,13 @@ def owner_of(key: str) -> tuple[int, int] | None:
 
 
 def follows(manifest: Manifest, epoch: int, version: int) -> bool:
-    """Whether it starts at an older version, and by its own route."""
-    return manifest.route.base == manifest.parent and leads_on(manifest.parent, epoch, version)
+    """Whether it starts at an older version, and by its own route; an adapter is to an older
+    one."""
+    return (
+        manifest.route.base == manifest.parent
+        and leads_on(manifest.parent, epoch, version)
+        and leads_on(manifest.adapter_of, epoch, version)
+    )
 
 
 def leads_on(base: VersionRef | None, epoch: int, version: int) -> bool:

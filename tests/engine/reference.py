@@ -19,6 +19,7 @@ from etude.engine.sampler import uniforms
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.experts import Routing
+from etude.model.lora import Adapter
 from etude.model.transformer import Transformer
 from tests.small_model import ROUNDING, Asked
 
@@ -122,6 +123,9 @@ class Overlapping:
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         return self._runner.prepare_weights(tensors)
+
+    def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        return self._runner.prepare_adapter(slot, adapter)
 
     def weights(self) -> dict[str, Tensor]:
         return self._runner.weights()

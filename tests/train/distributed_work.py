@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Batch, Row
-from etude.model.transformer import ModelConfig, init_from_scratch
+from etude.model.lora import LoraConfig, add_adapter
+from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 from etude.train.distributed import World
 from etude.train.learner import Learner
 from etude.train.objective import LOSS, RlObjective
@@ -31,14 +32,21 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "model_type": "qwen3_moe",
 }
+LORA = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 MODELS = {
     "dense": config(),
     "windowed": dataclasses.replace(config(), sliding_window=5, sliding_layers=(0,)),
+    "lora": config(),
     "moe": ModelConfig.from_json(json.dumps(json.loads(config().to_json()) | EXPERTS)),
 }
 
 
 Arrays = dict[str, NDArray[np.float32]]
+
+
+def fresh(model: str, seed: int) -> Transformer:
+    made = init_from_scratch(MODELS[model], seed)
+    return add_adapter(made, LORA, seed) if model == "lora" else made
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ def train(
     device: str = "cpu",
 ) -> Curve:
     learner = Learner(
-        init_from_scratch(MODELS[model], 0).to(device),
+        fresh(model, 0).to(device),
         world,
         optimizer=optimizer,
         published_dtype=dtype,
@@ -117,7 +125,7 @@ def train(
     return Curve(stats, learner.evaluate(exam), published(learner), arrays(learner.state()))
 
 
-CASES = (("dense", "adamw"), ("moe", "muon"))
+CASES = (("dense", "adamw"), ("moe", "muon"), ("lora", "adamw"))
 
 
 def train_all(world: World, steps: int, device: str = "cpu") -> dict[str, Curve]:
@@ -130,7 +138,7 @@ def train_all(world: World, steps: int, device: str = "cpu") -> dict[str, Curve]
 
 def resume(world: World, states: list[Arrays], model: str, optimizer: str) -> Curve:
     learner = Learner(
-        init_from_scratch(MODELS[model], 1),
+        fresh(model, 1),
         world,
         optimizer=optimizer,
         published_dtype=torch.float32,

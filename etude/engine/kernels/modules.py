@@ -12,6 +12,7 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.engine.kernels import attention, head
+from etude.engine.kernels.lora import CudaAdapters
 from etude.engine.kernels.network import AnyValue, ForwardContext, odd_heads
 from etude.model.experts import Routing
 from etude.model.heads import GroupedQueryAttention
@@ -61,6 +62,9 @@ class _Layer:
 
 class ModuleNetwork:
     """The forward pass of a `Transformer` by its own modules."""
+
+    adapters: CudaAdapters | None = None
+    """The modules call it themselves."""
 
     def __init__(self, model: Transformer) -> None:
         c = model.config

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from etude.core.errors import EtudeError
 from etude.engine.kernels import attention, experts, head, linear, norm
+from etude.engine.kernels.lora import CudaAdapters
 from etude.model.config import Can
 from etude.model.experts import SparseMoE
 from etude.model.heads import GroupedQueryAttention
@@ -94,6 +95,7 @@ class KernelNetwork:
     """The forward pass of a `Transformer` on Triton kernels, on the parameters of that model."""
 
     can = CAN
+    adapters: CudaAdapters | None = None
 
     def __init__(self, model: Transformer) -> None:
         c = model.config
@@ -121,7 +123,7 @@ class KernelNetwork:
         """The normalised output of the last layer. `record` [slots, layers with experts, k] takes
         the experts used. With `pdl` a kernel may begin while the one before it ends."""
         x_NE = self._embedded(tokens_N, sampled)
-        if len(x_NE) == 1 and not self.config.experts:
+        if len(x_NE) == 1 and not self.config.experts and not self._has_adapters:
             return self._one_row(x_NE, context.attend, pdl)
         return self._rows(x_NE, slot_mapping_N, context.attend, record, pdl)
 
@@ -145,25 +147,42 @@ class KernelNetwork:
         norm.add_norm(x_NE, None, self.layers[0].input_gain, normed_NE, self.eps, pdl)
         gains = [layer.input_gain for layer in self.layers[1:]] + [self.gain_E]
         for number, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
-            mixed = attend(number, self._product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl))
-            norm.add_norm(
-                x_NE,
-                self._split_product(mixed, layer.out, pdl),
-                layer.mlp_gain,
-                normed_NE,
-                self.eps,
-                pdl,
-            )
+            path = f"model.layers.{number}"
+            qkv = self._product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl)
+            self._adapt(f"{path}.self_attn.qkv_proj", normed_NE, qkv, pdl)
+            mixed = attend(number, qkv)
+            parts = self._split_product(mixed, layer.out, pdl)
+            self._adapt(f"{path}.self_attn.o_proj", mixed, parts[0], pdl)
+            norm.add_norm(x_NE, parts, layer.mlp_gain, normed_NE, self.eps, pdl)
             if isinstance(layer.mlp, SparseMoE):
                 assert record is not None
                 parts = self._experts(
                     normed_NE, layer.mlp, slot_mapping_N, record[:, layer.mlp.place], pdl
                 )
             else:
-                act = self._gated(normed_NE, layer.mlp.gate_up_proj.weight, pdl)
-                parts = self._split_product(act, layer.mlp.down_proj.weight, pdl)
+                parts = self._mlp(f"{path}.mlp", layer.mlp, normed_NE, pdl)
             norm.add_norm(x_NE, parts, gain, normed_NE, self.eps, pdl)
         return normed_NE
+
+    def _mlp(self, path: str, mlp: MLP, x_NE: Tensor, pdl: bool) -> Tensor:
+        up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+        # Dense layers between sparse ones have no adapters.
+        if self.adapters is None or not self._has_adapters or self.config.experts:
+            return self._split_product(self._gated(x_NE, up, pdl), down, pdl)
+        gate_up = self._product(x_NE, up, None, pdl)
+        act = self.adapters.gated(f"{path}.gate_up_proj", x_NE, gate_up, pdl)
+        parts = self._split_product(act, down, pdl)
+        self._adapt(f"{path}.down_proj", act, parts[0], pdl)
+        return parts
+
+    @property
+    def _has_adapters(self) -> bool:
+        """Whether rows of this pass may have adapters."""
+        return self.adapters is not None and self.adapters.tiles is not None
+
+    def _adapt(self, path: str, x_NC: Tensor, y_NM: Tensor, pdl: bool) -> None:
+        if self.adapters is not None:
+            self.adapters.add(path, x_NC, y_NM, pdl)
 
     def _product(self, x_NC: Tensor, w: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
         if len(x_NC) > FEW_ROWS:

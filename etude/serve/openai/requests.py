@@ -89,6 +89,7 @@ async def _requests(
             prompt=prompt,
             max_tokens=min(limit, model.max_context - len(prompt)),
             params=params,
+            adapter=model.adapter(asked.model),
             stop_token_ids=stop_token_ids,
             stop=stop,
             top_logprobs=top_logprobs,

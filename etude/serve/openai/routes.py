@@ -81,11 +81,13 @@ class OpenAi:
         return await self._answer(http, answerer, asked, builder, requests)
 
     async def models(self, http: HttpRequest) -> Response:
-        return respond(wire.Models([self._card()]))
+        names = (self._model.label, *self._model.adapters)
+        return respond(wire.Models([self._card(name) for name in names]))
 
     async def get_model(self, http: HttpRequest) -> Response:
-        self._model.check_name(http.path_params["model"])
-        return respond(self._card())
+        name = http.path_params["model"]
+        self._model.check_name(name)
+        return respond(self._card(name))
 
     async def _answer(
         self, http: HttpRequest, answerer: Answerer, asked: wire.Sampling,
@@ -151,9 +153,9 @@ class OpenAi:
             )
         return usage
 
-    def _card(self) -> wire.Model:
+    def _card(self, name: str) -> wire.Model:
         return wire.Model(
-            id=self._model.label,
+            id=name,
             created=self._model.metrics.started,
             max_model_len=self._model.max_context,
         )

@@ -1,0 +1,292 @@
+"""Adapters (LoRA) on CUDA: the adapters of all slots in one batch, whichever each row has.
+
+A and B of all slots lie in one buffer a layer. Rows are taken in tiles of up to 16 that have the
+same slot; the host says where each tile begins, how many rows it has and which slot. `_shrink` is
+A x for each part of a layer, `_expand` adds scale B (A x) to what the layer gives, and
+`_expand_gated` does so for a gated pair and applies the gate. A row meets the same instructions in
+the same order whatever else is in its tile or its batch, so the bits are its own: the inner axis is
+cut by the size of the matrix alone.
+
+Shapes: N rows, C what goes into a layer, M what comes out, R rank (a multiple of 16), P parts of a
+layer, K = P R, S slots, T tiles, D pieces of the inner axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda as gpu
+
+from etude.engine.adapters import AdapterLimits
+from etude.engine.graph_inputs import ADAPTER_TILE_ROWS
+from etude.model.layers import Linear
+from etude.model.lora import Adapter, Pair, adaptable_layers, layer_pairs, pair_tensors, parts_of
+from etude.model.transformer import Transformer
+
+PIECE = 1024
+"""Columns of the inner axis that one program adds up."""
+MAX_OUTPUTS = 128
+"""Columns of the output that one program writes."""
+
+
+@triton.jit
+def _shrink(
+    x, a, low, first, count, slot, scales, N, C, K, piece,
+    R: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    part = tl.program_id(1)
+    d = tl.program_id(2)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    rows = tl.load(count + t)
+    which = tl.load(slot + t)
+    if (rows > 0) & (tl.load(scales + which) != 0):
+        n = tl.load(first + t) + tl.arange(0, ROWS)
+        inside = (tl.arange(0, ROWS) < rows)[:, None]
+        r = part * R + tl.arange(0, R)
+        c = tl.arange(0, BC)
+        inputs = x + n[:, None].to(tl.int64) * C
+        matrix = a + (which.to(tl.int64) * K + r[:, None]) * C
+        sums = tl.zeros([ROWS, R], tl.float32)
+        end = min(C, (d + 1) * piece)
+        for start in range(d * piece, end, BC):
+            column = start + c[None, :]
+            value = tl.load(inputs + column, mask=inside & (column < end), other=0)
+            tile = tl.load(matrix + column, mask=column < end, other=0)
+            sums = tl.dot(value, tl.trans(tile), sums)
+        place = (d.to(tl.int64) * N + n[:, None]) * K + r[None, :]
+        tl.store(low + place, sums, mask=inside)
+
+
+@triton.jit
+def _low(low, n, inside, part, N, K, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):
+    """A x of one part, its pieces added up in order."""
+    r = part * R + tl.arange(0, R)
+    sums = tl.zeros([ROWS, R], tl.float32)
+    for d in tl.static_range(D):
+        place = (d * N + n[:, None]).to(tl.int64) * K + r[None, :]
+        sums += tl.load(low + place, mask=inside, other=0)
+    return sums
+
+
+@triton.jit
+def _expand(
+    low, b, y, first, count, slot, scales, part_of, N, K, M,
+    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    j = tl.program_id(1)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    rows = tl.load(count + t)
+    which = tl.load(slot + t)
+    scale = tl.load(scales + which)
+    if (rows > 0) & (scale != 0):
+        n = tl.load(first + t) + tl.arange(0, ROWS)
+        inside = (tl.arange(0, ROWS) < rows)[:, None]
+        m = j * BM + tl.arange(0, BM)
+        sums = _low(low, n, inside, tl.load(part_of + j), N, K, D, R, ROWS)
+        matrix = b + (which.to(tl.int64) * M + m[:, None]) * R + tl.arange(0, R)[None, :]
+        added = tl.dot(sums.to(b.dtype.element_ty), tl.trans(tl.load(matrix))) * scale
+        place = y + n[:, None].to(tl.int64) * M + m[None, :]
+        value = tl.load(place, mask=inside, other=0).to(tl.float32)
+        tl.store(place, (value + added).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _expand_gated(
+    low, b, y, out, first, count, slot, scales, part_of, N, K, F,
+    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0)
+    j = tl.program_id(1)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    rows = tl.load(count + t)
+    which = tl.load(slot + t)
+    scale = tl.load(scales + which)
+    if rows > 0:
+        n = tl.load(first + t) + tl.arange(0, ROWS)
+        inside = (tl.arange(0, ROWS) < rows)[:, None]
+        m = j * BM + tl.arange(0, BM)
+        place = y + n[:, None].to(tl.int64) * (2 * F) + m[None, :]
+        gate = tl.load(place, mask=inside, other=0).to(tl.float32)
+        up = tl.load(place + F, mask=inside, other=0).to(tl.float32)
+        if scale != 0:
+            r = tl.arange(0, R)[None, :]
+            matrix = b + (which.to(tl.int64) * (2 * F) + m[:, None]) * R + r
+            sums = _low(low, n, inside, tl.load(part_of + j), N, K, D, R, ROWS)
+            gate += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tl.load(matrix))) * scale
+            upper = tl.load(part_of + j + F // BM)
+            sums = _low(low, n, inside, upper, N, K, D, R, ROWS)
+            matrix += F.to(tl.int64) * R
+            up += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tl.load(matrix))) * scale
+        gated = gate * tl.sigmoid(gate) * up
+        target = out + n[:, None].to(tl.int64) * F + m[None, :]
+        tl.store(target, gated.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterTiles:
+    """The tiles of one pass."""
+
+    first_T: Tensor
+    count_T: Tensor
+    slot_T: Tensor
+
+
+class LayerAdapters:
+    """The adapters of all slots in one layer."""
+
+    def __init__(self, parts: dict[str, int], weight_MC: Tensor, limits: AdapterLimits) -> None:
+        self.parts = parts
+        outputs, inputs = weight_MC.shape
+        self.rank = -(-limits.rank // ADAPTER_TILE_ROWS) * ADAPTER_TILE_ROWS
+        self.pieces = -(-inputs // PIECE)
+        self.a_SKC = weight_MC.new_zeros(limits.num_slots, len(parts) * self.rank, inputs)
+        self.b_SMR = weight_MC.new_zeros(limits.num_slots, outputs, self.rank)
+        offsets = [0, *accumulate(parts.values())]
+        self.block = math.gcd(MAX_OUTPUTS, *offsets)
+        starts = range(0, outputs, self.block)
+        part_of = np.searchsorted(offsets, starts, side="right") - 1
+        self.part_of = torch.from_numpy(part_of.astype(np.int32)).to(weight_MC.device)
+
+    def fill(self, slot: int, pair: Pair | None) -> None:
+        self.a_SKC[slot].zero_()
+        self.b_SMR[slot].zero_()
+        if pair is None:
+            return
+        rank = pair.b.shape[1]
+        lows, at = iter(pair.a.split_with_sizes([rank] * (len(pair.a) // rank))), 0
+        row = offset = 0
+        for part, (width, has_pair) in enumerate(pair.widths):
+            if has_pair:
+                row = part * self.rank
+                self.a_SKC[slot, row : row + rank] = next(lows)
+                self.b_SMR[slot, offset : offset + width, :rank] = pair.b[at : at + width]
+                at += width
+            offset += width
+
+    def pair(self, slot: int, like: Pair) -> Pair:
+        """What lies in a slot, in the shape of the pair that was put there."""
+        rank, wanted = like.b.shape[1], [has_pair for _, has_pair in like.widths]
+        a = self.a_SKC[slot].view(len(self.parts), self.rank, -1)[:, :rank]
+        b = self.b_SMR[slot, :, :rank].split_with_sizes(list(self.parts.values()))
+        own = [part for part, has_pair in enumerate(wanted) if has_pair]
+        return Pair(a[own].flatten(0, 1), torch.cat([b[part] for part in own]), 0.0, like.widths)
+
+    def add(
+        self, x_NC: Tensor, y_NM: Tensor, tiles: AdapterTiles, scales_S: Tensor, pdl: bool
+    ) -> None:
+        """y += scale B A x, for the rows that have an adapter."""
+        low_DNK = self._shrink(x_NC, tiles, scales_S, pdl)
+        grid = (len(tiles.first_T), y_NM.shape[1] // self.block)
+        _expand[grid](
+            low_DNK, self.b_SMR, y_NM, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S,
+            self.part_of, len(x_NC), low_DNK.shape[2], y_NM.shape[1], self.pieces, self.rank,
+            self.block, ADAPTER_TILE_ROWS, pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+
+    def gated(
+        self, x_NC: Tensor, y_NM: Tensor, tiles: AdapterTiles, scales_S: Tensor, pdl: bool
+    ) -> Tensor:
+        """silu(gate) * up of y + scale B A x; gates are the first half."""
+        low_DNK = self._shrink(x_NC, tiles, scales_S, pdl)
+        inner = y_NM.shape[1] // 2
+        out_NF = y_NM.new_empty(len(y_NM), inner)
+        block = math.gcd(self.block, inner)
+        assert block == self.block, "gate and up are parts of equal size"
+        _expand_gated[(len(tiles.first_T), inner // block)](
+            low_DNK, self.b_SMR, y_NM, out_NF, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S,
+            self.part_of, len(x_NC), low_DNK.shape[2], inner, self.pieces, self.rank, block,
+            ADAPTER_TILE_ROWS, pdl, num_warps=4, launch_pdl=pdl,
+        )  # fmt: skip
+        return out_NF
+
+    def _shrink(self, x_NC: Tensor, tiles: AdapterTiles, scales_S: Tensor, pdl: bool) -> Tensor:
+        rows, inner = x_NC.shape
+        k = self.a_SKC.shape[1]
+        low_DNK = x_NC.new_empty(self.pieces, rows, k, dtype=torch.float32)
+        _shrink[(len(tiles.first_T), len(self.parts), self.pieces)](
+            x_NC, self.a_SKC, low_DNK, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S, rows,
+            inner, k, PIECE, self.rank, min(128, triton.next_power_of_2(inner)), ADAPTER_TILE_ROWS,
+            pdl, num_warps=4, num_stages=4, launch_pdl=pdl,
+        )  # fmt: skip
+        return low_DNK
+
+
+class CudaAdapters:
+    """The adapters of a model on these kernels. A runner sets `tiles` before each pass; None: no
+    row has an adapter."""
+
+    tiles: AdapterTiles | None = None
+
+    def __init__(self, model: Transformer, limits: AdapterLimits) -> None:
+        self._model = model
+        self._layers = {
+            path: LayerAdapters(parts_of(path, layer), layer.weight.detach(), limits)
+            for path, layer in adaptable_layers(model).items()
+        }
+        weight = model.model.embed_tokens.weight
+        self._scales_S = torch.zeros(limits.num_slots, device=weight.device)
+        self._held: dict[int, dict[str, Pair]] = {}  # their shapes: tensors on "meta"
+        for path, layer in adaptable_layers(model).items():
+            layer.adapter = partial(self._added, self._layers[path])
+
+    def is_filled(self, slot: int) -> bool:
+        return bool(self._held.get(slot))
+
+    def add(self, path: str, x_NC: Tensor, y_NM: Tensor, pdl: bool) -> None:
+        """y += what the adapters say of the layer at `path`."""
+        if self.tiles is not None:
+            self._layers[path].add(x_NC, y_NM, self.tiles, self._scales_S, pdl)
+
+    def gated(self, path: str, x_NC: Tensor, y_NM: Tensor, pdl: bool) -> Tensor:
+        assert self.tiles is not None
+        return self._layers[path].gated(x_NC, y_NM, self.tiles, self._scales_S, pdl)
+
+    def _added(self, own: LayerAdapters, layer: Linear, x_NC: Tensor, y_NM: Tensor) -> Tensor:
+        if self.tiles is not None:
+            own.add(x_NC, y_NM, self.tiles, self._scales_S, pdl=False)
+        return y_NM
+
+    def prepare(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
+        """As `TorchAdapters.prepare`. In the order of the stream, so after all passes so far."""
+        like = self._model.model.embed_tokens.weight
+        pairs = {} if adapter is None else dict(layer_pairs(self._model, adapter, like))
+
+        @torch.no_grad()
+        def put_in_place() -> None:
+            for path, layer in self._layers.items():
+                layer.fill(slot, pairs.get(path))
+            self._scales_S[slot] = adapter.config.scale if adapter else 0.0
+            self._held[slot] = {
+                path: Pair(pair.a.to("meta"), pair.b.to("meta"), pair.scale, pair.widths)
+                for path, pair in pairs.items()
+            }
+
+        return put_in_place
+
+    def tensors(self, slot: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+        """A copy of the adapter in a slot, by its published names."""
+        layers = adaptable_layers(self._model)
+        return {
+            name: tensor.to(dtype, copy=True)
+            for path, like in self._held.get(slot, {}).items()
+            for name, tensor in pair_tensors(
+                path, layers[path], self._layers[path].pair(slot, like)
+            )
+        }
