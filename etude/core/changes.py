@@ -15,6 +15,10 @@ OPERATIONAL: dict[str, set[str]] = {
     "": {"trackers", "heartbeat_timeout_s", "folder", "store"},
     "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls", "relays"},
     "tasks": {"timeout_s"},
+    "realtime": {
+        "every_minutes", "min_sessions", "look_s", "per_user", "per_organisation_share",
+        "production", "gate", "canary",
+    },
     "harness": {"concurrency", "timeout_s"},
     "trainer": {"device", "ranks", "gradient_checkpointing", "timeout_s"},
     "rewards.judge": {"url", "timeout_s"},
