@@ -1,0 +1,225 @@
+"""The canary: may more users see a candidate?
+
+Product metrics of the candidate's users and of the live version's (`realtime.arms`) are compared
+with a confidence sequence, which holds at all looks at once: it may be looked at after every
+session. The user is the unit of chance, since the sessions of one user are alike; each user's own
+past is subtracted (CUPED), since users differ more than versions do.
+
+    roll back    some metric is worse, for sure; or the stage has had its share of sessions and some
+                 metric may still be worse by more than its margin
+    promote      no metric is worse by more than its margin, for sure
+    continue     neither yet
+
+All decisions are functions of what was seen: nothing is remembered between two looks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Action = Literal["continue", "promote", "roll_back"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A product metric: one number for each session, from 0 to 1 or so."""
+
+    name: str
+    margin: float
+    """How much worse a candidate may be at most."""
+    higher_is_better: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryPlan:
+    """How a candidate reaches all users, stage by stage."""
+
+    metrics: tuple[Metric, ...]
+    ramp: tuple[float, ...] = (0.01, 0.05, 0.25, 1.0)
+    """Shares of the users; at the last one the candidate is the live version."""
+    confidence: float = 0.95
+    """One-sided, of each stage: the chance that a candidate which is worse by a metric's margin is
+    not promoted, however often it is looked at."""
+    false_alarms: float = 0.02
+    """Chance that a candidate which is not worse is rolled back for being worse, at any look, stage
+    or metric."""
+    min_users: int = 30
+    """In the candidate's arm: with fewer, the variance between users is not known."""
+    max_sessions: int = 100
+    """Sessions of a user that count in a stage, so that nobody floods it."""
+    stage_sessions: float = 40.0
+    """The stage is over when the candidate's users have had so many that count, on average."""
+
+    def __post_init__(self) -> None:
+        if not self.metrics:
+            raise ValueError("a canary without metrics would let everything pass")
+        if list(self.ramp) != sorted(set(self.ramp)) or not 0 < self.ramp[0] <= self.ramp[-1] == 1:
+            raise ValueError(f"ramp: growing shares that end with 1, not {self.ramp}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserOutcomes:
+    """One user's sessions in a stage, and before the update."""
+
+    user: str
+    is_candidate: bool
+    sessions: int
+    totals: Mapping[str, float]
+    """The sum of each metric over these sessions."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    """The mean of each metric in the user's sessions before the update; without any, nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricFigures:
+    """A metric in both arms, so far. Gains and bounds are signed so that more is better."""
+
+    metric: Metric
+    live: float
+    candidate: float
+    gain: float
+    low: float
+    high: float
+    """The confidence sequence of the gain. `low` holds at all looks with the plan's confidence;
+    `high` with a higher one, since a false alarm may come from any metric and stage."""
+
+    @property
+    def is_worse(self) -> bool:
+        return self.high < 0
+
+    @property
+    def is_safe(self) -> bool:
+        return self.low > -self.metric.margin
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.metric.name}: {self.live:.4g} live, {self.candidate:.4g} candidate, gain "
+            f"{self.gain:+.4f} ({self.low:+.4f} to {self.high:+.4f}, margin {self.metric.margin:g})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryDecision:
+    """What to do with a candidate now, and why."""
+
+    action: Action
+    share: float
+    """Of the users, from now on."""
+    figures: tuple[MetricFigures, ...]
+    reasons: tuple[str, ...]
+
+
+def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> CanaryDecision:
+    """The decision after what users did in this stage of the ramp. `users`: all who had a session
+    in it, but for the held-out ones."""
+    if not 0 <= stage < len(plan.ramp) - 1:
+        raise ValueError(f"stage {stage}: the candidate is live for all from the last one on")
+    share = plan.ramp[stage]
+    candidates = [user for user in users if user.is_candidate and user.sessions]
+    live = [user for user in users if not user.is_candidate and user.sessions]
+    if min(len(candidates), len(live)) < plan.min_users:
+        reason = f"{len(candidates)} users of the candidate and {len(live)} live so far"
+        return CanaryDecision(action="continue", share=share, figures=(), reasons=(reason,))
+
+    found = tuple(_compare(metric, candidates, live, plan) for metric in plan.metrics)
+    texts = tuple(each.text for each in found)
+    if any(each.is_worse for each in found):
+        why = tuple(f"worse: {each.text}" for each in found if each.is_worse)
+        return CanaryDecision(action="roll_back", share=0.0, figures=found, reasons=why)
+    if all(each.is_safe for each in found):
+        further = plan.ramp[stage + 1]
+        return CanaryDecision(action="promote", share=further, figures=found, reasons=texts)
+    had = sum(min(user.sessions, plan.max_sessions) for user in candidates) / len(candidates)
+    if had >= plan.stage_sessions:
+        why = tuple(f"undecided: {each.text}" for each in found if not each.is_safe)
+        return CanaryDecision(action="roll_back", share=0.0, figures=found, reasons=why)
+    return CanaryDecision(action="continue", share=share, figures=found, reasons=texts)
+
+
+def _compare(
+    metric: Metric,
+    candidates: Sequence[UserOutcomes],
+    live: Sequence[UserOutcomes],
+    plan: CanaryPlan,
+) -> MetricFigures:
+    sign = 1.0 if metric.higher_is_better else -1.0
+    arms = [_Arm.of(users, metric.name, plan.max_sessions) for users in (candidates, live)]
+    slope = _slope(arms)
+    (candidate, candidate_variance), (control, live_variance) = (a.mean(slope) for a in arms)
+    variance = max(candidate_variance + live_variance, 1e-12)
+    tuned = (metric.margin / 4) ** 2
+    looks = len(plan.metrics) * (len(plan.ramp) - 1)
+    gain = sign * (candidate - control)
+    return MetricFigures(
+        metric=metric,
+        live=control,
+        candidate=candidate,
+        gain=gain,
+        low=gain - mixture_radius(variance, 2 * (1 - plan.confidence), tuned),
+        high=gain + mixture_radius(variance, 2 * plan.false_alarms / looks, tuned),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arm:
+    """One metric of the users of an arm, a place each."""
+
+    sessions: NDArray[np.float64]
+    totals: NDArray[np.float64]
+    before: NDArray[np.float64]
+    """Less the mean of all who have a past, and 0 for those who have none."""
+
+    @classmethod
+    def of(cls, users: Sequence[UserOutcomes], name: str, max_sessions: int) -> _Arm:
+        sessions = np.array([user.sessions for user in users], dtype=float)
+        totals = np.array([user.totals[name] for user in users])
+        before = np.array([user.before.get(name, np.nan) for user in users])
+        counted = np.minimum(sessions, max_sessions)
+        return cls(counted, totals * counted / sessions, before)
+
+    def mean(self, slope: tuple[float, float]) -> tuple[float, float]:
+        """The mean of a session, less what the users' past foretold, and its variance over
+        users."""
+        factor, middle = slope
+        past = np.nan_to_num(self.before - middle)
+        totals = self.totals - factor * past * self.sessions
+        count = self.sessions.sum()
+        mean = totals.sum() / count
+        spread = ((totals - mean * self.sessions) ** 2).sum() / count**2
+        return float(mean), float(spread * len(totals) / (len(totals) - 1))
+
+
+def _slope(arms: Sequence[_Arm]) -> tuple[float, float]:
+    """How much of what set a user apart before does so now, over both arms; and the mean before."""
+    before = np.concatenate([each.before for each in arms])
+    known = ~np.isnan(before)
+    if not known.any():
+        return 0.0, 0.0
+    means = np.concatenate([each.totals / each.sessions for each in arms])[known]
+    weights = np.concatenate([each.sessions for each in arms])[known]
+    middle = float(np.average(before[known], weights=weights))
+    past = before[known] - middle
+    spread = float(weights @ past**2)
+    shared = float(weights @ (past * (means - np.average(means, weights=weights))))
+    return (shared / spread if spread else 0.0), middle
+
+
+def mixture_radius(variance: float, alpha: float, tuned_variance: float) -> float:
+    """How far an estimate may be from the truth at any look: the normal mixture's confidence
+    sequence (Robbins, 1970; Howard et al., 2021).
+
+    `variance` is the estimate's now; `tuned_variance` that at which the radius is to be smallest.
+    It is exact for estimates whose errors are sub-Gaussian with that variance, as the mean of n
+    numbers between 0 and 1 is with 1 / 4n, and holds in the limit for estimated variances.
+    """
+    information = 1 / variance
+    prior = 1 / tuned_variance / (2 * math.log(1 / alpha) + math.log(1 + 2 * math.log(1 / alpha)))
+    total = information + prior
+    return math.sqrt(total * math.log(total / (prior * alpha**2))) / information

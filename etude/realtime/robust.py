@@ -1,0 +1,106 @@
+"""Bounds on what a few users can do: caps on how much of a batch is theirs, and means that a few
+cannot move."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Protocol
+
+
+class Sent(Protocol):
+    """Anything that a user of an organisation caused."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def user(self) -> str: ...
+    @property
+    def organisation(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """How much of a batch may come from one user or one organisation."""
+
+    per_user: int = 8
+    """Samples of a user in a batch."""
+    per_organisation_share: float = 0.2
+    """Of the samples in a batch; users without an organisation stand for themselves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The samples of a batch within the caps, and the others by reason."""
+
+    kept: tuple[str, ...]
+    dropped: Mapping[str, tuple[str, ...]]
+    """`user_cap`, `organisation_cap`: ids."""
+
+
+def admit(samples: Sequence[Sent], caps: Caps, *, salt: str) -> Admitted:
+    """Those within the caps. Which of a user's samples stay is decided by a hash of their ids that
+    the user cannot foresee (`salt`: a secret, or the update's name), so sending more changes
+    nothing but the odds between them."""
+    ordered = sorted(samples, key=lambda one: _lot(one.id, salt))
+    dropped: defaultdict[str, list[str]] = defaultdict(list)
+    of_user: Counter[str] = Counter()
+    within: list[Sent] = []
+    for one in ordered:
+        of_user[one.user] += 1
+        if of_user[one.user] > caps.per_user:
+            dropped["user_cap"].append(one.id)
+        else:
+            within.append(one)
+    limit = _organisation_limit(within, caps.per_organisation_share)
+    of_organisation: Counter[str] = Counter()
+    kept: list[str] = []
+    for one in within:
+        of_organisation[one.organisation] += bool(one.organisation)
+        if of_organisation[one.organisation] > limit:
+            dropped["organisation_cap"].append(one.id)
+        else:
+            kept.append(one.id)
+    return Admitted(
+        kept=tuple(kept), dropped={reason: tuple(ids) for reason, ids in dropped.items()}
+    )
+
+
+def _organisation_limit(samples: Sequence[Sent], share: float) -> int:
+    """The largest number of samples of one organisation that is at most `share` of what is left
+    when every organisation is cut to it; at least 1."""
+    sizes = Counter(one.organisation for one in samples if one.organisation)
+    alone = sum(not one.organisation for one in samples)
+    limit = max(sizes.values(), default=0)
+    while limit > 1:
+        total = alone + sum(min(size, limit) for size in sizes.values())
+        if limit <= share * total:
+            break
+        limit -= 1
+    return max(limit, 1)
+
+
+def _lot(id: str, salt: str) -> bytes:
+    return hashlib.blake2b(id.encode(), key=salt.encode()[:64], digest_size=8).digest()
+
+
+def user_means(values: Mapping[str, Sequence[float]]) -> list[float]:
+    """One number for each user, however much they sent."""
+    return [fmean(found) for found in values.values() if found]
+
+
+def trimmed_mean(values: Sequence[float], share: float) -> float:
+    """The mean without the lowest and the highest `share` of the values."""
+    if not 0 <= share < 0.5:
+        raise ValueError("share: from 0 to less than a half")
+    cut = math.floor(share * len(values))
+    return fmean(sorted(values)[cut : len(values) - cut])
+
+
+def median_of_users(values: Mapping[str, Sequence[float]]) -> float:
+    """The median of the users' means."""
+    return median(user_means(values))
