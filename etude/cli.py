@@ -264,8 +264,9 @@ def gateway(args: argparse.Namespace) -> int:
 
 def production(args: argparse.Namespace) -> int:
     from etude.commands import production
+    from etude.serve.production.place import Place
 
-    place, console = production.Place(args.file, args.run), _console(False)
+    place, console = Place(args.file, args.run), _console(False)
     if args.action == "export":
         production.export(place, args.kind, args.target, min_score=args.min_score, console=console)
         return 0

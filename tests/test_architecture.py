@@ -64,6 +64,7 @@ EDGES: dict[str, set[str]] = {
     "launch.check": {"trainer.estimate"},
     "trainer": {"engine", "harness", "model", "store", "tasks", "train", "weights"}
     | {"run.plugins", "run.process", "serve.heartbeat"},
+    "run.realtime": {"realtime"},
     "run": {"rewards", "sandbox", "serve", "store", "tasks", "weights"},
     "run.task_folder": {"factory"},
     "run.harbor_tasks": {"factory"},

@@ -122,6 +122,10 @@ class Ledger:
         """All that were ever issued."""
         return list(self._state)
 
+    def has_batch(self, step: int) -> bool:
+        """Whether the samples of a step that is not trained yet are entered."""
+        return step in self._batched
+
     def open_samples(self) -> list[str]:
         """Issued, and neither batched nor dropped yet."""
         return [sample for sample, state in self._state.items() if state == "open"]

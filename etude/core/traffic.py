@@ -186,9 +186,7 @@ def roll_back(last: Change, time: float, why: str, *, held: bool = False) -> Cha
             f"nothing to go back to"
         )
     back = replace(_alone(traffic), live=pool)
-    return replace(
-        last.next("roll_back", traffic.version, time, why), traffic=back, held=held
-    )
+    return replace(last.next("roll_back", traffic.version, time, why), traffic=back, held=held)
 
 
 def hold(last: Change, time: float, why: str) -> Change:

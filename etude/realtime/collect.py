@@ -16,6 +16,7 @@ from etude.core.checks import row_fault
 from etude.core.exports import trajectories
 from etude.core.ledger import Dropped, Issued, Ledger, Reason
 from etude.core.types import Batch, Credit, Row, Trajectory, plain_text
+from etude.core.updates import CreditedAnswer
 from etude.realtime.credit import Baseline, CreditSample, advantages
 from etude.realtime.robust import Caps, admit
 from etude.realtime.signals import SessionOutcome
@@ -91,15 +92,6 @@ def _refusal(outcome: SessionOutcome, rules: Rules, now: float) -> tuple[Reason,
     if now >= outcome.settles_at and outcome.is_censored:
         return "censored", ""
     return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CreditedAnswer:
-    """What is remembered of an answer that was trained on: nothing that anybody said."""
-
-    sample: str
-    context: str
-    worth: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,7 +129,9 @@ def lineage(base: int, bases: Mapping[int, int], *, max_lag: int) -> frozenset[i
     return frozenset(found)
 
 
-def after_gate(last: Change, candidate: int, verdict: Verdict, plan: CanaryPlan, now: float) -> Change:
+def after_gate(
+    last: Change, candidate: int, verdict: Verdict, plan: CanaryPlan, now: float
+) -> Change:
     if verdict.deploy:
         return canary(last, candidate, now, plan.ramp[0], "; ".join(verdict.reasons))
     return refuse(last, candidate, now, "; ".join(verdict.reasons))
@@ -202,4 +204,6 @@ def product_metrics(outcome: SessionOutcome) -> dict[str, float]:
 
 
 def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(each[name] for each in found) / len(found) for name in METRICS} if found else {}
+    return (
+        {name: sum(each[name] for each in found) / len(found) for name in METRICS} if found else {}
+    )

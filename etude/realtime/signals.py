@@ -28,8 +28,9 @@ FOLLOW_UP = "follow_up"
 KEPT = frozenset({"kept_10s", "kept_5min", "kept_commit", "kept_7d", "accepted"})
 LOST = frozenset({"rejected", "regenerated", "undone"})
 _COMPLAINT = re.compile(
-    r"\b(wrong|incorrect|broken|revert|undo|useless|not what i|that'?s not|didn'?t (ask|work|help)|"
-    r"do(es)?n'?t (work|help|compile)|still (fails?|broken|wrong|not)|why did you|stop (doing|it))\b",
+    r"\b(wrong|incorrect|broken|revert|undo|useless|not what i|that'?s not|"
+    r"didn'?t (ask|work|help)|do(es)?n'?t (work|help|compile)|"
+    r"still (fails?|broken|wrong|not)|why did you|stop (doing|it))\b",
     re.IGNORECASE,
 )
 _SUPPRESSION = re.compile(r"#\s*(noqa|type:\s*ignore|pylint:\s*disable)|eslint-disable|@ts-ignore")
@@ -141,9 +142,7 @@ def session_outcome(
         in_time = [event for event in said if event.received <= settles_at]
         late += len(said) - len(in_time)
         answers.append(_answer_outcome(turn, in_time, table))
-    return SessionOutcome(
-        session=session, answers=tuple(answers), settles_at=settles_at, late=late
-    )
+    return SessionOutcome(session=session, answers=tuple(answers), settles_at=settles_at, late=late)
 
 
 def _answer_outcome(
