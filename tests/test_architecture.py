@@ -37,7 +37,8 @@ MIDDLE = {
     "sandbox",
 }
 EDGES: dict[str, set[str]] = {
-    "cli": {"arguments", "bench_arguments", "commands", "launch"},
+    "cli": {"arguments", "bench_arguments", "serving_arguments", "commands", "launch"},
+    "commands.realtime": {"realtime.cycle"},
     "arguments": {"bench_arguments", "serving_arguments"},
     "bench_arguments": {"serving_arguments"},
     "serving_arguments": set(),
@@ -62,6 +63,7 @@ EDGES: dict[str, set[str]] = {
         "trainer.prepare",
     },
     "launch.check": {"trainer.estimate"},
+    "launch.realtime": {"serve.production.config"},
     "trainer": {"engine", "harness", "model", "store", "tasks", "train", "weights"}
     | {"run.plugins", "run.process", "serve.heartbeat"},
     "run.realtime": {"realtime"},
@@ -98,6 +100,7 @@ OUTSIDE: dict[str, set[str]] = {
     "core.harness_config": {"pydantic"},
     "core.model_config": {"pydantic"},
     "core.placement_config": {"pydantic"},
+    "core.realtime_config": {"pydantic"},
     "core.rewards_config": {"pydantic"},
     "core.sandbox_config": {"pydantic"},
     "core.schema": {"pydantic"},

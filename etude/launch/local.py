@@ -242,11 +242,11 @@ def execute(
         run = Run.open(place.store)
         run.put_config(config)
         if not is_finished(run, config):
-            launcher = _launcher(config, place, resume, lock)
-            _run_loop(_run(run, config, place, launcher, console, dash=dash))
+            launcher = open_launcher(config, place, resume, lock)
+            run_until_told(_run(run, config, place, launcher, console, dash=dash))
 
 
-def _launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> Launcher:
+def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> Launcher:
     threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
     return Launcher(
         place.directory,
@@ -331,8 +331,8 @@ def evaluate(
         wanted = ("--version", version, "--split", split, "--samples", samples)
         with locked(place.directory) as lock:
             resume = " ".join(map(str, ("etude eval", place, *wanted)))
-            launcher = _launcher(config, place, resume, lock)
-            _run_loop(_evaluate(run, config, place, launcher, console, wanted))
+            launcher = open_launcher(config, place, resume, lock)
+            run_until_told(_evaluate(run, config, place, launcher, console, wanted))
     return run.eval(name, Report)
 
 
@@ -355,7 +355,7 @@ async def _evaluate(
         await launcher.run_all([*servers, evaluation], until="evaluation")
 
 
-def _run_loop(program: Coroutine[Any, Any, None]) -> None:
+def run_until_told(program: Coroutine[Any, Any, None]) -> None:
     """SIGTERM ends it like Ctrl-C."""
 
     async def until_told() -> None:

@@ -113,7 +113,7 @@ class RealtimeLoop:
     async def step(self) -> Next:
         """Does the next thing, if it can be done already; what it was."""
         self._enter_batches()
-        action = next_action(self.facts())
+        action = self.next()
         match action:
             case Start(version):
                 self._change(start(version, self._now(), self.config.heldout_share))
@@ -132,6 +132,9 @@ class RealtimeLoop:
             case _:
                 pass
         return action
+
+    def next(self) -> Next:
+        return next_action(self.facts())
 
     @property
     def last(self) -> Change:

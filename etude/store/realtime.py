@@ -87,6 +87,10 @@ def forgotten(run: Run, user: str) -> Forgotten | None:
         return None
 
 
+def all_forgotten(run: Run) -> list[Forgotten]:
+    return [_read(run, key, Forgotten) for key in run.objects.list(FORGOTTEN)]
+
+
 def _is_of(sample: str, user: str) -> bool:
     return sample.startswith(f"{user}.")
 
