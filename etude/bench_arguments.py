@@ -19,6 +19,7 @@ BENCHMARKS = {
     "long_context": "one session of 131,072 tokens on a CUDA device, decoded and trained on",
     "loop": "asynchrony: the same work with max_lag 0 and 2",
     "publish": "weight updates while a model is trained, every version checked",
+    "realtime": "simulated users teach a model that knows nothing, against real processes",
     "replay": "router replay: a sparse model whose engine computes in another precision",
     "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
     "swap": "the pause of a swap: new weights for an 8B model on a CUDA device",
@@ -38,7 +39,9 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory"
     )
     parser.add_argument(
-        "--steps", type=at_least_one, help="publish: versions after the first (default: 50)"
+        "--steps",
+        type=at_least_one,
+        help="publish: versions after the first (default: 50); realtime: updates (default: 5)",
     )
     parser.add_argument("--repo", metavar="DIR", help="edits: a git repository, for its history")
     parser.add_argument(
