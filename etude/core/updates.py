@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+
+_SAMPLE = re.compile(r"[0-9a-f]{32}\.\d{13}-[0-9a-f]{32}")
+
+
+def is_of_user(sample: str) -> bool:
+    """Whether a sample is a session of a user, by its id: user and session, by pseudonyms."""
+    return _SAMPLE.fullmatch(sample) is not None
+
+
+def steps_back(version: int, base: int, bases: Mapping[int, int]) -> int | None:
+    """How many steps lie between a version and one that was made from it, `base`; None if it was
+    not. `bases`: what each version was made from, if that is not the one before."""
+    count = 0
+    while base > version:
+        base, count = bases.get(base, base - 1), count + 1
+    return count if base == version else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
