@@ -20,6 +20,10 @@ BENCHMARKS = {
     "loop": "asynchrony: the same work with max_lag 0 and 2",
     "publish": "weight updates while a model is trained, every version checked",
     "realtime": "simulated users teach a model that knows nothing, against real processes",
+    "realtime_credit": "credit without groups: bias and variance of each baseline",
+    "realtime_gate": "100 planted bad updates and 100 harmless ones before gate and canary",
+    "realtime_saboteurs": "poisoned feedback: what 5 % saboteurs take from the gain",
+    "realtime_show": "show or stay silent: where a policy begins to show, characters kept",
     "replay": "router replay: a sparse model whose engine computes in another precision",
     "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
     "swap": "the pause of a swap: new weights for an 8B model on a CUDA device",
@@ -32,7 +36,7 @@ BENCHMARKS = {
 def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "benchmarks:\n" + "\n".join(
-        f"  {name:14} {text}" for name, text in BENCHMARKS.items()
+        f"  {name:18} {text}" for name, text in BENCHMARKS.items()
     )
     parser.add_argument("name", metavar="NAME", help="one of the list below")
     parser.add_argument(

@@ -37,8 +37,12 @@ class CanaryConfig(Config):
     min_users: Annotated[int, Field(ge=2)] = 30
     """Users of the new version before anything is decided."""
     max_sessions: Count = 40
-    """Sessions of a user that count. When users have had so many on average and it is still not
-    clear that the version is not worse, it is taken back."""
+    """Sessions of a user that count, so that no user floods the canary."""
+    stage_sessions: Positive = 30.0
+    """When users of the new version have had so many on average and it is still not clear that it
+    is not worse, it is taken back."""
+    first_slack: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 3.0
+    """Factor on the margins at the first stage, which few users see."""
     kept_margin: Margin = 0.02
     """How much less of the answers may be kept, as a share."""
     dissatisfied_margin: Margin = 0.02
@@ -73,7 +77,7 @@ class RealtimeConfig(Config):
     max_versions_back: CountOrZero = 1
     """Sessions of the live version are trained on, and of so many before it that it was made
     from."""
-    per_user: Count = 8
+    per_user: Count = 4
     """Sessions of one user in a batch, at most."""
     per_organisation_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a batch that comes from one organisation, at most."""

@@ -7,6 +7,7 @@ narrow an interval only as far as they agree less with each other than with the 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -96,11 +97,13 @@ def sign_flip_p(gains: Sequence[int]) -> float:
     """The exact two-sided sign-flip test: of all ways to swap the two versions task by task, the
     share that differs at least as much. With one attempt a task it is McNemar's exact test."""
     ways = {0: 1}
-    for gain in filter(None, gains):
-        flipped: dict[int, int] = {}
+    for size, count in Counter(map(abs, filter(None, gains))).items():
+        # So many tasks of one size: their sum by how many of them count for the second version.
+        sums = {size * (2 * up - count): math.comb(count, up) for up in range(count + 1)}
+        flipped: dict[int, int] = defaultdict(int)
         for total, number in ways.items():
-            for sign in (gain, -gain):
-                flipped[total + sign] = flipped.get(total + sign, 0) + number
+            for change, more in sums.items():
+                flipped[total + change] += number * more
         ways = flipped
     seen = abs(sum(gains))
     extreme = sum(number for total, number in ways.items() if abs(total) >= seen)

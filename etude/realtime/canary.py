@@ -1,6 +1,6 @@
 """The canary: may more users see a candidate?
 
-Product metrics of the candidate's users and of the live version's (`realtime.arms`) are compared
+Product metrics of users who see the candidate and of users who see the live version are compared
 with a confidence sequence, which holds at all looks at once: it may be looked at after every
 session. The user is the unit of chance, since the sessions of one user are alike; each user's own
 past is subtracted (CUPED), since users differ more than versions do.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -51,9 +51,12 @@ class CanaryPlan:
     or metric."""
     min_users: int = 30
     """In the candidate's arm: with fewer, the variance between users is not known."""
-    max_sessions: int = 100
+    first_slack: float = 3.0
+    """Margins are so much wider in the first stage: its few users are there for what is plainly
+    broken, the next stage's for the rest."""
+    max_sessions: int = 40
     """Sessions of a user that count in a stage, so that nobody floods it."""
-    stage_sessions: float = 40.0
+    stage_sessions: float = 30.0
     """The stage is over when the candidate's users have had so many that count, on average."""
 
     def __post_init__(self) -> None:
@@ -128,7 +131,9 @@ def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> Canar
         reason = f"{len(candidates)} users of the candidate and {len(live)} live so far"
         return CanaryDecision(action="continue", share=share, figures=(), reasons=(reason,))
 
-    found = tuple(_compare(metric, candidates, live, plan) for metric in plan.metrics)
+    slack = 1.0 if stage else plan.first_slack
+    metrics = [replace(metric, margin=slack * metric.margin) for metric in plan.metrics]
+    found = tuple(_compare(metric, candidates, live, plan) for metric in metrics)
     texts = tuple(each.text for each in found)
     if any(each.is_worse for each in found):
         why = tuple(f"worse: {each.text}" for each in found if each.is_worse)

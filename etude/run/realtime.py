@@ -292,8 +292,10 @@ class RealtimeLoop:
             since=last.time,
             until=now - 60 * self.config.canary.delay_minutes,
         )
-        stage = self.plan.ramp.index(last.traffic.share) if last.action == "canary" else 0
-        decision = decide(self.plan, stage, users)
+        if last.action == "canary":
+            decision = decide(self.plan, self.plan.ramp.index(last.traffic.share), users)
+        else:  # most users see it: no slack any more
+            decision = decide(replace(self.plan, first_slack=1.0), 0, users)
         control = self.config.canary.control_share
         if (change := after_look(last, decision, now, control_share=control)) is not None:
             evidence = {f"{each.metric.name} gain": each.gain for each in decision.figures}
@@ -317,6 +319,8 @@ def canary_plan(config: CanaryConfig) -> CanaryPlan:
         false_alarms=config.false_alarms,
         min_users=config.min_users,
         max_sessions=config.max_sessions,
+        stage_sessions=config.stage_sessions,
+        first_slack=config.first_slack,
     )
 
 

@@ -21,7 +21,7 @@ from etude.store.runs import Run
 
 TICK_S = 600.0
 STAGE = Stage(name="mine", first=0, last=3, max_tokens=64, splits=("heldout",))
-CANARY = {"ramp": (0.5, 1.0), "min_users": 3, "delay_minutes": 0.0, "max_sessions": 4}
+CANARY = {"ramp": (0.5, 1.0), "min_users": 3, "delay_minutes": 0.0, "first_slack": 1.0}
 MARGINS = {f"{name}_margin": 0.9 for name in ("kept", "dissatisfied", "judged")}
 
 

@@ -60,7 +60,9 @@ def test_a_version_that_fails_the_gate_is_seen_by_nobody_and_not_built_on() -> N
 
 def test_a_version_that_users_dislike_is_taken_back_and_nothing_of_it_is_trained_on() -> None:
     world = World(Objects.open("memory:"), pleases=lambda version: version != 2, num_users=40)
-    tight = {"canary": {"ramp": (0.5, 1.0), "min_users": 3, "delay_minutes": 0.0}}
+    tight = {
+        "canary": {"ramp": (0.5, 1.0), "min_users": 3, "delay_minutes": 0.0, "first_slack": 1.0}
+    }
     loop = world.loop(**tight)
     world.follow(loop, until=Evaluate(3), most=2000)
     actions = [entry for entry in told(world) if entry[1] == 2]
