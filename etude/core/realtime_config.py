@@ -87,7 +87,9 @@ class RealtimeConfig(Config):
     look_s: Positive = 5.0
     """Time between two looks at the store."""
     gate: GateConfig = GateConfig()
+    """What held-out tasks must show, a table `[realtime.gate]`."""
     canary: CanaryConfig = CanaryConfig()
+    """What users must show, a table `[realtime.canary]`."""
 
     @field_validator("signals")
     @classmethod
