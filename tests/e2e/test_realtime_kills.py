@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from etude.bench.realtime import PRODUCTION, RUN, Product
+from etude.core.errors import EtudeError
 from etude.core.ledger import Batched
 from etude.launch.launcher import free_ports
 from etude.realtime.cycle import Compare
@@ -22,7 +23,6 @@ from etude.realtime.population import Population
 from etude.run.audit import audit
 from etude.run.realtime_process import open_loop
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
-from etude.store.objects import Missing
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
 
@@ -37,9 +37,11 @@ def state(store: Path) -> str:
     try:
         run = Run.open(str(store), create=False)
         loop = open_loop(run, run.config())
+        if loop.traffic.newest() is None:
+            return "Start"
         action = loop.next()
         return loop.last.action if isinstance(action, Compare) else type(action).__name__
-    except Missing:
+    except EtudeError:  # nothing is there yet
         return "Start"
 
 
