@@ -278,6 +278,8 @@ class Gateway:
         }
         status = {"version": fleet.floor, "up": len(fleet.up), "silent": silent}
         status |= {"workers": workers}
+        if self.pools is not None:
+            status["pools"] = self.pools.status()
         own = store_used(self.objects, f"gateway {self.shards.name}")
         return respond(status | {"regions": regions, "store": own})
 

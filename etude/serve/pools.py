@@ -16,7 +16,7 @@ from etude.core.errors import EtudeError
 from etude.core.traffic import Arm, Change
 from etude.serve.http import ApiError
 from etude.serve.process import log_to_stderr
-from etude.serve.router import LIVENESS_CHECK_S, Router
+from etude.serve.router import Router
 from etude.store.realtime import TrafficLog
 
 FOLLOW_S = 1.0
@@ -64,6 +64,13 @@ class Pools:
         fleet = self.router(arm.pool).fleet
         return fleet.floor >= arm.version and bool(fleet.up)
 
+    def status(self) -> dict[str, dict[str, int]]:
+        """By pool, the version that its requests are begun with and the workers that are up."""
+        return {
+            pool: {"version": router.fleet.floor, "up": len(router.fleet.up)}
+            for pool, router in self._routers.items()
+        }
+
     async def watch(self) -> None:
         """Follows the store, until it is cancelled."""
         while True:
@@ -73,7 +80,7 @@ class Pools:
                 log_to_stderr(f"what users are answered by is not known anew: {e}")
             for router in self._routers.values():
                 router.expire_silent()
-            await asyncio.sleep(min(FOLLOW_S, LIVENESS_CHECK_S))
+            await asyncio.sleep(FOLLOW_S)
 
     async def refresh(self) -> None:
         """Learns of what was decided since, and has pools load what they lack."""
