@@ -103,6 +103,9 @@ test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a
 	@cd examples/by_url && npm install --no-audit --no-fund --silent && npm run --silent build
 	@$(BIN)/python -m pytest -q -rP -m typescript tests/clients
 
+test-realtime: $(DEV) ## real-time RL with real processes and simulated users, killed in every state twice (takes minutes)
+	@$(BIN)/python -m pytest -q -m realtime tests/e2e/test_realtime_kills.py
+
 test-tiers: $(DEV) ## sandboxes of every tier, on this machine and behind a host: the protocol and the escapes (apt install runsc)
 	@$(BIN)/python -m pytest -q -rs -m tiers tests/sandbox
 
@@ -182,4 +185,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f $(VENV)/.dev-* && touch $@
 
-.PHONY: help demo test test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-realtime test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

@@ -14,6 +14,7 @@ from etude.serving_arguments import (
     add_chat,
     add_gateway,
     add_production,
+    add_realtime,
     add_sandboxes,
     add_serve,
     add_token,
@@ -58,6 +59,7 @@ def _build_parser() -> argparse.ArgumentParser:
     text = "sandboxes for other machines"
     add_sandboxes(commands.add_parser("sandboxes", help=text, description=text))
     add_production(commands.add_parser("production", help="what was recorded of users"))
+    add_realtime(add("realtime", "users teach the model: train, try and deploy what they say"))
 
     _add_mismatch(add)
     text = "the weights of runs and models"

@@ -21,6 +21,7 @@ BENCHMARKS = {
     "loop": "asynchrony: the same work with max_lag 0 and 2",
     "publish": "weight updates while a model is trained, every version checked",
     "ratio": "device time of rollouts over that of training, on one CUDA device",
+    "realtime": "simulated users teach a model that knows nothing, against real processes",
     "realtime_credit": "credit without groups: bias and variance of each baseline",
     "realtime_gate": "100 planted bad updates and 100 harmless ones before gate and canary",
     "realtime_saboteurs": "poisoned feedback: what 5 % saboteurs take from the gain",
@@ -44,7 +45,9 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="DIR", help="engine, publish, edits: a Hugging Face directory"
     )
     parser.add_argument(
-        "--steps", type=at_least_one, help="publish: versions after the first (default: 50)"
+        "--steps",
+        type=at_least_one,
+        help="publish: versions after the first (default: 50); realtime: updates (default: 5)",
     )
     parser.add_argument("--repo", metavar="DIR", help="edits: a git repository, for its history")
     parser.add_argument(

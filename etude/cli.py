@@ -13,11 +13,13 @@ import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etude.arguments import parse_arguments
 from etude.bench_arguments import BENCHMARKS
 from etude.core.errors import EtudeError
+from etude.serving_arguments import REALTIME_ACTIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -273,10 +275,34 @@ def gateway(args: argparse.Namespace) -> int:
     return 0
 
 
+def realtime(args: argparse.Namespace) -> int:
+    from etude.commands import realtime
+    from etude.commands.run_file import read_run_file
+    from etude.launch.place import RunPlace
+    from etude.launch.realtime import execute
+    from etude.run.realtime_process import realtime_settings
+
+    console = _console(False)
+    if args.what in REALTIME_ACTIONS:
+        if args.run is None:
+            raise EtudeError(f"etude realtime {args.what} RUN: say of which run")
+        given = {"version": args.version} if args.what == "pin" else {}
+        code: int = getattr(realtime, args.what)(_existing(args.run).open(), console, **given)
+        return code
+    config = read_run_file(Path(args.what), args.set)
+    realtime_settings(config)
+    place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")
+    if args.dry_run:
+        return realtime.plan(config, place, console)
+    execute(config, place, console, resume=_again(None), once=args.once)
+    return 0
+
+
 def production(args: argparse.Namespace) -> int:
     from etude.commands import production
+    from etude.serve.production.place import Place
 
-    place, console = production.Place(args.file, args.run), _console(False)
+    place, console = Place(args.file, args.run), _console(False)
     if args.action == "export":
         production.export(place, args.kind, args.target, min_score=args.min_score, console=console)
         return 0
@@ -453,6 +479,7 @@ COMMANDS: Mapping[str, Callable[[argparse.Namespace], int]] = {
     "token": token,
     "gateway": gateway,
     "production": production,
+    "realtime": realtime,
     "sandboxes serve": sandboxes_serve,
     "mismatch": mismatch,
     "weights": weights,

@@ -141,6 +141,30 @@ def add_sandboxes(parser: argparse.ArgumentParser) -> None:
     )
 
 
+REALTIME_ACTIONS = ("status", "stop", "resume", "pin", "rollback")
+
+
+def add_realtime(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what",
+        metavar="RUN.toml|ACTION",
+        help="the file of a run with a table [realtime], to start it or go on; or, for a run that "
+        "was started: status; stop (nothing is trained or deployed, users are served on); pin "
+        "(likewise, with --version); rollback (users go back to the version before, then as "
+        "stop); resume",
+    )
+    parser.add_argument("run", nargs="?", metavar="RUN", help="for an action: which run")
+    parser.add_argument("--version", type=int, help="for pin: the live version, or that before")
+    parser.add_argument("--dir", metavar="DIR|URL", help="where the run lies")
+    parser.add_argument("--once", action="store_true", help="end when one update has ended")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be done next, and end"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the file"
+    )
+
+
 def add_production(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     for name, text in (

@@ -37,7 +37,8 @@ MIDDLE = {
     "sandbox",
 }
 EDGES: dict[str, set[str]] = {
-    "cli": {"arguments", "bench_arguments", "commands", "launch"},
+    "cli": {"arguments", "bench_arguments", "serving_arguments", "commands", "launch"},
+    "commands.realtime": {"realtime.cycle"},
     "arguments": {"bench_arguments", "serving_arguments"},
     "bench_arguments": {"serving_arguments"},
     "serving_arguments": set(),
@@ -62,8 +63,10 @@ EDGES: dict[str, set[str]] = {
         "trainer.prepare",
     },
     "launch.check": {"trainer.estimate"},
+    "launch.realtime": {"serve.production.config"},
     "trainer": {"engine", "harness", "model", "store", "tasks", "train", "weights"}
     | {"run.plugins", "run.process", "serve.heartbeat"},
+    "run.realtime": {"realtime"},
     "run": {"rewards", "sandbox", "serve", "store", "tasks", "weights"},
     "run.task_folder": {"factory"},
     "run.harbor_tasks": {"factory"},
@@ -98,6 +101,7 @@ OUTSIDE: dict[str, set[str]] = {
     "core.lora_config": {"pydantic"},
     "core.model_config": {"pydantic"},
     "core.placement_config": {"pydantic"},
+    "core.realtime_config": {"pydantic"},
     "core.rewards_config": {"pydantic"},
     "core.sandbox_config": {"pydantic"},
     "core.schema": {"pydantic"},
@@ -114,6 +118,8 @@ OUTSIDE: dict[str, set[str]] = {
     "bench": {"torch", "numpy", "zstandard"},
     "bench.engine": {"transformers"},
     "bench.gateway": {"aiohttp", "uvloop"},
+    "bench.realtime": {"aiohttp"},
+    "bench._realtime_tasks": {"aiohttp"},
     "bench._kills": {"aiohttp", "msgspec", "uvloop"},
     "bench._load": {"msgspec"},
     "bench._servers": {"aiohttp"},

@@ -11,42 +11,15 @@ from typing import Any
 from rich.console import Console
 
 from etude.core.consent import Tombstone, pseudonym
-from etude.core.errors import EtudeError
 from etude.core.exports import Export, dpo_lines, sft_lines, trajectories
-from etude.core.feedback import Joined
-from etude.core.recorded import Sessions
 from etude.core.types import Trajectory
-from etude.serve.production.config import ProductionConfig, read_production, read_user_key
+from etude.serve.production.place import Place
 from etude.store.codec import pack, seal, unpack, unseal
 from etude.store.objects import Objects
-from etude.store.production import ProductionStore
 from etude.store.rollouts import RolloutLog
 
 SESSIONS = "sessions.msgpack"
 """In an export for rl: a tuple of trajectories, sealed as in a run's store."""
-
-
-class Place:
-    """A file of production mode, and the store that it names."""
-
-    def __init__(self, file: Path, run: str | None) -> None:
-        self.config: ProductionConfig = read_production(file)
-        url = self.config.store or run
-        if url is None:
-            raise EtudeError(f"{file} names no store: give that of the run, with --run")
-        self.store = ProductionStore(Objects.open(url, create=False))
-        self.key = read_user_key(Path(self.config.user_key_file), create=False)
-
-    def read(self) -> tuple[Sessions, Joined]:
-        consent = self.config.consent
-        refused = {
-            pseudonym(name, self.key)
-            for table in (consent.users, consent.organisations)
-            for name, granted in table.items()
-            if not granted
-        }
-        sessions = self.store.sessions(refused)
-        return sessions, self.store.joined(sessions, horizon_s=self.config.horizon_s)
 
 
 def export(

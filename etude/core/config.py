@@ -20,6 +20,7 @@ from etude.core.harness_config import CODING_AGENT, HarnessConfig
 from etude.core.lora_config import LoraConfig
 from etude.core.model_config import ModelConfig
 from etude.core.placement_config import PlacementConfig
+from etude.core.realtime_config import RealtimeConfig
 from etude.core.rewards_config import RewardsConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import (
@@ -180,6 +181,7 @@ class RunConfig(Config):
     sandbox: SandboxConfig = SandboxConfig()
     placement: PlacementConfig = PlacementConfig()
     eval: EvalConfig = EvalConfig()
+    realtime: RealtimeConfig | None = None
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)
     ] = ()
@@ -254,6 +256,26 @@ class RunConfig(Config):
             raise ValueError(
                 "eval.every_steps evaluates beside the run, with an engine and sandboxes of its "
                 "own: leave it out with engine.vllm_urls and with an environment elsewhere"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _learns_from_users(self) -> RunConfig:
+        if self.realtime is None:
+            return self
+        if not isinstance(self.stage[-1], RlConfig):
+            raise ValueError(
+                "[realtime] trains in the last stage: end with a [[stage]] of kind rl, whose "
+                "steps are the most updates that are made"
+            )
+        if not self.tasks.heldout:
+            raise ValueError(
+                "[realtime] needs tasks.heldout: no version is deployed that they do not pass"
+            )
+        if self.tasks.is_remote or self.engine.vllm_urls or self.trainer.ranks > 1:
+            raise ValueError(
+                "[realtime] evaluates with an engine of its own, and trains on one rank: leave "
+                "out engine.vllm_urls, trainer.ranks and an environment elsewhere"
             )
         return self
 

@@ -162,14 +162,17 @@ def _tools(session: RecordedSession, turn: RecordedTurn) -> tuple[Line, ...]:
     return session.segments[turn.segment].turns[0].tools
 
 
-def trajectories(sessions: Iterable[RecordedSession], feedback: Feedback) -> Export:
+def trajectories(
+    sessions: Iterable[RecordedSession], feedback: Feedback, *, unheard: bool = False
+) -> Export:
     """Only tokens that can be recomputed count as sampled. The parts of the score name the segment
-    and the turn that they are about: `thumbs_up@0.2`."""
+    and the turn that they are about: `thumbs_up@0.2`. `unheard`: also sessions that nobody said
+    anything about; their reward is 0."""
     export = Export()
     for session in sessions:
         value = session_score(session, feedback)
         exact = [segment.exact() for segment in session.segments]
-        if value is None:
+        if value is None and not unheard:
             export.dropped["no_feedback"] += 1
         elif None in exact:
             export.dropped["redacted"] += 1
@@ -180,7 +183,7 @@ def trajectories(sessions: Iterable[RecordedSession], feedback: Feedback) -> Exp
                     task=session.session,
                     group=f"{session.user}.{session.session}",
                     segments=tuple(segment for segment in exact if segment is not None),
-                    score=Score(value, tuple(_parts(session, feedback))),
+                    score=Score(value or 0.0, tuple(_parts(session, feedback))),
                     status="done",
                     messages=session.segments[-1].messages,
                     source=SOURCE,

@@ -27,6 +27,9 @@ STRENGTHS: dict[str, float] = {
     "edited": -0.25,
     "undone": -1.0,
     "follow_up": 0.0,
+    "dissatisfied": -0.75,
+    "stopped": -0.5,
+    "model_switched": -0.75,
     "tip": 1.0,
 }
 """What each kind of event counts if it does not say so itself. A follow-up says nothing before

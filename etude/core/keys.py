@@ -49,7 +49,7 @@ def tables() -> tuple[Table, ...]:
     sections = {
         name: kind
         for name, field in RunConfig.model_fields.items()
-        if _is_table(field.annotation) and (kind := _table_in(field.annotation))
+        if name != "stage" and (kind := _table_in(field.annotation))
     }
     plain = tuple(key for key in _keys(RunConfig) if key.name not in {*sections, "stage"})
     found = [Table("", "", _text(RunConfig), plain)]

@@ -22,6 +22,11 @@ Reason = Literal[
     "passed_over",
     "interrupted",
     "cancelled",
+    "censored",
+    "stale",
+    "capped",
+    "heldout",
+    "deleted",
 ]
 """Why a sample is not trained on.
 
@@ -38,6 +43,14 @@ Reason = Literal[
     interrupted  the run was stopped or killed while the session was in flight; its task is issued
                  again
     cancelled    the run reached its last step and did not need the sample any more
+
+Of sessions of users (`realtime`), which come whether or not there is room for them:
+
+    censored     nobody said anything about it until its horizon was over
+    stale        a token of it is of weights that are too old, or were taken back
+    capped       its user, or organisation, which `detail` names, had its share of the batch
+    heldout      its user is one who never sees an update
+    deleted      its user was deleted, or withdrew, or it is past its retention
 """
 
 
@@ -104,6 +117,14 @@ class Ledger:
     @property
     def in_flight(self) -> int:
         return self.issued - self.trained - self.dropped.total()
+
+    def samples(self) -> list[str]:
+        """All that were ever issued."""
+        return list(self._state)
+
+    def has_batch(self, step: int) -> bool:
+        """Whether the samples of a step that is not trained yet are entered."""
+        return step in self._batched
 
     def open_samples(self) -> list[str]:
         """Issued, and neither batched nor dropped yet."""

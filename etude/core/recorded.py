@@ -72,6 +72,10 @@ class RecordedTurn:
     """Those that came since; the last one is the answer."""
     tools: tuple[dict[str, Any], ...]
     """Of the turn that opens a segment."""
+    arm: str = ""
+    """The pool of workers that answered, if there are several (`core.traffic`)."""
+    arm_propensity: float = 1.0
+    """The chance that its user had to be in that arm."""
 
     @property
     def answer(self) -> tuple[str, int]:

@@ -319,6 +319,9 @@ class Batch:
     """The oldest weight version that any token of it was sampled from."""
     reward: float | None = None
     """Mean over all attempts at its tasks, also those that are not trained on."""
+    base: int | None = None
+    """The version that the step begins with, if that is not the one before: an update that users
+    never saw, or that was taken back, is not built on."""
 
     @property
     def lag(self) -> int:

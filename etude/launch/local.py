@@ -248,12 +248,12 @@ def execute(
         run.put_config(config)
         if not is_finished(run, config):
             if cluster is None:
-                launcher: Launcher = _launcher(config, place, resume, lock)
+                launcher: Launcher = open_launcher(config, place, resume, lock)
                 programs = partial(_programs, config, place)
             else:
                 launcher = _ray_launcher(config, cluster, resume)
                 programs = partial(cluster_programs, config, place.store, cluster.workers)
-            _run_loop(_run(run, config, place, launcher, programs, console, dash=dash))
+            run_until_told(_run(run, config, place, launcher, programs, console, dash=dash))
 
 
 def _ray_launcher(config: RunConfig, cluster: RayCluster, resume: str) -> Launcher:
@@ -264,7 +264,7 @@ def _ray_launcher(config: RunConfig, cluster: RayCluster, resume: str) -> Launch
     return RayLauncher(threads=threads, resume=resume, heartbeat_timeout_s=heartbeat_timeout_s)
 
 
-def _launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> LocalLauncher:
+def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> LocalLauncher:
     threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
     return LocalLauncher(
         place.directory,
@@ -354,8 +354,8 @@ def evaluate(
         wanted = ("--version", version, "--split", split, "--samples", samples)
         with locked(place.directory) as lock:
             resume = " ".join(map(str, ("etude eval", place, *wanted)))
-            launcher = _launcher(config, place, resume, lock)
-            _run_loop(_evaluate(run, config, place, launcher, console, wanted))
+            launcher = open_launcher(config, place, resume, lock)
+            run_until_told(_evaluate(run, config, place, launcher, console, wanted))
     return run.eval(name, Report)
 
 
@@ -378,7 +378,7 @@ async def _evaluate(
         await launcher.run_all([*servers, evaluation], until="evaluation")
 
 
-def _run_loop(program: Coroutine[Any, Any, None]) -> None:
+def run_until_told(program: Coroutine[Any, Any, None]) -> None:
     """SIGTERM ends it like Ctrl-C."""
 
     async def until_told() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from etude.core.advantage import AdvantageEstimator
@@ -14,6 +14,7 @@ from etude.core.lineage import estimator_of, stage_spans
 from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Batch, Group
+from etude.core.updates import is_of_user, steps_back
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
 from etude.store.rollouts import RolloutLog, RolloutRow
@@ -94,11 +95,7 @@ def audit(run: Run) -> Audit:
         dropped=dict(ledger.dropped),
         in_flight=ledger.in_flight,
         lag_max=max(
-            (
-                batch.step - 1 - version
-                for batch in batches.values()
-                for version in _token_versions(batch)
-            ),
+            (lag for batch in batches.values() if (lag := _lag(batch, batches)) is not None),
             default=0,
         ),
         lag_bound=max(bounds.values(), default=0),
@@ -121,12 +118,17 @@ def _alarms(run: Run) -> list[Alarm]:
 
 def lag_bounds(config: RunConfig) -> dict[int, int]:
     """For every step of every loop, in their order, the lag that is allowed."""
-    return {
+    spans = stage_spans(config.stage)
+    bounds = {
         step: span.stage.max_lag
-        for span in stage_spans(config.stage)
+        for span in spans
         if isinstance(span.stage, RolloutStageConfig)
         for step in range(span.start + 1, span.end + 1)
     }
+    if config.realtime is not None:
+        users = range(spans[-1].start + 1, spans[-1].end + 1)
+        bounds |= dict.fromkeys(users, config.realtime.max_versions_back)
+    return bounds
 
 
 def _fold(entries: list[Entry]) -> tuple[Ledger, list[str]]:
@@ -147,6 +149,14 @@ def _token_versions(batch: Batch) -> set[int]:
     return {version for row in batch.rows for version in expand_spans(row.versions)}
 
 
+def _lag(batch: Batch, batches: Mapping[int, Batch]) -> int | None:
+    """Of its oldest token, along the versions that it was made from; None if it is of none."""
+    bases = {step: found.base for step, found in batches.items() if found.base is not None}
+    base = bases.get(batch.step, batch.step - 1)
+    lags = [steps_back(version, base, bases) for version in _token_versions(batch)]
+    return None if None in lags else max((lag for lag in lags if lag is not None), default=0)
+
+
 def _check_batches(
     entries: list[Entry],
     batches: dict[int, Batch],
@@ -164,20 +174,24 @@ def _check_batches(
     for step, batch in batches.items():
         bound = bounds.get(step, 0)
         samples = {row.sample for row in batch.rows}
-        if step in told and samples != told[step]:
+        # users who were deleted since are taken out
+        gone = {sample for sample in told.get(step, samples) - samples if not is_of_user(sample)}
+        if step in told and (gone or samples - told[step]):
             yield f"batch {step} holds other samples than its ledger entry"
-        if missing := samples - attempts.keys():
+        if missing := {s for s in samples - attempts.keys() if not is_of_user(s)}:
             yield f"batch {step} trains on {sorted(missing)[0]}, which no stored group holds"
         for row in batch.rows:
             if len(list(expand_spans(row.versions))) != sum(row.mask):
                 yield f"batch {step}, {row.sample}: not every sampled token has a version"
-        oldest = min(_token_versions(batch))
-        if oldest != batch.oldest:
+        if not batch.rows:
+            continue
+        oldest, lag = min(_token_versions(batch)), _lag(batch, batches)
+        if oldest != batch.oldest and not all(map(is_of_user, samples)):
             yield (
                 f"batch {step} says that its oldest token is of version {batch.oldest}; it is of "
                 f"{oldest}"
             )
-        if not 0 <= step - 1 - oldest <= bound:
+        if lag is None or not 0 <= lag <= bound:
             yield f"batch {step} has a token of version {oldest}: its lag is not from 0 to {bound}"
         if too_old := [s for s in samples & attempts.keys() if _too_old(groups[group_of(s)])]:
             yield f"{too_old[0]} has a token that is older than its admission"
@@ -231,7 +245,7 @@ def _check_drops(
             yield from (
                 f"{sample} was dropped as {entry.label}, and its group does not bear that out"
                 for sample in entry.samples
-                if (sample, entry.label) not in due
+                if (sample, entry.label) not in due and not is_of_user(sample)
             )
         if isinstance(entry, Dropped) and entry.reason == "interrupted":
             yield from (

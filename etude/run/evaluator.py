@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import aiohttp
 
+from etude.core.config import RunConfig
 from etude.core.events import EvalDone, Event
 from etude.core.lineage import periodic_versions, stage_of
 from etude.core.protocols import WeightStore
@@ -29,6 +31,8 @@ from etude.weights.follow import Follower
 from etude.weights.manifest import Chain, PublishedVersions
 
 SPLIT = "heldout"
+EvaluateVersion = Callable[..., Awaitable[None]]
+"""(version, split, samples=1) -> when its report is in the store"""
 NICENESS = 10
 """The loop goes first: a curve may come late."""
 
@@ -55,38 +59,46 @@ async def run_evaluator(store: str) -> None:
     ]
     if not due:
         return
+    async with event_writer(run, "evaluator") as emit, evaluating(run, config, emit) as evaluate:
+        await follow(due, PublishedVersions(run.objects), lambda version: evaluate(version, SPLIT))
+
+
+@asynccontextmanager
+async def evaluating(
+    run: Run, config: RunConfig, emit: Callable[[Event], None]
+) -> AsyncIterator[EvaluateVersion]:
+    """An engine of its own, and what evaluates versions with it."""
     files = read_model_files(run)
     fetch = Follower(Chain(run.objects), name="evaluator").fetch
     async with (
         open_environment(config) as (environment, _),
-        event_writer(run, "evaluator") as emit,
         own_engine(files, fetch, config) as engine,
         aiohttp.ClientSession() as http,
     ):
         sessions = PolicySessions(
             engine, files, max_context=min(config.model.max_context, engine.max_context)
         )
-        tasks = await read_tasks(environment, config.tasks, SPLIT)
-        temperature = config.eval.temperature_of(1)
-        runner = build_runner(
-            config, environment, sessions, http, desk=None, temperature=temperature
-        )
 
-        async def evaluate(version: int) -> None:
+        async def evaluate(version: int, split: str, samples: int = 1) -> None:
+            temperature = config.eval.temperature_of(samples)
+            runner = build_runner(
+                config, environment, sessions, http, desk=None, temperature=temperature
+            )
             await engine.load(version)
             await evaluate_and_keep(
                 run,
-                tasks,
+                await read_tasks(environment, config.tasks, split),
                 runner.attempt,
                 stage=stage_of(version, config.stage),
-                split=SPLIT,
+                split=split,
                 version=version,
                 seed=config.seed,
+                samples=samples,
                 emit=only_results(emit),
             )
 
         async with sessions.open():
-            await follow(due, PublishedVersions(run.objects), evaluate)
+            yield evaluate
 
 
 def only_results(emit: Callable[[Event], None]) -> Callable[[Event], None]:

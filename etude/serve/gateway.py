@@ -89,6 +89,7 @@ from etude.serve.http import (
     respond,
     respond_packed,
 )
+from etude.serve.pools import Pools
 from etude.serve.production.routes import open_production
 from etude.serve.recorder import Prompt
 from etude.serve.router import Router
@@ -108,6 +109,7 @@ from etude.serve.worker_protocol import (
 )
 from etude.store.experts import put_experts
 from etude.store.objects import Objects
+from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
 from etude.store.telemetry import store_used
 
@@ -120,8 +122,10 @@ class Gateway:
         self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int,
         tokens: TokenAuthority | None = None,
         shards: Shards | None = None,
+        pools: Pools | None = None,
     ) -> None:  # fmt: skip
         self.router = router
+        self.pools = pools
         self.shards = shards or Shards()
         self.objects = objects
         self.tokens = tokens or TokenAuthority()
@@ -240,8 +244,14 @@ class Gateway:
 
     async def join(self, http: HttpRequest) -> Response:
         """The worker is asked with the token that it joins with."""
-        await self.router.join(await read(http, JoinRequest), identity_of(http).token)
-        return respond(LoadRequest(version=self.router.fleet.floor))
+        asked = await read(http, JoinRequest)
+        router = self.router
+        if asked.pool:
+            if self.pools is None:
+                raise ApiError("pools are for a gateway in production mode", param="pool")
+            router = self.pools.router(asked.pool)
+        await router.join(asked, identity_of(http).token)
+        return respond(LoadRequest(version=router.fleet.floor))
 
     async def drain(self, http: HttpRequest) -> Response:
         """A worker is given nothing new, or again. It can be used elsewhere when it has nothing
@@ -270,6 +280,8 @@ class Gateway:
         }
         status = {"version": fleet.floor, "up": len(fleet.up), "silent": silent}
         status |= {"workers": workers, "quarantined": sorted(fleet.quarantined)}
+        if self.pools is not None:
+            status["pools"] = self.pools.status()
         own = store_used(self.objects, f"gateway {self.shards.name}")
         return respond(status | {"regions": regions, "store": own})
 
@@ -381,9 +393,13 @@ async def serve_gateway(
     async with http_client() as http:
         timeout_s = run.config().heartbeat_timeout_s
         router = Router(http, version, timeout_s, awaits_load=awaits_load)
-        gateway = Gateway(
-            router, run.objects, files, max_context=max_context, tokens=tokens, shards=shards
+        pools = Pools(
+            lambda: Router(http, -1, timeout_s, awaits_load=True), TrafficLog(run.objects)
         )
+        gateway = Gateway(
+            router, run.objects, files, max_context=max_context, tokens=tokens, shards=shards,
+            pools=None if production is None else pools,
+        )  # fmt: skip
         await gateway.token_routes.restore()
         watched = [router.watch(), gateway.token_routes.watch(), heartbeat.send_heartbeats()]
         if production is None:
@@ -391,10 +407,11 @@ async def serve_gateway(
             routes = gateway.routes()
         else:
             # No journal: what users say is written by production mode alone, which redacts it.
-            mode = open_production(production, gateway.model, router, run)
+            mode = open_production(production, gateway.model, router, run, pools)
             await mode.refresh()
+            await pools.refresh()
             routes = [*gateway.fleet_routes(), *mode.routes()]
-            watched.append(mode.watch())
+            watched += [mode.watch(), pools.watch()]
         app = create_app(routes, access, gateway.model.metrics)
         async with process.serving(ShardedApp(app, shards, http), listener) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)

@@ -56,6 +56,7 @@ from etude.serve.vllm import VllmServer, connect
 from etude.serve.worker_protocol import (
     GenerateFrame,
     GenerateRequest,
+    JoinRequest,
     LoadRequest,
     WorkerStatus,
     WorkerWeights,
@@ -187,7 +188,9 @@ class Worker:
         return self.engine_thread.gauges()
 
 
-async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | None) -> None:
+async def keep_joined(
+    worker: Worker, url: str, gateway_url: str, token: str | None, pool: str = ""
+) -> None:
     """Tells the gateway again and again that this worker is there: it may have been restarted and
     know of nobody. The gateway answers when the worker is up, having told it to load what is
     missing."""
@@ -197,9 +200,8 @@ async def keep_joined(worker: Worker, url: str, gateway_url: str, token: str | N
     async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
         refused = False
         while True:
-            body = msgspec.json.encode(
-                {"url": url, "region": worker.region, "version": worker.version}
-            )
+            joining = JoinRequest(url=url, region=worker.region, version=worker.version, pool=pool)
+            body = msgspec.json.encode(joining)
             # it is not there now; it will be
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 if worker.well():
@@ -247,7 +249,7 @@ async def own_engine(
 async def serve_worker(
     *, store_url: str, region: str, port: int, host: str = "127.0.0.1",
     gateway_url: str | None = None, version: int | None = None, cache: Path | None = None,
-    relay: str | None = None, advertise: str | None = None,
+    relay: str | None = None, advertise: str | None = None, pool: str = "",
     overrides: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
     """Settings are those of the run. `advertise`: the URL at which the gateway reaches this worker,
@@ -294,7 +296,7 @@ async def serve_worker(
             url = advertise or process.url_of(listener)
             print(f"worker {region} at {url}", flush=True)
             gateways = gateway_url.split(",") if gateway_url else []
-            joined = [keep_joined(worker, url, gateway, token) for gateway in gateways]
+            joined = [keep_joined(worker, url, gateway, token, pool) for gateway in gateways]
             async with process.meanwhile(heartbeat.send_heartbeats(worker.well), *joined):
                 await running
 
@@ -320,6 +322,12 @@ def main() -> None:
     )
     parser.add_argument("--relay", help="the relay of this region (default: that of the run)")
     parser.add_argument("--advertise", metavar="URL", help="where the gateway reaches this worker")
+    parser.add_argument(
+        "--pool",
+        default="",
+        choices=("", "blue", "green", "heldout"),
+        help="of a run that learns from users: which of its pools (docs/realtime.md)",
+    )
     own = parser.add_argument_group("in place of the run's [engine]")
     own.add_argument("--max-num-seqs", type=int)
     own.add_argument("--threads", type=int)
@@ -337,6 +345,7 @@ def main() -> None:
             cache=a.cache,
             relay=a.relay,
             advertise=a.advertise,
+            pool=a.pool,
             overrides={key: value for key, value in given.items() if value is not None},
         )
     )

@@ -77,6 +77,8 @@ class JoinRequest(msgspec.Struct):
     url: str
     region: str
     version: int
+    pool: str = ""
+    """That it stands in (`serve.pools`)."""
 
 
 class DrainRequest(msgspec.Struct):

@@ -65,7 +65,12 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        return f"{self.version:06d}.{self.step:06d}"
+        return version_name(self.version, self.step)
+
+
+def version_name(version: int, step: int = 0) -> str:
+    """The name of the checkpoint so many steps after a version."""
+    return f"{version:06d}.{step:06d}"
 
 
 def read(run: Run, name: str) -> Checkpoint:
@@ -99,6 +104,8 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._given_up = threading.Event()
+        self.kept: str | None = None
+        """One that stays, however old."""
 
     def clean(self) -> None:
         """Removes what was never committed. For rank 0, before any rank saves."""
@@ -134,7 +141,8 @@ class CheckpointWriter:
             if self.rank == 0:
                 self.run.put_checkpoint(name, to_json(replace(checkpoint, parts=self._parts(name))))
                 for old in self.run.checkpoints()[:-KEEP_CHECKPOINTS]:
-                    self.run.delete_checkpoint(old)
+                    if old != self.kept:
+                        self.run.delete_checkpoint(old)
         then()
 
     def _parts(self, name: str) -> tuple[str, ...]:

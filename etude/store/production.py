@@ -47,11 +47,21 @@ class Conflict(EtudeError):
 
 
 class ProductionStore:
-    """Any number of writers. `now` is for tests."""
+    """Any number of writers. `now` is for tests. `remembers`: for whoever reads again and again;
+    what was read before is not asked for any more, if it is still there."""
 
-    def __init__(self, objects: Objects, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        now: Callable[[], float] = time.time,
+        *,
+        remembers: bool = False,
+    ) -> None:
         self.objects = objects
         self.now = now
+        self._remembers = remembers
+        self._read_turns: dict[str, RecordedTurn] = {}
+        self._read_events: dict[str, FeedbackEvent] = {}
 
     # Turns
 
@@ -250,25 +260,39 @@ class ProductionStore:
 
     def _turns(self) -> Iterator[tuple[str, RecordedTurn | None]]:
         """With their keys; None for what is damaged."""
-        for key in self.objects.list(USERS):
-            if _TURN.fullmatch(key):
-                with contextlib.suppress(Missing):  # another one sweeps meanwhile
-                    try:
-                        data = self.objects.get_sealed(key)
-                        yield key, unpack(data, RecordedTurn, self._where(key))
-                    except Damaged:
-                        yield key, None
+
+        def read(key: str) -> RecordedTurn:
+            return unpack(self.objects.get_sealed(key), RecordedTurn, self._where(key))
+
+        return self._each(_TURN, read, self._read_turns)
 
     def _events(self) -> Iterator[tuple[str, FeedbackEvent | None]]:
         """Likewise."""
-        for key in self.objects.list(USERS):
-            if _EVENT.fullmatch(key):
-                with contextlib.suppress(Missing):
-                    try:
-                        data = self.objects.get_sealed(key)
-                        yield key, from_json(data, FeedbackEvent, self._where(key))
-                    except Damaged:
-                        yield key, None
+
+        def read(key: str) -> FeedbackEvent:
+            return from_json(self.objects.get_sealed(key), FeedbackEvent, self._where(key))
+
+        return self._each(_EVENT, read, self._read_events)
+
+    def _each(
+        self, names: re.Pattern[str], read: Callable[[str], T], known: dict[str, T]
+    ) -> Iterator[tuple[str, T | None]]:
+        keys = [key for key in self.objects.list(USERS) if names.fullmatch(key)]
+        for gone in known.keys() - set(keys):
+            del known[gone]
+        for key in keys:
+            if (there := known.get(key)) is not None:
+                yield key, there
+                continue
+            with contextlib.suppress(Missing):  # another one sweeps meanwhile
+                try:
+                    found = read(key)
+                except Damaged:
+                    yield key, None
+                    continue
+                if self._remembers:
+                    known[key] = found
+                yield key, found
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         try:

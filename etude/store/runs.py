@@ -13,6 +13,7 @@
     closed-sessions/{shard}/ those whose tokens open nothing any more (`serve.closed_sessions`)
     revoked-tokens/          ids of tokens that open nothing any more (`serve.token_routes`)
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
+    realtime/                what users are answered by, and learnt from (`store.realtime`)
     production/              sessions and feedback of users (`store.production`)
     feedback/{trajectory}/   what was said of a trajectory later (`store.feedback`)
     verdicts/N.jsonl         what people said of sessions (`store.verdicts`)
@@ -52,8 +53,8 @@ R = TypeVar("R")
 
 FOLDERS = (
     "model", "tasks", "ledger", "events", "groups", "rollouts", "batches", "recomputed", "sessions",
-    "closed-sessions", "revoked-tokens", "experts", "production", "feedback", "verdicts",
-    "checkpoints", "evals", "weights",
+    "closed-sessions", "revoked-tokens", "experts", "realtime", "production", "feedback",
+    "verdicts", "checkpoints", "evals", "weights",
 )  # fmt: skip
 _CONFIG = "config.json"
 _MANIFEST = "manifest.json"

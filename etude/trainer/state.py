@@ -29,7 +29,13 @@ from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
 from etude.run.plugins import import_from
 from etude.store import checkpoints
-from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, code_version
+from etude.store.checkpoints import (
+    Checkpoint,
+    CheckpointWriter,
+    Origin,
+    code_version,
+    version_name,
+)
 from etude.store.runs import Run
 from etude.store.telemetry import Emit
 from etude.train.checkpoint import from_bytes, to_bytes
@@ -185,6 +191,10 @@ class TrainerState:
     def read_batch(self, step: int, span: StageSpan) -> Batch:
         """Waits for it, and enters it into the lineage."""
         batch = self.run.wait_batch(step)
+        base = step - 1 if batch.base is None else batch.base
+        if base != self.version:
+            self.rewind(base)
+        self.saver.kept = version_name(base)
         self.world.activity = f"step {step} of {self.stage}"
         self.batches_digest = hashlib.sha256(
             f"{self.batches_digest} {self.run.batch_digest(step)}".encode()
@@ -196,9 +206,9 @@ class TrainerState:
         """Measure the train/inference mismatch of a batch, for the store and as an event."""
         if self.world.rank == 0:
             self.run.put_recomputed(batch.step, found)
-            self.emit(
-                measure_mismatch(batch.rows, found, step=batch.step, decode=self.tokenizer.decode)
-            )
+            # What users said belongs where it can be deleted: not into events.
+            decode = self.tokenizer.decode if self.config.realtime is None else None
+            self.emit(measure_mismatch(batch.rows, found, step=batch.step, decode=decode))
 
     def report_fit(self) -> Callable[[SupervisedStepReport], None]:
         """The callback after each supervised step: an event, and now and then a checkpoint."""
@@ -280,7 +290,25 @@ class TrainerState:
         )
         self.saver.save(checkpoint, to_bytes(self.learner.state()), then)
 
+    def rewind(self, version: int) -> None:
+        """Go back to the state in which a version was made: what was learnt since is not built
+        on."""
+        name = version_name(version)
+        if not self.run.has_checkpoint(name):
+            raise EtudeError(
+                f"{self.run.objects.url}: the next step begins with version {version}, and there "
+                f"is no checkpoints/{name} of it any more: bring it back from a copy"
+            )
+        self.saver.wait()
+        self.load(checkpoints.read(self.run, name))
+
     def resume(self, checkpoint: Checkpoint) -> None:
+        self.load(checkpoint)
+        if self.step == 0:
+            self.publication()()  # a crash may have come between the checkpoint and the publication
+            self.publisher.wait()
+
+    def load(self, checkpoint: Checkpoint) -> None:
         self.stage, self.version, self.step = checkpoint.stage, checkpoint.version, checkpoint.step
         self.lineage, self.heldout_losses = (
             checkpoint.lineage,
@@ -295,9 +323,6 @@ class TrainerState:
             )
 
         self.learner.load_shards(len(checkpoint.parts), shard)
-        if self.step == 0:
-            self.publication()()  # a crash may have come between the checkpoint and the publication
-            self.publisher.wait()
 
     def close(self) -> None:
         self.saver.close()

@@ -22,6 +22,7 @@ from etude.core.errors import EtudeError
 from etude.core.recorded import RecordedTurn, Redaction, stripped
 from etude.core.redaction import Finding, Redactor, is_distinctive
 from etude.core.sampling import RegionSpan, Request, Sample, Token
+from etude.core.traffic import Arm
 from etude.core.types import SegmentKind
 from etude.model.detokenizer import IncrementalDetokenizer
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
@@ -58,6 +59,9 @@ class OpenSession:
     started: float
     propensity: float
     used: float
+    router: Router | None = None
+    """That answers it, if workers stand in pools."""
+    arm: Arm | None = None
     number: int = 0
     known: set[str] = field(default_factory=set)
     """Values that were called secrets."""
@@ -114,6 +118,8 @@ class Recording:
             time=self._store.now(),
             number=number,
             propensity=session.propensity,
+            arm=session.arm.pool if session.arm else "",
+            arm_propensity=session.arm.propensity if session.arm else 1.0,
             policy=self._policy,
             vocabulary=self._vocabulary,
             segment=placed.segment,

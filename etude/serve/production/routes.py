@@ -33,6 +33,7 @@ from etude.serve.answerer import Answerer, PolicyAnswerer, ServedModel
 from etude.serve.dialects import public_routes, session_routes
 from etude.serve.headers import read_segment_kind
 from etude.serve.http import ApiError, Unavailable, read, respond
+from etude.serve.pools import Pools
 from etude.serve.production.config import ProductionConfig, read_production, read_user_key
 from etude.serve.production.recording import OpenSession, Recording, RecordingAnswerer
 from etude.serve.production.schema import (
@@ -69,10 +70,12 @@ class Production:
 
     def __init__(
         self, model: ServedModel, router: Router, store: ProductionStore,
-        config: ProductionConfig, key: bytes, policy: str,
+        config: ProductionConfig, key: bytes, policy: str, pools: Pools | None = None,
     ) -> None:  # fmt: skip
+        """`pools`: who answers whom, if the run learns from its users."""
         self._model = model
         self._router = router
+        self._pools = pools
         self._store = store
         self._config = config
         self._key = key
@@ -125,11 +128,20 @@ class Production:
         )
 
     def _answerer(self, http: HttpRequest) -> Answerer:
-        session = self._session(http, self._identity(http))
+        identity = self._identity(http)
+        session = self._session(http, identity)
+        home = None
+        if self._pools is not None:
+            home = self._pools.home(identity.user, http.scope["etude.session"])
+        router = self._router if home is None else home[0]
         if session is None or session.dropped:
-            return PolicyAnswerer(self._model, self._router)
+            return PolicyAnswerer(self._model, router)
+        if home is not None:
+            if session.router is not None and session.router is not home[0]:
+                session.router.forget(session.key)
+            session.router, session.arm = home
         return RecordingAnswerer(
-            self._model, self._router, self.recording, session, read_segment_kind(http.headers)
+            self._model, router, self.recording, session, read_segment_kind(http.headers)
         )
 
     def _session(self, http: HttpRequest, identity: Identity) -> OpenSession | None:
@@ -279,7 +291,7 @@ class Production:
         limit = self._store.now() - self._config.session_idle_minutes * 60
         for session in [s for s in self.recording.sessions.values() if s.used < limit]:
             self.recording.forget(session)
-            self._router.forget(session.key)
+            (session.router or self._router).forget(session.key)
 
     def sweep(self) -> None:
         config = self._config
@@ -310,9 +322,12 @@ def _header(http: HttpRequest, name: str) -> str:
     return value
 
 
-def open_production(path: Path, model: ServedModel, router: Router, run: Run) -> Production:
+def open_production(
+    path: Path, model: ServedModel, router: Router, run: Run, pools: Pools | None = None
+) -> Production:
     """As a file of production mode says, for the model of a run."""
     config = read_production(path)
     objects = run.objects if config.store is None else Objects.open(config.store)
     key = read_user_key(Path(config.user_key_file), create=True)
-    return Production(model, router, ProductionStore(objects), config, key, run.config().name)
+    store, policy = ProductionStore(objects), run.config().name
+    return Production(model, router, store, config, key, policy, pools)

@@ -1,0 +1,59 @@
+"""The product of the benchmark of real-time RL: a song, of which users want half to be vowels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import aiohttp
+
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
+from etude.core.types import Attempt, Score, Task, Transcript
+
+
+def vowel_quality(song: str) -> float:
+    """From 0 to 1; 1 if half of it are vowels, or more."""
+    return min(1.0, 2 * sum(letter in "aeiou" for letter in song.lower()) / max(1, len(song)))
+
+
+class Songs:
+    """Held-out tasks: a song that is not mute. A model that says nothing any more fails them."""
+
+    def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
+        self.pool = pool
+        self.counts = counts
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        spec = SandboxSpec(files={"song.txt": ""})
+        return [
+            Task(id=f"{split}-{n}", prompt=f"sing {n}", sandbox=spec)
+            for n in range(self.counts[split])
+        ]
+
+    def open(self, task: Task) -> AbstractAsyncContextManager[Sandbox]:
+        return self.pool.open(task.sandbox)
+
+    async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
+        said = str(attempt.transcript.messages[-1].get("content") or "")
+        return Score(float(len(said.strip()) >= 3))
+
+
+class Singer:
+    """One question to the model."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **unused: Any
+    ) -> None:
+        self.http = http
+        self.sampling = {"max_tokens": max_tokens, "temperature": temperature}
+
+    async def run(
+        self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
+    ) -> Transcript:
+        body = {**self.sampling, "messages": task.opening, "seed": seed}
+        headers = {"Authorization": f"Bearer {api_key}"}
+        url = f"{base_url}/chat/completions"
+        async with self.http.post(url, json=body, headers=headers) as response:
+            answer = (await response.json())["choices"][0]["message"]
+        return Transcript(messages=[*task.opening, answer], finished=True)

@@ -1,0 +1,120 @@
+"""`etude realtime`: users teach the model of a run; and what a person may say about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from etude.core import traffic
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.core.ledger import Ledger
+from etude.core.traffic import Change
+from etude.core.updates import versions_that_saw
+from etude.launch.place import RunPlace
+from etude.launch.realtime import described
+from etude.realtime.cycle import Collect
+from etude.run.realtime_process import open_loop, realtime_settings
+from etude.store.realtime import TrafficLog, all_forgotten, updates
+from etude.store.runs import Run
+
+TRIES = 10
+SHOWN = 20
+
+
+def decide(run: Run, make: Callable[[Change], Change], console: Console) -> int:
+    """Enters a person's decision. The loop may decide something at the same time: then it is made
+    anew, on what holds now."""
+    log = TrafficLog(run.objects)
+    for _ in range(TRIES):
+        last = log.newest()
+        if last is None:
+            raise EtudeError(
+                f"{run.objects.url}: no version was given to users yet: start `etude realtime` "
+                f"first"
+            )
+        try:
+            change = make(last)
+        except ValueError as e:
+            raise EtudeError(str(e)) from e
+        if log.append(change):
+            console.print(described(change), highlight=False, markup=False, soft_wrap=True)
+            return 0
+    raise EtudeError(f"{run.objects.url}: others change the traffic all the time; try again")
+
+
+def stop(run: Run, console: Console) -> int:
+    """Nothing is trained or deployed until `resume`; users are served on."""
+    return decide(run, lambda last: traffic.hold(last, time.time(), "stopped by hand"), console)
+
+
+def resume(run: Run, console: Console) -> int:
+    return decide(run, lambda last: traffic.resume(last, time.time()), console)
+
+
+def rollback(run: Run, console: Console) -> int:
+    """Users go back to the version before; then as `stop`."""
+    why = "taken back by hand"
+    return decide(run, lambda last: traffic.roll_back(last, time.time(), why, held=True), console)
+
+
+def pin(run: Run, console: Console, version: int | None) -> int:
+    """Users stay with a version, by default the live one; otherwise as `stop`."""
+
+    def pinned(last: Change) -> Change:
+        wanted = last.traffic.version if version is None else version
+        return traffic.pin(last, wanted, time.time())
+
+    return decide(run, pinned, console)
+
+
+def status(run: Run, console: Console) -> int:
+    """What holds, how it came to that, and what became of the sessions."""
+    changes = TrafficLog(run.objects).changes()
+    for change in changes[-SHOWN:]:
+        console.print(described(change), highlight=False, markup=False, soft_wrap=True)
+    ledger = Ledger(run.ledger.records())
+    dropped = ", ".join(f"{count} {why}" for why, count in sorted(ledger.dropped.items()))
+    console.print(
+        f"{ledger.issued} sessions = {ledger.trained} trained + {ledger.dropped.total()} dropped "
+        f"({dropped or 'none'}) + {ledger.in_flight} pending",
+        highlight=False,
+    )
+    bases = {step: record.base for step, record in updates(run).items()}
+    for forgotten in all_forgotten(run):
+        seen = ", ".join(map(str, versions_that_saw(forgotten.steps, bases))) or "none"
+        console.print(f"deleted user {forgotten.user}: seen by versions {seen}", highlight=False)
+    return 0
+
+
+def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
+    """What the loop would do next, without doing it."""
+    realtime = realtime_settings(config)
+    run = place.find()
+    if run is None or TrafficLog(run.objects).newest() is None:
+        console.print(f"{place}: nothing was given to users yet", highlight=False)
+    else:
+        loop = open_loop(run, config)
+        action = loop.next()
+        console.print(f"next: {action}", highlight=False, markup=False)
+        if isinstance(action, Collect):
+            found = loop.sort_out(action.base, loop.last.traffic)
+            console.print(
+                f"{len(found.ready)} sessions are settled, of {realtime.min_sessions} that a "
+                f"batch needs; {found.pending} pending",
+                highlight=False,
+            )
+            for entry in found.dropped:
+                console.print(f"to be dropped: {entry.label} {len(entry.samples)}", highlight=False)
+    canary = realtime.canary
+    console.print(
+        f"an update every {realtime.every_minutes:g} min at most, from {realtime.min_sessions} "
+        f"sessions that are settled after {realtime.horizon_minutes:g} min; "
+        f"then {config.tasks.heldout} held-out tasks (margin {realtime.gate.margin:g}), then "
+        f"{', '.join(f'{100 * share:g} %' for share in canary.ramp)} of users",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0

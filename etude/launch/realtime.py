@@ -1,0 +1,136 @@
+"""Real-time RL on this machine: a gateway for users, workers in pools, the trainer and the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from etude.core.config import RunConfig
+from etude.core.errors import EtudeError
+from etude.core.realtime_config import RealtimeConfig
+from etude.core.traffic import BLUE, GREEN, HELDOUT, Change
+from etude.launch.devices import placed
+from etude.launch.launcher import (
+    RESTARTS,
+    Program,
+    check_port,
+    free_ports,
+    locked,
+    python,
+    trainer_programs,
+)
+from etude.launch.local import in_background, open_launcher, run_until_told
+from etude.launch.place import RunPlace
+from etude.serve.production.config import read_production, read_user_key
+from etude.serve.tokens import SECRET_VARIABLE, Scope, read_secret
+from etude.store.realtime import TrafficLog
+from etude.store.runs import Run
+from etude.trainer.prepare import is_prepared
+
+LOOK_S = 0.5
+
+
+def execute(
+    config: RunConfig, place: RunPlace, console: Console, *, resume: str, once: bool
+) -> None:
+    """Users are served, and teach the model, until somebody stops it; or `once`."""
+    assert config.realtime is not None
+    if read_secret() is None:
+        raise EtudeError(
+            f"real-time RL needs tokens, for your backend too: set {SECRET_VARIABLE} "
+            f"(docs/production.md)"
+        )
+    production = read_production(Path(config.realtime.production))
+    read_user_key(Path(production.user_key_file), create=True)
+    with locked(place.directory) as lock:
+        run = Run.open(place.store)
+        run.put_config(config)
+        launcher = open_launcher(config, place, resume, lock)
+
+        async def program() -> None:
+            if not is_prepared(run):
+                preparing = python("etude.trainer.prepare", "--store", place.store)
+                await launcher.run_to_end(Program("preparation", preparing))
+            programs, url = realtime_programs(config, config.realtime, place, once=once)
+            console.print(f"gateway for users: {url}", highlight=False)
+            async with in_background(show_changes(run, console)):
+                await launcher.run_all(programs, until="loop")
+                await asyncio.sleep(2 * LOOK_S)
+
+        run_until_told(program())
+
+
+def pools_of(config: RealtimeConfig) -> list[str]:
+    return [BLUE, GREEN] + ([HELDOUT] if config.heldout_share else [])
+
+
+def realtime_programs(
+    config: RunConfig, realtime: RealtimeConfig | None, place: RunPlace, *, once: bool
+) -> tuple[list[Program], str]:
+    """All processes, and the URL that users' requests go to. In every pool there is a worker of
+    every region."""
+    assert realtime is not None
+    engine, placement = config.engine, placed(config)
+    if engine.port:
+        check_port(engine.port)
+    homes = [(pool, region) for pool in pools_of(realtime) for region in engine.regions]
+    *ports, free = free_ports(len(homes) + 1)
+    url = f"http://127.0.0.1:{engine.port or free}"
+    listening = ("--store", place.store, "--port", engine.port or free)
+    gateway = Program(
+        "gateway",
+        python("etude.serve.gateway", *listening, "--production", realtime.production),
+        serves=True,
+        restarts=RESTARTS,
+        makes_tokens=True,
+    )
+    workers = [
+        Program(
+            f"worker-{pool}-{region}",
+            python(
+                "etude.serve.worker",
+                *("--store", place.store, "--region", region, "--port", port),
+                *("--gateway", url, "--pool", pool),
+            ),
+            serves=True,
+            restarts=RESTARTS,
+            scope=Scope.WORKER,
+            gpus=placement.engines.get(region, ()),
+        )
+        for (pool, region), port in zip(homes, ports, strict=True)
+    ]
+    loop = Program(
+        "loop",
+        python("etude.run.realtime_process", "--store", place.store, *(["--once"] if once else [])),
+        cpus=placement.sandbox_cpus,
+    )
+    trainers = trainer_programs(
+        place.store, config.trainer.ranks, place.directory / "rendezvous", placement.trainer
+    )
+    return [gateway, *workers, *trainers, loop], url
+
+
+async def show_changes(run: Run, console: Console) -> None:
+    """Prints each change when it comes, until it is cancelled."""
+    log, shown = TrafficLog(run.objects), 0
+    while True:
+        changes = await asyncio.to_thread(log.changes)
+        for change in changes[shown:]:
+            console.print(described(change), highlight=False, markup=False, soft_wrap=True)
+        shown = len(changes)
+        await asyncio.sleep(LOOK_S)
+
+
+def described(change: Change) -> str:
+    """A line for people."""
+    traffic = change.traffic
+    beside = ""
+    if traffic.beside is not None:
+        beside = f", {100 * traffic.share:g} % of users with {traffic.pools[traffic.beside]}"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(change.time))
+    held = ", held" if change.held else ""
+    why = f": {change.why}" if change.why else ""
+    return f"{when}  {change.action} {change.version} (live {traffic.version}{beside}{held}){why}"

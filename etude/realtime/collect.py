@@ -1,0 +1,222 @@
+"""From settled sessions to a batch: which of them are trained on, and why the others are not. Pure.
+
+Users do not wait for a free slot of a window, so what they bring is sorted here instead: a session
+is pending until it is settled, then trained on once or dropped for a named reason. Only tokens of
+the live version are trained on, or of the few before it that it was made from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from etude.core.advantage import oldest_version, to_rows, untrainable_params
+from etude.core.checks import row_fault
+from etude.core.exports import trajectories
+from etude.core.ledger import Dropped, Issued, Ledger, Reason
+from etude.core.types import Batch, Credit, Row, Trajectory, plain_text
+from etude.core.updates import CreditedAnswer
+from etude.realtime.credit import Baseline, CreditSample, advantages
+from etude.realtime.robust import Caps, admit
+from etude.realtime.signals import SessionOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a session must be to be trained on."""
+
+    versions: frozenset[int]
+    """That its tokens may come from."""
+    is_heldout: Callable[[str], bool]
+    """Whether a user never sees an update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sorted:
+    """Every session that is neither trained nor dropped so far."""
+
+    issued: tuple[Issued, ...]
+    """Those that were not known before."""
+    dropped: tuple[Dropped, ...]
+    ready: tuple[SessionOutcome, ...]
+    pending: int
+
+
+def sort_out(
+    outcomes: Iterable[SessionOutcome], ledger: Ledger, rules: Rules, *, now: float
+) -> Sorted:
+    """What is to be done with each session now."""
+    there = {outcome.id: outcome for outcome in outcomes}
+    known = set(ledger.samples())
+    unsettled = set(ledger.open_samples())
+    drops: defaultdict[tuple[Reason, str], list[str]] = defaultdict(list)
+    for id in sorted(unsettled - there.keys()):
+        drops["deleted", ""].append(id)
+    ready, pending = [], 0
+    for id, outcome in sorted(there.items()):
+        if id in known and id not in unsettled:
+            continue
+        if why := _refusal(outcome, rules, now):
+            drops[why].append(id)
+        elif now < outcome.settles_at:
+            pending += 1
+        else:
+            ready.append(outcome)
+    return Sorted(
+        issued=tuple(_issued(there[id]) for id in sorted(there.keys() - known)),
+        dropped=dropped_entries(drops),
+        ready=tuple(ready),
+        pending=pending,
+    )
+
+
+def dropped_entries(drops: Mapping[tuple[Reason, str], Sequence[str]]) -> tuple[Dropped, ...]:
+    return tuple(
+        Dropped(samples=tuple(ids), reason=reason, detail=detail)
+        for (reason, detail), ids in drops.items()
+    )
+
+
+def _issued(outcome: SessionOutcome) -> Issued:
+    version = min(outcome.versions, default=0)
+    return Issued(group=outcome.id, task=outcome.id, samples=(outcome.id,), version=version)
+
+
+def _refusal(outcome: SessionOutcome, rules: Rules, now: float) -> tuple[Reason, str] | None:
+    """None if it may be trained on, now or once it is settled."""
+    if rules.is_heldout(outcome.user):
+        return "heldout", ""
+    if strangers := sorted(outcome.versions - rules.versions):
+        return "stale", f"version {strangers[0]}"
+    if now >= outcome.settles_at and outcome.is_censored:
+        return "censored", ""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A batch, and what became of the sessions that were ready for it."""
+
+    batch: Batch | None
+    """None if nothing is left to learn from."""
+    dropped: tuple[Dropped, ...]
+    answers: tuple[CreditedAnswer, ...] = ()
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Those that are trained on."""
+        return samples_of(self.batch) if self.batch is not None else ()
+
+
+def samples_of(batch: Batch) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(row.sample for row in batch.rows))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chosen:
+    outcome: SessionOutcome
+    trajectory: Trajectory
+    rewards: list[tuple[int, int, float]] = field(default_factory=list)
+    """(segment, turn, worth) of each answer whose tokens can be trained on."""
+
+
+def make_update(
+    ready: Sequence[SessionOutcome],
+    *,
+    step: int,
+    base: int,
+    caps: Caps,
+    baseline: Baseline,
+    max_tokens: int,
+) -> Update:
+    """One row for every segment of a session. Each answer is credited by what its own user said of
+    it, less what was to be expected."""
+    drops: defaultdict[tuple[Reason, str], list[str]] = defaultdict(list)
+    admitted = admit(ready, caps, salt=f"update {step}")
+    for detail, ids in admitted.dropped.items():
+        drops["capped", detail].extend(ids)
+    kept = set(admitted.kept)
+    chosen: list[_Chosen] = []
+    for outcome in sorted(ready, key=lambda one: one.id):
+        if outcome.id in kept:
+            found = _trainable(outcome, newest=step - 1, max_tokens=max_tokens)
+            if isinstance(found, _Chosen):
+                chosen.append(found)
+            else:
+                drops[found].append(outcome.id)
+    rows, answers = _credited(chosen, baseline)
+    batch = None
+    if rows:
+        worth = [answer.worth for answer in answers]
+        batch = Batch(
+            step=step,
+            rows=tuple(rows),
+            oldest=oldest_version(rows),
+            reward=sum(worth) / len(worth),
+            base=None if base == step - 1 else base,
+        )
+    return Update(batch=batch, dropped=dropped_entries(drops), answers=tuple(answers))
+
+
+def _trainable(
+    outcome: SessionOutcome, *, newest: int, max_tokens: int
+) -> _Chosen | tuple[Reason, str]:
+    made = trajectories([outcome.session], {}, unheard=True)
+    if not made.made:
+        return "malformed", next(iter(made.dropped))
+    trajectory: Trajectory = made.made[0]
+    if names := untrainable_params(trajectory):
+        return "sampling", names
+    for row in to_rows(trajectory, 0.0):
+        if row_fault(row, oldest=0, newest=newest, max_tokens=max_tokens):
+            return "malformed", ""
+    rewards = list(_rewards(outcome))
+    if not rewards:
+        return "malformed", "redacted"
+    return _Chosen(outcome=outcome, trajectory=trajectory, rewards=rewards)
+
+
+def _rewards(outcome: SessionOutcome) -> Iterator[tuple[int, int, float]]:
+    """Answers whose log-probs were not kept have no place among the turns of their segment
+    (`core.recorded`)."""
+    worth = {answer.turn.answer: answer.worth for answer in outcome.answers}
+    for number, segment in enumerate(outcome.session.segments):
+        exact = [turn for turn in segment.turns if turn.logprobs]
+        for place, turn in enumerate(exact):
+            if (value := worth[turn.answer]) is not None:
+                yield number, place, value
+
+
+def _credited(
+    chosen: Sequence[_Chosen], baseline: Baseline
+) -> tuple[list[Row], list[CreditedAnswer]]:
+    rewarded = [
+        (_credit_sample(one, segment, turn), value)
+        for one in chosen
+        for segment, turn, value in one.rewards
+    ]
+    values = iter(advantages(baseline, rewarded))
+    rows: list[Row] = []
+    for one in chosen:
+        credits = [Credit(next(values), segment, turn) for segment, turn, _ in one.rewards]
+        judged = {credit.segment for credit in credits}
+        made = to_rows(one.trajectory, 0.0, credits)
+        rows += [row for number, row in enumerate(made) if number in judged]
+    answers = [
+        CreditedAnswer(sample=sample.session, context=sample.context, worth=value)
+        for sample, value in rewarded
+    ]
+    return rows, answers
+
+
+def _credit_sample(one: _Chosen, segment: int, turn: int) -> CreditSample:
+    """What stood before the answer; the newest message says most about it."""
+    recorded = [each for each in one.outcome.session.segments[segment].turns if each.logprobs][turn]
+    asked = [plain_text(message.get("content")) for message in recorded.messages[:-1]]
+    return CreditSample(
+        id=f"{one.outcome.id}@{segment}.{turn}",
+        session=one.outcome.id,
+        context=one.outcome.context,
+        prompt=asked[-1] if asked else "",
+    )

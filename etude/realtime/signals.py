@@ -1,0 +1,180 @@
+"""From what users did about answers to what the answers were worth. Pure.
+
+An answer is worth the sum of the strengths of its events, from -1 to 1; of kinds that answer the
+same question only the newest counts (`core.feedback`). An answer that nobody said anything about is
+worth nothing that is known: it is no zero.
+
+A session is settled when its horizon is over, which is longer for a longer session. What arrives
+later changes nothing any more. So what a settled session is worth does not depend on when, or how
+often, anybody looks, nor on the order in which its events came.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from etude.core.exports import Feedback
+from etude.core.feedback import STRENGTHS, FeedbackEvent, counted
+from etude.core.recorded import RecordedSession, RecordedTurn
+from etude.core.types import Json, plain_text
+from etude.realtime.conduct import Conduct, judged
+
+DISSATISFIED = "dissatisfied"
+FOLLOW_UP = "follow_up"
+KEPT = frozenset({"kept_10s", "kept_5min", "kept_commit", "kept_7d", "accepted"})
+LOST = frozenset({"rejected", "regenerated", "undone"})
+_COMPLAINT = re.compile(
+    r"\b(wrong|incorrect|broken|revert|undo|useless|not what i|that'?s not|"
+    r"didn'?t (ask|work|help)|do(es)?n'?t (work|help|compile)|"
+    r"still (fails?|broken|wrong|not)|why did you|stop (doing|it))\b",
+    re.IGNORECASE,
+)
+_SUPPRESSION = re.compile(r"#\s*(noqa|type:\s*ignore|pylint:\s*disable)|eslint-disable|@ts-ignore")
+_CALL_MARKER = "<tool_call>"
+"""In the text of an answer it is a call that could not be read."""
+
+
+def is_complaint(text: str) -> bool:
+    """Whether a follow-up says, in plain English words, that the answer before it was no good. A
+    product with a classifier of its own sends `dissatisfied` instead."""
+    return _COMPLAINT.search(text) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalTable:
+    """What each kind of event counts, and for how long events are waited for."""
+
+    strengths: Mapping[str, float] = field(default_factory=dict)
+    """In place of what the event itself says, by kind; 0 takes a kind out."""
+    horizon_s: float = 3600.0
+    horizon_per_turn_s: float = 60.0
+    """More for every answer of a session beyond its first."""
+
+    def strength(self, event: FeedbackEvent) -> float:
+        kind = event.kind
+        if kind == FOLLOW_UP and event.strength == 0 and is_complaint(event.text):
+            return self.strengths.get(DISSATISFIED, STRENGTHS[DISSATISFIED])
+        return self.strengths.get(kind, event.strength)
+
+    def settles_at(self, session: RecordedSession) -> float:
+        turns = session.turns
+        wait_s = self.horizon_s + self.horizon_per_turn_s * (len(turns) - 1)
+        return max(turn.time for turn in turns) + wait_s
+
+    def worth(self, events: Iterable[FeedbackEvent]) -> float | None:
+        """Of one answer; None if nothing counts that anybody said."""
+        strengths = [
+            self.strength(event)
+            for event in counted(events)
+            if self.strengths.get(event.kind) != 0.0
+        ]
+        return max(-1.0, min(1.0, math.fsum(strengths))) if strengths else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOutcome:
+    """What became of one answer, as far as it is known."""
+
+    turn: RecordedTurn
+    worth: float | None
+    kept: bool | None
+    """None if nobody said whether it was."""
+    dissatisfied: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOutcome:
+    """A recorded session with what its answers were worth to its user."""
+
+    session: RecordedSession
+    answers: tuple[AnswerOutcome, ...]
+    settles_at: float
+    late: int
+    """Events that came when it was settled."""
+
+    @property
+    def id(self) -> str:
+        """That of its trajectory (`core.exports`)."""
+        return f"{self.session.user}.{self.session.session}"
+
+    @property
+    def user(self) -> str:
+        return self.session.user
+
+    @property
+    def organisation(self) -> str:
+        return self.session.organisation
+
+    @property
+    def is_censored(self) -> bool:
+        """Whether nobody said anything, so that nothing is known of it."""
+        return all(answer.worth is None for answer in self.answers)
+
+    @property
+    def versions(self) -> frozenset[int]:
+        return frozenset(span.version for turn in self.session.turns for span in turn.versions)
+
+    @property
+    def context(self) -> str:
+        """The kind of request, as far as its prompt tells: the tools that the model was offered and
+        how the system prompt begins."""
+        first = self.session.turns[0]
+        tools = sorted(str(tool.get("function", {}).get("name", "")) for tool in first.tools)
+        system = "".join(
+            plain_text(message.get("content"))[:200]
+            for message in first.messages
+            if message.get("role") == "system"
+        )
+        return f"{','.join(tools)}|{system}"
+
+
+def session_outcome(
+    session: RecordedSession, feedback: Feedback, table: SignalTable
+) -> SessionOutcome:
+    settles_at, late = table.settles_at(session), 0
+    answers = []
+    for turn in session.turns:
+        said = feedback.get(turn.answer, ())
+        in_time = [event for event in said if event.received <= settles_at]
+        late += len(said) - len(in_time)
+        answers.append(_answer_outcome(turn, in_time, table))
+    return SessionOutcome(session=session, answers=tuple(answers), settles_at=settles_at, late=late)
+
+
+def _answer_outcome(
+    turn: RecordedTurn, events: list[FeedbackEvent], table: SignalTable
+) -> AnswerOutcome:
+    newest = counted(events)
+    kinds = {event.kind for event in newest}
+    kept = False if kinds & LOST else True if kinds & KEPT else None
+    complains = any(e.kind == FOLLOW_UP and is_complaint(e.text) for e in newest)
+    return AnswerOutcome(
+        turn=turn,
+        worth=judged(table.worth(events), conduct_of(turn)),
+        kept=kept,
+        dissatisfied=DISSATISFIED in kinds or complains,
+    )
+
+
+def conduct_of(turn: RecordedTurn) -> Conduct:
+    """What an answer itself shows of how the model behaved. What only the product can know, it says
+    by events."""
+    answer = turn.messages[-1]
+    calls = [call.get("function", {}).get("arguments") for call in answer.get("tool_calls") or ()]
+    unread = plain_text(answer.get("content")).count(_CALL_MARKER)
+    return Conduct(
+        broken_tool_calls=unread + sum(not _is_object(call) for call in calls),
+        suppressed_lints=sum(len(_SUPPRESSION.findall(str(call))) for call in calls),
+    )
+
+
+def _is_object(arguments: Json) -> bool:
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return False
+    return isinstance(read, dict)

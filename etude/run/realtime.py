@@ -1,0 +1,338 @@
+"""The loop of real-time RL: users teach the model (docs/realtime.md).
+
+What to do next is decided by `realtime.cycle` from what lies in the store, and done here, one thing
+at a time. Nothing else is remembered. Users do not depend on this process: gateways follow the
+changes of traffic that it writes, and go on without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from etude.core.consent import Tombstone
+from etude.core.feedback import Joined
+from etude.core.ledger import Batched, Entry, Ledger, Trained
+from etude.core.realtime_config import CanaryConfig, GateConfig, RealtimeConfig
+from etude.core.recorded import Sessions
+from etude.core.traffic import ENDS, Change, Traffic, decided, start
+from etude.core.updates import Forgotten, UpdateRecord, versions_that_saw
+from etude.realtime.canary import CanaryPlan, Metric, decide
+from etude.realtime.collect import Rules, Sorted, make_update, samples_of, sort_out
+from etude.realtime.credit import BASELINE, Baseline, CreditSample
+from etude.realtime.cycle import (
+    Collect,
+    Compare,
+    Done,
+    Evaluate,
+    Facts,
+    Gate,
+    Next,
+    Start,
+    after_gate,
+    after_look,
+    lineage,
+    next_action,
+    user_outcomes,
+)
+from etude.realtime.gate import Outcomes, Suite, Verdict, judge
+from etude.realtime.robust import Caps
+from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
+from etude.run.evaluate import Report, report_name
+from etude.store.realtime import TrafficLog, forget_user, forgotten, put_update, updates
+from etude.store.runs import Run
+
+Tell = Callable[[str], None]
+
+
+class Users(Protocol):
+    """What was recorded of users: `serve.production.place.Place`, or a fake."""
+
+    def read(self) -> tuple[Sessions, Joined]: ...
+
+    def tombstones(self) -> dict[str, Tombstone]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What the loop must know of the run."""
+
+    name: str
+    """The run's: sessions of others are not trained on."""
+    first: int
+    last: int
+    max_tokens: int
+    """Of a row."""
+    splits: tuple[str, ...]
+    """Of held-out tasks, that a version must pass."""
+
+
+class RealtimeLoop:
+    """`published`: the newest version, or -1. `evaluate`: returns when the report of a version on a
+    split, with so many attempts, is in the store."""
+
+    def __init__(
+        self,
+        run: Run,
+        users: Users,
+        config: RealtimeConfig,
+        stage: Stage,
+        *,
+        published: Callable[[], int],
+        evaluate: Callable[[int, str, int], Awaitable[None]],
+        tell: Tell = lambda text: None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.run = run
+        self.users = users
+        self.config = config
+        self.stage = stage
+        self.plan = canary_plan(config.canary)
+        self.table = signal_table(config)
+        self.traffic = TrafficLog(run.objects)
+        self.ledger = Ledger(run.ledger.records())
+        self._published = published
+        self._evaluate = evaluate
+        self._tell = tell
+        self._now = now
+
+    async def follow(self, *, once: bool = False) -> None:
+        """Returns when all steps of the stage are taken; `once`: when one update has ended."""
+        begun = max(self.stage.first, decided(self.traffic.changes()))
+        before: Next | None = None
+        while not isinstance(action := await self.step(), Done):
+            if once and begun < decided(self.traffic.changes()) and self.is_idle:
+                return
+            if action == before:
+                await asyncio.sleep(self.config.look_s)
+            before = action
+
+    async def step(self) -> Next:
+        """Does the next thing, if it can be done already; what it was."""
+        self._enter_batches()
+        action = self.next()
+        match action:
+            case Start(version):
+                self._change(start(version, self._now(), self.config.heldout_share))
+            case Collect():
+                self._forget_deleted()
+                self.collect(action)
+            case Evaluate(version):
+                for split in self.stage.splits:
+                    if not self._has_report(version, split):
+                        await self._evaluate(version, split, self.config.gate.samples)
+            case Gate(candidate, live):
+                verdict = self.judge(candidate, live)
+                self._change(after_gate(self.last, candidate, verdict, self.plan, self._now()))
+            case Compare():
+                self.compare(action)
+            case _:
+                pass
+        return action
+
+    def next(self) -> Next:
+        return next_action(self.facts())
+
+    @property
+    def last(self) -> Change:
+        newest = self.traffic.newest()
+        assert newest is not None
+        return newest
+
+    @property
+    def is_idle(self) -> bool:
+        return self.last.action in ENDS
+
+    def facts(self) -> Facts:
+        changes, stage = self.traffic.changes(), self.stage
+        names = {
+            version: {
+                report_name(version, split, self.config.gate.samples) for split in stage.splits
+            }
+            for version in range(stage.first, stage.last + 1)
+        }
+        there = set(self.run.evals())
+        return Facts(
+            first=stage.first,
+            last=stage.last,
+            published=self._published(),
+            batched=max([stage.first, *self.run.batches()]),
+            change=changes[-1] if changes else None,
+            decided=decided(changes),
+            evaluated=frozenset(version for version, wanted in names.items() if wanted <= there),
+        )
+
+    # From sessions to a batch
+
+    def outcomes(self) -> list[SessionOutcome]:
+        sessions, joined = self.users.read()
+        return [
+            session_outcome(session, joined.by_answer, self.table)
+            for session in sessions.sessions
+            if session.policy == self.stage.name
+        ]
+
+    def sort_out(self, base: int, traffic: Traffic) -> Sorted:
+        bases = {step: record.base for step, record in updates(self.run).items()}
+        rules = Rules(
+            versions=lineage(base, bases, max_lag=self.config.max_versions_back),
+            is_heldout=traffic.is_heldout,
+        )
+        return sort_out(self.outcomes(), self.ledger, rules, now=self._now())
+
+    def collect(self, action: Collect) -> None:
+        config, now = self.config, self._now()
+        found = self.sort_out(action.base, self.last.traffic)
+        self._write(*found.issued, *found.dropped)
+        if now < self.last.time + 60 * config.every_minutes or not found.ready:
+            return
+        update = make_update(
+            found.ready,
+            step=action.step,
+            base=action.base,
+            caps=Caps(
+                per_user=config.per_user, per_organisation_share=config.per_organisation_share
+            ),
+            baseline=self._baseline(),
+            max_tokens=self.stage.max_tokens,
+        )
+        if update.batch is None or len(update.samples) < config.min_sessions:
+            return
+        record = UpdateRecord(step=action.step, base=action.base, time=now, answers=update.answers)
+        put_update(self.run, record)
+        self.run.put_batch(update.batch)
+        self._write(*update.dropped, Batched(step=action.step, samples=update.samples))
+        self._tell(
+            f"version {action.step}: {len(update.samples)} sessions, "
+            f"mean worth {update.batch.reward:+.3f}, from version {action.base}"
+        )
+
+    def _baseline(self) -> Baseline:
+        """It remembers what earlier updates were worth."""
+        baseline = BASELINE[self.config.baseline]()
+        for record in updates(self.run).values():
+            for number, one in enumerate(record.answers):
+                id = f"{record.step}.{number}"
+                baseline.observe(
+                    CreditSample(id=id, session=one.sample, context=one.context), one.worth
+                )
+        return baseline
+
+    def _enter_batches(self) -> None:
+        """Enters into the ledger what a crash left unsaid, and what the trainer has done since."""
+        batches = self.run.batches()
+        for step in batches:
+            if step > self.ledger.trained_step and not self.ledger.has_batch(step):
+                self._write(Batched(step=step, samples=samples_of(self.run.batch(step))))
+        done = max((step for step in batches if step <= self._published()), default=0)
+        if done > self.ledger.trained_step:
+            self._write(Trained(step=done))
+
+    def _write(self, *entries: Entry) -> None:
+        for entry in entries:
+            self.ledger.apply(entry)
+        if entries:
+            self.run.ledger.append(*entries)
+
+    def _forget_deleted(self) -> None:
+        """Takes users who were deleted out of the batches that are trained already. What is not
+        batched yet is not in the store any more."""
+        stones = [
+            stone
+            for stone in self.users.tombstones().values()
+            if (told := forgotten(self.run, stone.user)) is None or told.time < stone.time
+        ]
+        if not stones:
+            return
+        records = updates(self.run)
+        bases = {step: record.base for step, record in records.items()}
+        for stone in stones:
+            told = forgotten(self.run, stone.user)
+            held = [
+                step
+                for step, record in records.items()
+                if any(one.sample.startswith(f"{stone.user}.") for one in record.answers)
+            ]
+            steps = tuple(sorted({*held, *(told.steps if told else ())}))
+            record = Forgotten(user=stone.user, time=stone.time, steps=steps)
+            forget_user(self.run, record, held)
+            seen = ", ".join(map(str, versions_that_saw(steps, bases))) or "none"
+            self._tell(f"user {stone.user} is deleted; versions that have seen them: {seen}")
+
+    # From a version to a decision
+
+    def _has_report(self, version: int, split: str) -> bool:
+        return report_name(version, split, self.config.gate.samples) in self.run.evals()
+
+    def judge(self, candidate: int, live: int) -> Verdict:
+        gate = self.config.gate
+        suites, outcomes = gate_suites(gate, self.stage.splits), {}
+        for split in self.stage.splits:
+            reports = [
+                self.run.eval(report_name(version, split, gate.samples), Report)
+                for version in (live, candidate)
+            ]
+            outcomes[split] = Outcomes(
+                attempts=gate.samples,
+                live=reports[0].solved_by_task,
+                candidate=reports[1].solved_by_task,
+            )
+        return judge(outcomes, suites)
+
+    def compare(self, action: Compare) -> None:
+        last, now = self.last, self._now()
+        seen = [one for one in self.outcomes() if not last.traffic.is_heldout(one.user)]
+        users = user_outcomes(
+            seen,
+            new=action.new,
+            old=action.old,
+            since=last.time,
+            until=now - 60 * self.config.canary.delay_minutes,
+        )
+        if last.action == "canary":
+            decision = decide(self.plan, self.plan.ramp.index(last.traffic.share), users)
+        else:  # most users see it: no slack any more
+            decision = decide(replace(self.plan, first_slack=1.0), 0, users)
+        control = self.config.canary.control_share
+        if (change := after_look(last, decision, now, control_share=control)) is not None:
+            evidence = {f"{each.metric.name} gain": each.gain for each in decision.figures}
+            self._change(replace(change, evidence=evidence))
+
+    def _change(self, change: Change) -> None:
+        """If somebody else has decided meanwhile, the next look sees it."""
+        if self.traffic.append(change):
+            self._tell(f"{change.action} version {change.version}: {change.why or 'so it begins'}")
+
+
+def canary_plan(config: CanaryConfig) -> CanaryPlan:
+    return CanaryPlan(
+        metrics=(
+            Metric(name="kept", margin=config.kept_margin),
+            Metric(name="dissatisfied", margin=config.dissatisfied_margin, higher_is_better=False),
+            Metric(name="judged", margin=config.judged_margin),
+        ),
+        ramp=config.ramp,
+        confidence=config.confidence,
+        false_alarms=config.false_alarms,
+        min_users=config.min_users,
+        max_sessions=config.max_sessions,
+        stage_sessions=config.stage_sessions,
+        first_slack=config.first_slack,
+    )
+
+
+def signal_table(config: RealtimeConfig) -> SignalTable:
+    return SignalTable(
+        strengths=config.signals,
+        horizon_s=60 * config.horizon_minutes,
+        horizon_per_turn_s=60 * config.horizon_minutes_per_turn,
+    )
+
+
+def gate_suites(config: GateConfig, splits: tuple[str, ...]) -> tuple[Suite, ...]:
+    return tuple(
+        Suite(name=split, margin=config.margin, confidence=config.confidence) for split in splits
+    )

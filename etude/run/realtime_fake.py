@@ -1,0 +1,72 @@
+"""A trainer and an evaluation without weights, for whoever tries out the loop of real-time RL.
+
+A version is what it was made of: `fake-versions/{version:06d}.json` holds the samples. So what was
+trained, and how often, can be read off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from etude.core.statistics import wilson
+from etude.run.evaluate import Report
+from etude.store.codec import from_json, seal, to_json
+from etude.store.log import first_free
+from etude.store.runs import Run
+
+FOLDER = "fake-versions"
+
+
+class FakeTrainer:
+    """Publishes version n when batch n is there, once. The first one is there from the start."""
+
+    def __init__(self, run: Run, first: int) -> None:
+        self._run = run
+        self._first = first
+
+    def published(self) -> int:
+        return first_free(self._run.objects, FOLDER, _key, self._first + 1) - 1
+
+    def train(self) -> bool:
+        """One step; False if there is no batch for it."""
+        step = self.published() + 1
+        if step not in self._run.batches():
+            return False
+        samples = [row.sample for row in self._run.batch(step).rows]
+        assert self._run.objects.create(_key(step), seal(to_json(samples))), "trained twice"
+        return True
+
+    def samples(self, version: int) -> list[str]:
+        """What a version was made of."""
+        key = _key(version)
+        return from_json(self._run.objects.get_sealed(key), list[str], key)
+
+
+class FakeEvaluation:
+    """Reports that so many of 400 tasks were solved."""
+
+    def __init__(self, run: Run, solves: Callable[[int], int], stage: str = "rl") -> None:
+        self._run = run
+        self._solves = solves
+        self._stage = stage
+
+    async def __call__(self, version: int, split: str, samples: int = 1) -> None:
+        solved, total = self._solves(version), 400
+        low, high = wilson(solved, total)
+        rewards = {f"t{n:03d}": float(n < solved) for n in range(total)}
+        report = Report(
+            stage=self._stage,
+            split=split,
+            version=version,
+            solved=solved,
+            total=total,
+            low=low,
+            high=high,
+            rewards=rewards,
+            example=[],
+        )
+        self._run.put_eval(report.name, report)
+
+
+def _key(version: int) -> str:
+    return f"{FOLDER}/{version:06d}.json"

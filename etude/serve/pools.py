@@ -1,0 +1,100 @@
+"""Workers in pools, and which of them answers whom.
+
+The gateway follows what the run's store says (`core.traffic`): it has each pool load its version,
+and sends each user to the pool of their arm. A session stays with the pool that it began with, as
+long as that answers anybody: then it moves to the live one. So does who would wait for a pool that
+is not up, or not at its version yet: an update must never cost an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+
+from etude.core.errors import EtudeError
+from etude.core.traffic import Arm, Change
+from etude.serve.http import ApiError
+from etude.serve.process import log_to_stderr
+from etude.serve.router import Router
+from etude.store.realtime import TrafficLog
+
+FOLLOW_S = 1.0
+"""After so long a change is known: as long as a heartbeat of a worker."""
+MAX_SESSIONS = 100_000
+
+
+class Pools:
+    """Without a word in the store there are none, and `home` says so."""
+
+    def __init__(self, make_router: Callable[[], Router], log: TrafficLog) -> None:
+        self._make_router = make_router
+        self._log = log
+        self._routers: dict[str, Router] = {}
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._pinned: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self.change: Change | None = None
+
+    def router(self, pool: str) -> Router:
+        if pool not in self._routers:
+            self._routers[pool] = self._make_router()
+        return self._routers[pool]
+
+    def home(self, user: str, session: str) -> tuple[Router, Arm] | None:
+        """Who answers a session of a user. None if nothing was said of pools."""
+        if self.change is None:
+            return None
+        traffic = self.change.traffic
+        arm, pinned = traffic.arm(user), self._pinned.get((user, session))
+        if pinned in traffic.serving and pinned is not None:
+            arm = Arm(pool=pinned, version=traffic.pools[pinned], propensity=arm.propensity)
+        if not self._is_up(arm):
+            arm = Arm(pool=traffic.live, version=traffic.version, propensity=arm.propensity)
+        if session:
+            self._pin(user, session, arm.pool)
+        return self.router(arm.pool), arm
+
+    def _pin(self, user: str, session: str, pool: str) -> None:
+        self._pinned[user, session] = pool
+        self._pinned.move_to_end((user, session))
+        if len(self._pinned) > MAX_SESSIONS:
+            self._pinned.popitem(last=False)
+
+    def _is_up(self, arm: Arm) -> bool:
+        fleet = self.router(arm.pool).fleet
+        return fleet.floor >= arm.version and bool(fleet.up)
+
+    def status(self) -> dict[str, dict[str, int]]:
+        """By pool, the version that its requests are begun with and the workers that are up."""
+        return {
+            pool: {"version": router.fleet.floor, "up": len(router.fleet.up)}
+            for pool, router in self._routers.items()
+        }
+
+    async def watch(self) -> None:
+        """Follows the store, until it is cancelled."""
+        while True:
+            try:
+                await self.refresh()
+            except EtudeError as e:
+                log_to_stderr(f"what users are answered by is not known anew: {e}")
+            for router in self._routers.values():
+                router.expire_silent()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def refresh(self) -> None:
+        """Learns of what was decided since, and has pools load what they lack."""
+        self.change = await asyncio.to_thread(self._log.newest)
+        if self.change is None:
+            return
+        for pool, version in self.change.traffic.pools.items():
+            running = self._loading.get(pool)
+            if self.router(pool).fleet.floor < version and (running is None or running.done()):
+                self._loading[pool] = asyncio.create_task(self._load(pool, version))
+
+    async def _load(self, pool: str, version: int) -> None:
+        """Tried again at the next look if it fails; meanwhile the others answer."""
+        try:
+            await self.router(pool).load(version)
+        except ApiError as e:
+            log_to_stderr(f"pool {pool}: {e}")

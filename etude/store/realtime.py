@@ -1,0 +1,111 @@
+"""What real-time RL keeps in the run's store, beside batches, versions and reports.
+
+    realtime/changes/{number:06d}.json   a `core.traffic.Change`
+    realtime/updates/{step:06d}.json     an `UpdateRecord`: what the batch of a step was made of
+    realtime/forgotten/{user}.json       a `Forgotten`: which versions have seen a deleted user
+
+A change is created once and never changed. Whoever loses the race for its number, a person's
+command or the loop, looks again at what holds now: nothing is decided twice, and nothing on old
+knowledge.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TypeVar
+
+from etude.core.traffic import Change
+from etude.core.types import Batch
+from etude.core.updates import Forgotten, UpdateRecord
+from etude.store.codec import from_json, pack, seal, to_json
+from etude.store.log import first_free
+from etude.store.objects import Missing, Objects
+from etude.store.runs import Run
+
+CHANGES, UPDATES, FORGOTTEN = "realtime/changes", "realtime/updates", "realtime/forgotten"
+T = TypeVar("T")
+_UPDATE = re.compile(rf"{UPDATES}/(\d{{6,}})\.json")
+
+
+class TrafficLog:
+    """Any number of writers and readers."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._known: list[Change] = []
+
+    def changes(self) -> list[Change]:
+        """All, oldest first. Costs one look at one key if there is nothing new."""
+        known = len(self._known)
+        end = first_free(self._objects, CHANGES, _change_key, known)
+        self._known += [self._read(number) for number in range(known, end)]
+        return list(self._known)
+
+    def newest(self) -> Change | None:
+        return changes[-1] if (changes := self.changes()) else None
+
+    def append(self, change: Change) -> bool:
+        """False if another change has that number."""
+        return self._objects.create(_change_key(change.number), seal(to_json(change)))
+
+    def _read(self, number: int) -> Change:
+        key = _change_key(number)
+        return from_json(self._objects.get_sealed(key), Change, f"{self._objects.url}: {key}")
+
+
+def put_update(run: Run, record: UpdateRecord) -> None:
+    """Before its batch: what was killed in between is written anew."""
+    run.objects.put_sealed(_update_key(record.step), to_json(record))
+
+
+def updates(run: Run) -> dict[int, UpdateRecord]:
+    """By step, those whose batch is there or was."""
+    found = (_UPDATE.fullmatch(key) for key in run.objects.list(UPDATES))
+    steps = sorted(int(match[1]) for match in found if match)
+    return {step: _read(run, _update_key(step), UpdateRecord) for step in steps}
+
+
+def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
+    """Takes a user's tokens and rewards out of the batches of these steps, which are trained, then
+    says what weights have seen them."""
+    for step in trained:
+        batch = run.batch(step)
+        rows = tuple(row for row in batch.rows if not _is_of(row.sample, forgotten.user))
+        _replace_batch(run, replace(batch, rows=rows))
+        record = _read(run, _update_key(step), UpdateRecord)
+        left = tuple(one for one in record.answers if not _is_of(one.sample, forgotten.user))
+        put_update(run, replace(record, answers=left))
+        run.objects.delete(f"recomputed/{step:06d}")
+    run.objects.put_sealed(f"{FORGOTTEN}/{forgotten.user}.json", to_json(forgotten))
+
+
+def forgotten(run: Run, user: str) -> Forgotten | None:
+    try:
+        return _read(run, f"{FORGOTTEN}/{user}.json", Forgotten)
+    except Missing:
+        return None
+
+
+def all_forgotten(run: Run) -> list[Forgotten]:
+    return [_read(run, key, Forgotten) for key in run.objects.list(FORGOTTEN)]
+
+
+def _is_of(sample: str, user: str) -> bool:
+    return sample.startswith(f"{user}.")
+
+
+def _replace_batch(run: Run, batch: Batch) -> None:
+    run.objects.put(f"batches/{batch.step:06d}", seal(pack(batch)))
+
+
+def _read(run: Run, key: str, kind: type[T]) -> T:
+    return from_json(run.objects.get_sealed(key), kind, f"{run.objects.url}: {key}")
+
+
+def _change_key(number: int) -> str:
+    return f"{CHANGES}/{number:06d}.json"
+
+
+def _update_key(step: int) -> str:
+    return f"{UPDATES}/{step:06d}.json"

@@ -1,0 +1,85 @@
+"""What a person says to the loop of real-time RL, by one command each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from etude.cli import main
+from etude.commands import realtime
+from etude.core import traffic
+from etude.core.errors import EtudeError
+from etude.core.traffic import Change
+from etude.store.realtime import TrafficLog
+from etude.store.runs import Run
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run.open("memory:")
+
+
+def told(run: Run, *changes: Change) -> TrafficLog:
+    log = TrafficLog(run.objects)
+    for change in changes:
+        assert log.append(change)
+    return log
+
+
+FIRST = traffic.start(0, 0.0, 0.0)
+TRYING = traffic.canary(FIRST, 1, 1.0, 0.5)
+LIVE = traffic.promote(TRYING, 2.0, "", 0.1)
+
+
+def newest(log: TrafficLog) -> tuple[str, int, bool]:
+    change = log.newest()
+    assert change is not None
+    return change.action, change.traffic.version, change.held
+
+
+def test_one_command_each(run: Run) -> None:
+    log, console = told(run, FIRST, TRYING, LIVE), Console(quiet=True)
+    realtime.rollback(run, console)
+    assert newest(log) == ("roll_back", 0, True)
+    realtime.resume(run, console)
+    assert newest(log) == ("resume", 0, False)
+    realtime.pin(run, console, None)
+    assert newest(log) == ("hold", 0, True)
+    realtime.stop(run, console)
+    assert newest(log) == ("hold", 0, True)
+
+
+def test_what_cannot_be_is_said(run: Run) -> None:
+    console = Console(quiet=True)
+    with pytest.raises(EtudeError, match="no version was given to users yet"):
+        realtime.stop(run, console)
+    told(run, FIRST)
+    with pytest.raises(EtudeError, match="nothing to go back to"):
+        realtime.rollback(run, console)
+    with pytest.raises(EtudeError, match="version 9 is neither live nor the one before"):
+        realtime.pin(run, console, 9)
+
+
+def test_of_two_who_decide_at_once_the_second_sees_what_the_first_did(run: Run) -> None:
+    """The loop takes a version back while somebody stops it."""
+    log = told(run, FIRST, TRYING)
+    calls = []
+
+    def make(last: Change) -> Change:
+        calls.append(last.action)
+        if len(calls) == 1:
+            assert log.append(traffic.roll_back(last, 2.0, "worse"))
+        return traffic.hold(last, 3.0, "stopped")
+
+    realtime.decide(run, make, Console(quiet=True))
+    assert calls == ["canary", "roll_back"] and newest(log) == ("hold", 0, True)
+
+
+def test_a_file_without_the_table_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
+    assert main(["realtime", str(tmp_path / "run.toml")]) == 2
+    assert "has no table [realtime]" in capsys.readouterr().err

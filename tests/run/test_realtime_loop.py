@@ -1,0 +1,129 @@
+"""The loop of real-time RL: a whole life, and every death that it may have on the way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from etude.core.errors import EtudeError
+from etude.core.ledger import Batched, Ledger
+from etude.core.traffic import Change
+from etude.core.updates import versions_that_saw
+from etude.realtime.cycle import Done, Evaluate
+from etude.store.objects import Objects
+from etude.store.realtime import TrafficLog, forgotten, updates
+from tests.run.fake_stage import Mortal
+from tests.run.realtime_world import STAGE, World
+
+
+def told(world: World) -> list[tuple[str, int, int]]:
+    changes = TrafficLog(world.objects).changes()
+    return [(change.action, change.version, change.traffic.version) for change in changes]
+
+
+def check(world: World) -> Ledger:
+    """Whatever happened: nothing deployed twice, nothing trained twice, nothing lost."""
+    ledger = Ledger(world.run.ledger.records())
+    trained = [s for v in range(1, world.trainer.published() + 1) for s in world.trainer.samples(v)]
+    assert len(trained) == len(set(trained)), "a sample is trained twice"
+    entered = [e for e in world.run.ledger.records() if isinstance(e, Batched)]
+    assert sorted(s for e in entered for s in e.samples) == sorted(trained)
+    assert set(ledger.samples()) <= world.asked
+    assert ledger.issued == ledger.trained + ledger.dropped.total() + ledger.in_flight
+    deployed = Counter((action, version) for action, version, _ in told(world))
+    assert all(count == 1 for (action, _), count in deployed.items() if action != "canary")
+    return ledger
+
+
+def test_updates_go_out_one_after_the_other() -> None:
+    world = World(Objects.open("memory:"))
+    world.follow(world.loop(), until=Done())
+    one = [("canary", 0), ("promote", 1), ("settle", 1)]
+    expected = [("start", 0, 0)] + [
+        (action, version, version - 1 + new) for version in (1, 2, 3) for action, new in one
+    ]
+    assert told(world) == expected
+    ledger = check(world)
+    assert ledger.trained and set(ledger.dropped) >= {"heldout"}
+
+
+def test_a_version_that_fails_the_gate_is_seen_by_nobody_and_not_built_on() -> None:
+    world = World(Objects.open("memory:"), solves=lambda version: 200 if version == 2 else 300)
+    world.follow(world.loop(), until=Done())
+    assert [entry for entry in told(world) if entry[1] == 2] == [("refuse", 2, 1)]
+    assert world.run.batch(3).base == 1
+    seen = {span.version for turn in world.turns for span in turn.versions}
+    assert seen == {0, 1, 3}
+    check(world)
+
+
+def test_a_version_that_users_dislike_is_taken_back_and_nothing_of_it_is_trained_on() -> None:
+    world = World(Objects.open("memory:"), pleases=lambda version: version != 2, num_users=40)
+    tight = {
+        "canary": {"ramp": (0.5, 1.0), "min_users": 3, "delay_minutes": 0.0, "first_slack": 1.0}
+    }
+    loop = world.loop(**tight)
+    world.follow(loop, until=Evaluate(3), most=2000)
+    actions = [entry for entry in told(world) if entry[1] == 2]
+    assert actions == [("canary", 2, 1), ("roll_back", 2, 1)]
+    ledger = check(world)
+    assert ledger.dropped["stale (version 2)"] > 0
+    versions = {s.version for row in world.run.batch(3).rows for s in row.versions}
+    assert versions == {1}
+
+
+def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
+    """The store fails at every write in turn, and in the next life again a few writes on."""
+
+    def life(writes: list[int]) -> tuple[World, int]:
+        world = World(Objects.open("memory:"), num_users=8, solves=lambda v: 200 if v == 2 else 300)
+        for limit in writes:
+            mortal = Mortal(world.objects, limit)
+            with pytest.raises(EtudeError, match="the store is gone"):
+                world.follow(world.loop(mortal, **SMALL), until=Done())
+        healthy = Mortal(world.objects, 10_000)
+        world.follow(world.loop(healthy, **SMALL), until=Done())
+        assert healthy.writes is not None
+        return world, 10_000 - healthy.writes
+
+    calm, count = life([])
+    assert len(told(calm)) > 6 and count > 20
+    for first in range(count):
+        deaths = [first, first % 3]
+        if sum(deaths) < count:
+            killed, _ = life(deaths)
+            check(killed)
+            assert _history(killed) == _history(calm), f"killed after {deaths} writes"
+
+
+SMALL: dict[str, object] = {"min_sessions": 4}
+
+
+def _history(world: World) -> tuple[list[Change], list[object]]:
+    batches = [world.run.batch(step) for step in world.run.batches()]
+    ledger = Ledger(world.run.ledger.records())
+    return TrafficLog(world.objects).changes(), [*batches, ledger.issued, ledger.dropped]
+
+
+def test_a_deleted_user_is_not_in_the_next_batch_and_the_versions_that_saw_them_are_named() -> None:
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    world.follow(loop, until=Evaluate(0))
+    (first,) = world.run.batches()
+    user = world.run.batch(first).rows[0].sample.partition(".")[0]
+    world.delete(user)
+    world.follow(loop, until=Done())
+    for step in world.run.batches():
+        assert not any(row.sample.startswith(user) for row in world.run.batch(step).rows)
+    record = forgotten(world.run, user)
+    assert record is not None and record.steps == (1,)
+    bases = {step: found.base for step, found in updates(world.run).items()}
+    assert versions_that_saw(record.steps, bases) == (1, 2, 3), "2 and 3 are made from 1"
+    assert any(reason == "deleted" for reason in Ledger(world.run.ledger.records()).dropped)
+
+
+def test_nothing_is_trained_beyond_the_last_step() -> None:
+    world = World(Objects.open("memory:"))
+    world.follow(world.loop(), until=Done())
+    assert max(world.run.batches()) == STAGE.last

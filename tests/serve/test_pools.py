@@ -1,0 +1,102 @@
+"""Which pool of workers a session is answered by, as the store says and as workers are up."""
+
+from __future__ import annotations
+
+import asyncio
+
+from etude.core import traffic
+from etude.core.fleet import Fleet
+from etude.core.traffic import BLUE, GREEN, HELDOUT, Change
+from etude.serve.http import ApiError
+from etude.serve.pools import Pools
+from etude.store.objects import Objects
+from etude.store.realtime import TrafficLog
+
+USERS = [f"user {n}" for n in range(200)]
+
+
+class FakeRouter:
+    """A fleet whose workers load what they are told, unless they refuse."""
+
+    def __init__(self) -> None:
+        self.fleet = Fleet(awaits_floor=True)
+        self.refuses = False
+
+    def join(self) -> None:
+        self.fleet.join("http://w", "here", max(0, self.fleet.floor), 0.0)
+
+    async def load(self, version: int) -> None:
+        if self.refuses:
+            raise ApiError("no worker can serve it", status=502, code="load_failed")
+        for worker in self.fleet.workers:
+            worker.version = version
+        self.fleet.raise_floor(version)
+
+
+class Served:
+    def __init__(self) -> None:
+        objects = Objects.open("memory:")
+        self.log = TrafficLog(objects)
+        self.pools = Pools(FakeRouter, TrafficLog(objects))  # type: ignore[arg-type]
+
+    def up(self, *pools: str) -> None:
+        for pool in pools:
+            self.router(pool).join()
+
+    def router(self, pool: str) -> FakeRouter:
+        return self.pools.router(pool)  # type: ignore[return-value]
+
+    async def hear(self, change: Change) -> Change:
+        assert self.log.append(change)
+        await self.pools.refresh()
+        await asyncio.sleep(0)  # what is loaded in the background
+        return change
+
+    def versions(self, session: str = "") -> dict[str, int]:
+        homes = {user: self.pools.home(user, session) for user in USERS}
+        return {user: home[1].version for user, home in homes.items() if home is not None}
+
+
+async def test_without_a_word_in_the_store_there_are_no_pools() -> None:
+    served = Served()
+    await served.pools.refresh()
+    assert served.pools.home("alice", "one") is None
+
+
+async def test_users_are_answered_by_what_the_store_says_and_go_back_at_once() -> None:
+    served = Served()
+    served.up(BLUE, GREEN, HELDOUT)
+    first = await served.hear(traffic.start(3, 0.0, 0.1))
+    assert set(served.versions().values()) == {3}
+    trying = await served.hear(traffic.canary(first, 4, 1.0, 0.3))
+    seen = served.versions("s")
+    assert {user for user, version in seen.items() if version == 4} == {
+        user for user in USERS if trying.traffic.arm(user).pool == GREEN
+    }
+    live = await served.hear(traffic.promote(trying, 2.0, "", 0.3))
+    assert served.versions("s") == seen, "a session stays with the version that it began with"
+    assert served.versions("another") == {u: live.traffic.arm(u).version for u in USERS}
+    await served.hear(traffic.roll_back(live, 3.0, "worse"))
+    assert set(served.versions("s").values()) == {3}, "but not with one that was taken back"
+
+
+async def test_an_update_that_cannot_be_loaded_costs_nobody_an_answer() -> None:
+    served = Served()
+    served.up(BLUE, GREEN, HELDOUT)
+    first = await served.hear(traffic.start(3, 0.0, 0.0))
+    served.router(GREEN).refuses = True
+    await served.hear(traffic.canary(first, 4, 1.0, 0.3))
+    assert set(served.versions().values()) == {3}
+    served.router(GREEN).refuses = False
+    await served.pools.refresh()
+    await asyncio.sleep(0)
+    assert set(served.versions().values()) == {3, 4}, "it is tried again"
+
+
+async def test_a_pool_without_workers_is_not_waited_for() -> None:
+    served = Served()
+    served.up(BLUE)
+    first = await served.hear(traffic.start(3, 0.0, 0.2))
+    await served.hear(traffic.canary(first, 4, 1.0, 0.3))
+    homes = [served.pools.home(user, "") for user in USERS]
+    assert {home[1].pool for home in homes if home} == {BLUE}
