@@ -131,7 +131,13 @@ def test_a_stage_that_cannot_be_decided_ends() -> None:
 def test_too_few_users_say_nothing() -> None:
     found = decide(PLAN, 0, users(0.0, 1.0, number=29))
     assert (found.action, found.figures) == ("continue", ())
-    assert found.reasons == ("29 users of the candidate and 29 live so far",)
+    assert found.reasons[0].startswith("29 users of the candidate and 29 live so far")
+
+
+def test_a_stage_without_enough_users_does_not_wait_forever() -> None:
+    ended = decide(PLAN, 0, users(0.6, 0.6, number=29, sessions=30))
+    assert ended.action == "roll_back"
+    assert ended.reasons[0].endswith("at least 30 of each are needed")
 
 
 def test_a_flood_of_sessions_counts_as_its_cap() -> None:
