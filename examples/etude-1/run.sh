@@ -8,8 +8,6 @@ PYTHON=${PYTHON:-python}
 MODEL=${MODEL:-../../models/smollm2-135m}
 JOBS=${JOBS:-$(nproc)}
 RUN=${RUN:-data/run}
-PYTHONPATH=$(cd ../.. && pwd)${PYTHONPATH:+:$PYTHONPATH}
-export PYTHONPATH
 mkdir -p data/logs
 
 sources() { # the files of a use in repositories.txt
@@ -36,7 +34,7 @@ tasks() { # the held-out ones first, so that each repository has its share
 }
 
 sessions() {
-    "$PYTHON" sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions --jobs "$JOBS"
+    PYTHONPATH=$(cd ../.. && pwd) "$PYTHON" sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions --jobs "$JOBS"
 }
 
 train() {
