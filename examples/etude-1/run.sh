@@ -42,10 +42,11 @@ train() {
 }
 
 measure() { # version 0 is the base, 1 what sft made of it, the newest what rl made of that
-    "$ETUDE" compare "$RUN@0" "$RUN@1" --json
+    "$ETUDE" compare "$RUN@0" "$RUN@1" --json # one attempt at temperature 0
     "$ETUDE" compare "$RUN@1" "$RUN" --json
     "$ETUDE" eval "$RUN" --version 1 --samples "${SAMPLES:-8}" --json
     "$ETUDE" eval "$RUN" --samples "${SAMPLES:-8}" --json
+    "$ETUDE" compare "$RUN@1" "$RUN" --json # several at temperature 1
 }
 
 for step in ${*:-model sdists tasks sessions train measure}; do
