@@ -104,6 +104,7 @@ def bugs_of(path: str, content: bytes, rng: random.Random, seen: set[str]) -> It
     if "\r" in before or len(lines) != len(before.splitlines()) or "\f" in before:
         return
     places = {each.start: number for number, each in enumerate(tokens)}
+    untouched = list(annotations_of(tree))
     for function in functions_of(tree):
         if not 3 <= function.last - function.first + 1 <= LONGEST:
             continue
@@ -111,7 +112,12 @@ def bugs_of(path: str, content: bytes, rng: random.Random, seen: set[str]) -> It
         if digest in seen:
             continue
         seen.add(digest)
-        own = [n for (row, _), n in places.items() if function.first <= row <= function.last]
+        own = [
+            n
+            for place, n in places.items()
+            if function.first <= place[0] <= function.last
+            and not any(start <= place < end for start, end in untouched)
+        ]
         slips = [(kind, n, text) for n in own for kind, text in slips_of(tokens, n)]
         made = (
             Bug(path, function, tokens[n].start[0], before, with_token(lines, tokens[n], text))
@@ -120,6 +126,16 @@ def bugs_of(path: str, content: bytes, rng: random.Random, seen: set[str]) -> It
         usable = (bug for bug in made if parses(bug.after, function))
         if bugs := list(itertools.islice(usable, PER_FUNCTION)):
             yield bugs
+
+
+def annotations_of(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where annotations begin and end: a mistake in them is none that a test could notice."""
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            each = getattr(node, name, None)
+            if isinstance(each, ast.expr):
+                end = each.end_lineno or each.lineno, each.end_col_offset or each.col_offset
+                yield (each.lineno, each.col_offset), end
 
 
 def in_turn(slips: list[tuple[str, int, str]], rng: random.Random) -> Iterator[tuple[int, str]]:
