@@ -8,8 +8,6 @@ PYTHON=${PYTHON:-python}
 MODEL=${MODEL:-../../models/smollm2-135m}
 JOBS=${JOBS:-$(nproc)}
 RUN=${RUN:-data/run}
-PYTHONPATH=$(cd ../.. && pwd)${PYTHONPATH:+:$PYTHONPATH}
-export PYTHONPATH
 mkdir -p data/logs
 
 sources() { # the files of a use in repositories.txt
@@ -36,7 +34,7 @@ tasks() { # the held-out ones first, so that each repository has its share
 }
 
 sessions() {
-    "$PYTHON" sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions --jobs "$JOBS"
+    PYTHONPATH=$(cd ../.. && pwd) "$PYTHON" sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions --jobs "$JOBS"
 }
 
 train() {
@@ -44,10 +42,11 @@ train() {
 }
 
 measure() { # version 0 is the base, 1 what sft made of it, the newest what rl made of that
-    "$ETUDE" compare "$RUN@0" "$RUN@1" --json
+    "$ETUDE" compare "$RUN@0" "$RUN@1" --json # one attempt at temperature 0
     "$ETUDE" compare "$RUN@1" "$RUN" --json
     "$ETUDE" eval "$RUN" --version 1 --samples "${SAMPLES:-8}" --json
     "$ETUDE" eval "$RUN" --samples "${SAMPLES:-8}" --json
+    "$ETUDE" compare "$RUN@1" "$RUN" --json # several at temperature 1
 }
 
 for step in ${*:-model sdists tasks sessions train measure}; do

@@ -20,6 +20,7 @@ import ast
 import asyncio
 import hashlib
 import io
+import itertools
 import json
 import keyword
 import multiprocessing
@@ -103,6 +104,7 @@ def bugs_of(path: str, content: bytes, rng: random.Random, seen: set[str]) -> It
     if "\r" in before or len(lines) != len(before.splitlines()) or "\f" in before:
         return
     places = {each.start: number for number, each in enumerate(tokens)}
+    untouched = list(annotations_of(tree))
     for function in functions_of(tree):
         if not 3 <= function.last - function.first + 1 <= LONGEST:
             continue
@@ -110,23 +112,49 @@ def bugs_of(path: str, content: bytes, rng: random.Random, seen: set[str]) -> It
         if digest in seen:
             continue
         seen.add(digest)
-        own = [n for (row, _), n in places.items() if function.first <= row <= function.last]
-        slips = [(n, text) for n in own for text in slips_of(tokens, n)]
-        rng.shuffle(slips)
-        bugs: list[Bug] = []
-        for number, text in slips:
-            token = tokens[number]
-            row, column = token.start
-            line = lines[row - 1]
-            rest = line[token.end[1] :]
-            changed = line[:column] + (text + rest if text else rest.lstrip(" "))
-            after = "".join([*lines[: row - 1], changed, *lines[row:]])
-            if parses(after, function):
-                bugs.append(Bug(path, function, row, before, after))
-            if len(bugs) == PER_FUNCTION:
-                break
-        if bugs:
+        own = [
+            n
+            for place, n in places.items()
+            if function.first <= place[0] <= function.last
+            and not any(start <= place < end for start, end in untouched)
+        ]
+        slips = [(kind, n, text) for n in own for kind, text in slips_of(tokens, n)]
+        made = (
+            Bug(path, function, tokens[n].start[0], before, with_token(lines, tokens[n], text))
+            for n, text in in_turn(slips, rng)
+        )
+        usable = (bug for bug in made if parses(bug.after, function))
+        if bugs := list(itertools.islice(usable, PER_FUNCTION)):
             yield bugs
+
+
+def annotations_of(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where annotations begin and end: a mistake in them is none that a test could notice."""
+    for node in ast.walk(tree):
+        for name in ("annotation", "returns"):
+            each = getattr(node, name, None)
+            if isinstance(each, ast.expr):
+                end = each.end_lineno or each.lineno, each.end_col_offset or each.col_offset
+                yield (each.lineno, each.col_offset), end
+
+
+def in_turn(slips: list[tuple[str, int, str]], rng: random.Random) -> Iterator[tuple[int, str]]:
+    """One of each kind after the other, as the factory chooses them."""
+    rng.shuffle(slips)
+    kinds: dict[str, list[tuple[int, str]]] = {}
+    for kind, number, text in slips:
+        kinds.setdefault(kind, []).append((number, text))
+    rounds = itertools.zip_longest(*kinds.values())
+    return (each for some in rounds for each in some if each is not None)
+
+
+def with_token(lines: list[str], token: tokenize.TokenInfo, text: str) -> str:
+    """The file with another text for a token; none: without the spaces behind it, too."""
+    row, column = token.start
+    line = lines[row - 1]
+    rest = line[token.end[1] :]
+    changed = line[:column] + (text + rest if text else rest.lstrip(" "))
+    return "".join([*lines[: row - 1], changed, *lines[row:]])
 
 
 def parses(text: str, function: Function) -> bool:
@@ -138,48 +166,60 @@ def parses(text: str, function: Function) -> bool:
     return True
 
 
-SLIPS: dict[str, tuple[str, ...]] = {
-    "<": ("<=",), "<=": ("<",), ">": (">=",), ">=": (">",), "==": ("!=",), "!=": ("==",),
-    "+": ("-",), "-": ("+",), "*": ("+",), "/": ("//",), "//": ("/",), "%": ("//",),
-    "&": ("|",), "|": ("&",), "<<": (">>",), ">>": ("<<",), "**": ("*",),
-    "+=": ("-=", "="), "-=": ("+=", "="), "*=": ("+=", "="), "|=": ("&=", "="),
-    "&=": ("|=", "="), "/=": ("=",), "//=": ("=",), "%=": ("=",),
-    "and": ("or",), "or": ("and",), "True": ("False",), "False": ("True",),
-    "break": ("continue",), "continue": ("break",),
+SLIPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "comparison": {
+        "<": ("<=",), "<=": ("<",), ">": (">=",), ">=": (">",), "==": ("!=",), "!=": ("==",),
+    },
+    "arithmetic": {
+        "+": ("-",), "-": ("+",), "*": ("+",), "/": ("//",), "//": ("/",), "%": ("//",),
+        "&": ("|",), "|": ("&",), "<<": (">>",), ">>": ("<<",), "**": ("*",),
+    },
+    "update": {
+        "+=": ("-=", "="), "-=": ("+=", "="), "*=": ("+=", "="), "|=": ("&=", "="),
+        "&=": ("|=", "="), "/=": ("=",), "//=": ("=",), "%=": ("=",),
+    },
+    "boolean": {"and": ("or",), "or": ("and",)},
+    "constant": {"True": ("False",), "False": ("True",)},
+    "jump": {"break": ("continue",), "continue": ("break",)},
 }  # fmt: skip
 """The mutations of `etude.factory.mutations` that change one token, as texts."""
-_BINARY = {"+", "-", "*", "**", "/", "//", "%", "&", "|", "<<", ">>"}
 
 
-def slips_of(tokens: list[tokenize.TokenInfo], number: int) -> Iterator[str]:
-    """What could stand in the place of a token."""
+def slips_of(tokens: list[tokenize.TokenInfo], number: int) -> Iterator[tuple[str, str]]:
+    """What could stand in the place of a token: the kind of mistake, and the text."""
     token, before = tokens[number], tokens[number - 1]
     text = token.string
     behind = tokens[number + 1].string if number + 1 < len(tokens) else ""
-    if token.type == tokenize.NUMBER and text.isdecimal() and str(int(text)) == text:
-        yield str(int(text) + 1)
-        if text != "0":
-            yield str(int(text) - 1)
-    elif token.type not in (tokenize.NAME, tokenize.OP):
+    is_number = token.type == tokenize.NUMBER and text.isdecimal() and str(int(text)) == text
+    if not is_number and token.type not in (tokenize.NAME, tokenize.OP):
         return  # only these lie within a line
-    elif text in _BINARY:
-        left = before.type in (tokenize.NAME, tokenize.NUMBER) or before.string in (")", "]", "}")
-        if left and not keyword.iskeyword(before.string):
-            yield from SLIPS[text]
-    elif text in SLIPS:
-        yield from SLIPS[text]
-    elif text == "in" and before.string != "not":
-        yield "not in"
-    elif text == "is" and behind != "not":
-        yield "is not"
-    elif text == "not":
-        yield ""
-    elif text in ("if", "elif") and behind != "not":
-        yield f"{text} not"
-    elif text == "None" and before.string == "=" and behind in (",", ")"):
-        yield "0"
-    elif before.string == "return" and behind in ("\n", "") and text != "None":
-        yield "None"
+    if is_number:
+        yield from (("constant", str(each)) for each in (int(text) + 1, int(text) - 1) if each >= 0)
+    if (before.string, behind[:1]) == ("[", ":") or (before.string, behind) == (":", "]"):
+        yield "bounds", ""
+    if before.string == "return" and behind in ("\n", "") and text != "None":
+        yield "result", "None"
+    for kind, texts in SLIPS.items():
+        if text in texts and (kind != "arithmetic" or ends_a_value(before)):
+            yield from ((kind, each) for each in texts[text])
+    match text:
+        case "in" if before.string != "not":
+            yield "comparison", "not in"
+        case "is" if behind != "not":
+            yield "comparison", "is not"
+        case "not":
+            yield "comparison" if before.string == "is" or behind == "in" else "condition", ""
+        case "if" | "elif" if behind != "not":
+            yield "condition", f"{text} not"
+        case "None" if before.string == "=" and behind in (",", ")"):
+            yield "default", "0"
+
+
+def ends_a_value(token: tokenize.TokenInfo) -> bool:
+    """Whether an operator behind it has two sides."""
+    if token.type == tokenize.NAME:
+        return not keyword.iskeyword(token.string)
+    return token.type == tokenize.NUMBER or token.string in (")", "]", "}")
 
 
 def digest_of(source: str) -> str:

@@ -1,0 +1,80 @@
+"""The expert of examples/etude-1: what it shows is true to the harness, and never held out."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import random
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parents[1] / "examples" / "etude-1"
+SHOP = b'''\
+def cheapest(prices, limit=None):
+    """The lowest price."""
+    best = None
+    for price in prices:
+        if best is None or price < best:
+            best = price
+    if limit is not None and best > limit:
+        return None
+    return best
+'''
+FILES = {
+    "shop/__init__.py": b"",
+    "shop/cart.py": SHOP,
+    "tests/test_cart.py": b"def test_cheapest():\n    assert cheapest([2, 1]) == 1\n",
+}
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(HERE))
+    return importlib.import_module("sessions")
+
+
+def calls_of(session: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    said = [each for each in session["messages"] if each["role"] == "assistant"]
+    functions = [each["tool_calls"][0]["function"] for each in said]
+    return [(each["name"], ast.literal_eval(each["arguments"])) for each in functions]
+
+
+def test_the_expert_reads_mends_and_submits(sessions: ModuleType) -> None:
+    found = asyncio.run(sessions.sessions_of("shop", FILES, set(), 0))
+    assert len(found) == sessions.PER_FUNCTION
+    for session in found:
+        names = [name for name, _ in calls_of(session)]
+        assert names[-1] == "submit" and "read" in names and "edit" in names
+        answers = [each["content"] for each in session["messages"] if each["role"] == "tool"]
+        assert not any(answer.startswith("error") for answer in answers)
+        [prompt] = [each["content"] for each in session["messages"] if each["role"] == "user"]
+        assert "tests/test_cart.py::test_cheapest" in prompt and "lines 1 to 9" in prompt
+
+
+def test_a_change_that_mends_nothing_is_not_learnt(sessions: ModuleType) -> None:
+    found = asyncio.run(sessions.sessions_of("shop", FILES, set(), 0))
+    wrong = [each for session in found for each in session["messages"] if "weight" in each]
+    assert wrong and all(each["weight"] == 0 for each in wrong)
+    for session in found:  # each of them is undone again
+        edits = [told for name, told in calls_of(session) if name == "edit"]
+        learnt = [each for each in session["messages"] if each.get("weight") == 0]
+        assert len(edits) == 2 * len(learnt) + 1
+
+
+def test_functions_that_are_held_out_are_not_shown(sessions: ModuleType) -> None:
+    other = SHOP.replace(b"The lowest price.", b"Something else.").replace(b"0", b"0  ")
+    seen = {sessions.digest_of(source) for source in sessions.functions_in({"a.py": other})}
+    assert asyncio.run(sessions.sessions_of("shop", FILES, seen, 0)) == []
+
+
+def test_every_slip_changes_one_token_and_leaves_python(sessions: ModuleType) -> None:
+    [bugs] = sessions.bugs_of("shop/cart.py", SHOP, random.Random(0), set())
+    for bug in bugs:
+        ast.parse(bug.after)
+        assert bug.after != bug.before
+        pairs = zip(bug.before.splitlines(), bug.after.splitlines(), strict=True)
+        assert [n for n, (old, new) in enumerate(pairs, 1) if old != new] == [bug.line]
