@@ -17,7 +17,6 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from etude.core.errors import EtudeError
 from etude.core.harness_config import CODING_AGENT, HarnessConfig
-from etude.core.lora_config import LoraConfig
 from etude.core.model_config import ModelConfig
 from etude.core.placement_config import PlacementConfig
 from etude.core.realtime_config import RealtimeConfig
@@ -45,6 +44,7 @@ from etude.core.stages import (
     StageConfig,
 )
 from etude.core.tasks_config import TasksConfig
+from etude.core.trainer_config import TrainerConfig
 
 
 class EngineConfig(Config):
@@ -93,36 +93,6 @@ class EngineConfig(Config):
                 f"{', '.join(self.regions)}"
             )
         return self
-
-
-class TrainerConfig(Config):
-    """The trainer: device, ranks, optimizer and dtypes."""
-
-    device: Literal["auto", "cpu", "cuda"] = "cpu"
-    """The device of the trainer; auto: on CUDA devices if there are any. Each rank of a machine
-    takes a device of its own."""
-    ranks: Count = 1
-    """Processes that train together; each holds its share of weights and optimizer. Another number
-    goes on from the same checkpoints, but not to the last bit."""
-    context_parallel: Count = 1
-    """Ranks that compute each row together, for rows whose activations do not fit one device; it
-    divides `ranks`. Not for models with experts or recurrent layers."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """The optimizer. `muon` updates the matrices within layers by orthogonalised momentum, and the
-    rest as `adamw` does."""
-    published_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """The dtype that weights are rounded to for computing and publishing. The masters are float32
-    in any case."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The dtype that every stage computes in; auto: bfloat16 on a CUDA device,
-    float32 on the CPU, and float32 with such weights. Gradients are added up in float32 in any
-    case. bfloat16 also rounds activations, and is faster where the processor has units for it."""
-    gradient_checkpointing: bool = False
-    """Compute layers again in the backward pass instead of keeping their activations: about a third
-    more arithmetic, and memory for several times as many `microbatch_tokens`."""
-    timeout_s: Positive = 45.0
-    """Time for each collective operation of the ranks."""
-    lora: LoraConfig | None = None
 
 
 class EvalConfig(Config):

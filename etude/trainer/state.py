@@ -15,11 +15,12 @@ from dataclasses import replace
 
 import torch
 
-from etude.core.config import RunConfig, TrainerConfig
+from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import FitStep, PublishStarted
 from etude.core.lineage import StageSpan, adapted_spans
 from etude.core.stages import RlConfig
+from etude.core.trainer_config import TrainerConfig
 from etude.core.types import Batch, RecomputedRow
 from etude.engine.select import invariant_trainer_model
 from etude.model.directory import cut_context

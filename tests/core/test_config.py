@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from etude.core.advantage import ADVANTAGE
-from etude.core.config import STAGES, EngineConfig, RunConfig, TrainerConfig, parse
+from etude.core.config import STAGES, EngineConfig, RunConfig, parse
 from etude.core.errors import EtudeError
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import OLD_ESTIMATORS, OLD_KEYS
 from etude.core.stages import DistillConfig, DpoConfig, MidtrainConfig, RlConfig, SftConfig
+from etude.core.trainer_config import TrainerConfig
 
 GOOD = """
 name = "demo"

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from etude.core.advantage import GroupOutcome
-from etude.core.config import TrainerConfig
 from etude.core.errors import EtudeError
 from etude.core.events import (
     BatchReady,
@@ -23,6 +22,7 @@ from etude.core.events import (
 )
 from etude.core.ledger import Issued
 from etude.core.sampling import VersionSpan
+from etude.core.trainer_config import TrainerConfig
 from etude.core.types import Group, Score, Segment, Task, Trajectory
 from etude.model.transformer import init_from_scratch
 from etude.run import loop as controller
