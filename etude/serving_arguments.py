@@ -62,6 +62,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of an answer whose request gives no limit (default: %(default)s)",
     )
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="(default: the fastest that fits)"
     )
