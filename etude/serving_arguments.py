@@ -62,6 +62,13 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of an answer whose request gives no limit (default: %(default)s)",
     )
+    _add_engine(parser)
+    parser.add_argument(
+        "--quiet", action="store_true", help="no line for every request, no warnings"
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="(default: the fastest that fits)"
     )
@@ -76,9 +83,6 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         "--invariant",
         action="store_true",
         help="the same bits whatever is answered together; slower",
-    )
-    parser.add_argument(
-        "--quiet", action="store_true", help="no line for every request, no warnings"
     )
 
 

@@ -6,7 +6,8 @@ for by name. A batch says which slot each sequence uses. What a slot adds to a t
 from that token alone, so requests with other adapters do not change it; and where the arithmetic
 of the model is batch-invariant, not even its bits.
 
-`TorchAdapters` is for runners on torch operators; `kernels.lora` has another for CUDA.
+`TorchAdapters` is for runners on torch operators; `kernels.lora` has another for CUDA. The native
+CPU runner has slot 0 alone, whose adapter it merges into the matrices.
 """
 
 from __future__ import annotations
@@ -151,11 +152,10 @@ class EngineAdapters:
                     f"for none"
                 )
             return self._runner.prepare_weights(tensors)
-        puts = [
-            self._runner.prepare_adapter(OWN_SLOT, Adapter(self._limits.own, own) if own else None)
-        ]
-        if not _same_memory(base, self._base):
-            puts.append(self._runner.prepare_weights(base))
+        stays = bool(own) and _same_memory(base, self._base)
+        puts = [] if stays else [self._runner.prepare_weights(base)]
+        adapter = Adapter(self._limits.own, own) if own else None
+        puts.append(self._runner.prepare_adapter(OWN_SLOT, adapter))
         self._base = base if own else {}
 
         def put_in_place() -> None:

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.core.isa import Isa, chosen_isa, load_library
+from etude.engine.adapters import OWN_SLOT
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.sampler import sample
 from etude.model.files import hf_state_dict as published
 from etude.model.files import load_weights
-from etude.model.lora import Adapter
+from etude.model.lora import Adapter, merged
 from etude.model.transformer import ModelConfig, Transformer
 
 UNIT, MAX_HEAD = 32, 256
@@ -127,8 +128,12 @@ class CpuRunner:
     overlaps = False
     block_size = BLOCK_SIZE
 
-    def __init__(self, model: Transformer, num_blocks: int) -> None:
+    def __init__(self, model: Transformer, num_blocks: int, *, with_adapter: bool = False) -> None:
+        """`with_adapter`: weights may bring one along."""
         self.num_blocks = num_blocks
+        self._with_adapter = with_adapter
+        self._base: dict[str, Tensor] = {}  # under an adapter
+        self._own: dict[str, Tensor] = {}  # the adapter
         self.config = model.config
         self._like = model.model.embed_tokens.weight.detach()
         c = model.config
@@ -183,6 +188,11 @@ class CpuRunner:
         """A second set of matrices beside those that serve, so that changing over takes no time.
         The set that served before is filled again: to give back and fetch so much memory would hold
         up the engine's thread."""
+        if self._with_adapter:
+            self._base = dict(tensors)
+        return self._prepare(tensors)
+
+    def _prepare(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         if self._staging is None:
             self._staging = Transformer(self.config).to(self._like.dtype).requires_grad_(False)
         load_weights(self._staging, tensors)
@@ -198,9 +208,27 @@ class CpuRunner:
         return swap
 
     def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
-        raise NotImplementedError("select_runner takes another runner for adapters")
+        """Merge the adapter of the weights into the matrices that were prepared last: in fp32 that
+        is the same but for the order of sums."""
+        assert slot == OWN_SLOT and self._like.dtype == torch.float32
+        if adapter is None:
+            own, put = {}, None
+        else:
+            own = dict(adapter.tensors)
+            wide = {name: tensor.float() for name, tensor in (self._base | own).items()}
+            put = self._prepare(merged(wide, adapter.config))
+
+        def swap() -> None:
+            self._own = own
+            if put is not None:
+                put()
+
+        return swap
 
     def weights(self) -> dict[str, Tensor]:
+        """An adapter as it was given, since it is part of the matrices now."""
+        if self._own:
+            return {name: tensor.clone() for name, tensor in self._own.items()}
         with torch.device("meta"):
             shell = Transformer(self.config)
         return published(shell, state=self._weights.plain(shell, self._like.dtype))

@@ -129,9 +129,12 @@ def select_runner(
         blocks = -(-tokens // BLOCK_SIZE)
         return BatchInvariantTorchRunner(model, blocks, with_adapters=with_adapters)
     if not weight.is_cuda and max_num_seqs > 1:
-        if not with_adapters and not native.unsupported(model.config, weight.dtype):
-            return native.CpuRunner(model, -(-tokens // native.BLOCK_SIZE))
-        beyond = model.config.beyond(native.CAN)
-        _say_once("native.c does", [*beyond, *(["adapters"] if with_adapters else [])])
+        # It merges the adapter of the weights; in bf16 that would be another model.
+        merges = adapters is not None and not adapters.num_named and weight.dtype == torch.float32
+        missing = [] if adapters is None or merges else ["adapters"]
+        if not missing and not native.unsupported(model.config, weight.dtype):
+            blocks = -(-tokens // native.BLOCK_SIZE)
+            return native.CpuRunner(model, blocks, with_adapter=merges)
+        _say_once("native.c does", [*model.config.beyond(native.CAN), *missing])
     blocks = -(-tokens // block_size(model.config))
     return TorchRunner(model, blocks, with_adapters=with_adapters)

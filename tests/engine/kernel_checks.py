@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from etude.engine.engine import Engine
 from etude.engine.kernels import attention, experts, head, linear, norm
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from tests.engine.adapter_checks import check_adapters
 from tests.engine.engine_checks import ENGINES, check_engine
 from tests.small_model import add, drain, request, sharp
 
@@ -380,6 +381,7 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "prefill, odd": lambda new: check_prefill(new, 4, 1, 32, [40, 95], [3, 40], True),
     "head": lambda new: check_head(new, 5, 96, 500),
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
+    "adapters": lambda new: check_adapters(new, [1] * 18 + [0, 2], {"a": 48, "b": 48}, 72, 5),
 }
 
 LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
@@ -402,6 +404,10 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "head 70": lambda new: check_head(new, 70, 1024, 151936),
     "experts": lambda new: check_experts(new, 64, 128, 8, 2048, 768),
     "experts, one": lambda new: check_experts(new, 2, 128, 8, 2048, 768),
+    "adapters, 64": lambda new: check_adapters(new, [*range(64)], {"a": 3072, "b": 3072}, 1024, 16),
+    "adapters, few": lambda new: check_adapters(
+        new, [1] * 40 + [0] * 3 + [2] * 5, {"a": 4096, "b": 4096}, 3072, 8
+    ),
 }
 
 

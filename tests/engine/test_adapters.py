@@ -24,6 +24,15 @@ ADAPTERS = {
     "b": random_adapter(config(), 2, rank=8, targets=("q_proj", "down_proj")),
 }
 LIMITS = AdapterLimits(num_named=2, max_rank=8)
+FIT_FOR_C = replace(
+    config(),
+    hidden_size=64,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    intermediate_size=64,
+)
+"""Sizes that native.c computes."""
 NAMES = ("a", "b", None, "b", "a")
 
 
@@ -45,9 +54,10 @@ def adapted_engine(*, invariant: bool = False, **more: int) -> Engine:
     model = sharp(config(), 0)
     if invariant:
         model.compute_with(INVARIANT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that native.c does not do it
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         engine = Engine(model, max_num_seqs=8, adapters=LIMITS, **more)
+    assert invariant or any("native.c does not compute adapters" in str(w.message) for w in said)
     for name, adapter in ADAPTERS.items():
         engine.load_adapter(name, adapter)
     return engine
@@ -99,14 +109,15 @@ def test_prefixes_are_shared_within_an_adapter_only() -> None:
     assert cached("b") > 0
 
 
-def test_weights_may_bring_an_adapter_along() -> None:
-    """The base is put in place once, and the adapter with each version."""
-    own = ADAPTERS["a"]
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_weights_may_bring_an_adapter_along(max_num_seqs: int) -> None:
+    """The base is put in place once, and the adapter with each version: beside it, or by a runner
+    that cannot, merged into it."""
+    own = random_adapter(FIT_FOR_C, 1)
     published = {n: t.bfloat16() for n, t in own.tensors.items()}
-    base = hf_state_dict(sharp(config(), 0))
-    model = sharp(config(), 5)
-    with pytest.warns(RuntimeWarning, match="native.c does not compute adapters"):
-        engine = Engine(model, max_num_seqs=4, adapters=AdapterLimits(own=own.config))
+    base = hf_state_dict(sharp(FIT_FOR_C, 0))
+    limits = AdapterLimits(own=own.config)
+    engine = Engine(sharp(FIT_FOR_C, 5), max_num_seqs=max_num_seqs, adapters=limits)
     engine.load_weights(1, base)
     assert engine.weights().keys() == base.keys()
     for version, scale in ((2, 1.0), (3, -1.0)):
@@ -116,7 +127,7 @@ def test_weights_may_bring_an_adapter_along() -> None:
         assert found.keys() == adapter.keys()
         assert all(torch.equal(found[n], t) for n, t in adapter.items())
         (sample,) = answers(engine, [request(0, None)])
-        alone = sharp(config(), 0)
+        alone = sharp(FIT_FOR_C, 0)
         load_weights(alone, merged({n: t.float() for n, t in (base | adapter).items()}, own.config))
         (expected,) = answers(Engine(alone, max_num_seqs=1), [request(0, None)])
         assert sample.tokens == expected.tokens
@@ -124,6 +135,10 @@ def test_weights_may_bring_an_adapter_along() -> None:
         assert [span.version for span in sample.versions] == [version]
     engine.load_weights(4, base)
     assert engine.weights().keys() == base.keys()
+    (sample,) = answers(engine, [request(0, None)])
+    plain = sharp(FIT_FOR_C, 0)
+    load_weights(plain, base)
+    assert sample.tokens == answers(Engine(plain, max_num_seqs=1), [request(0, None)])[0].tokens
 
 
 def test_what_has_no_room_or_does_not_fit_is_refused() -> None:
