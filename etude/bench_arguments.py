@@ -18,6 +18,7 @@ BENCHMARKS = {
     "lag": "staleness: the demo's rl with a lag of 0, 2 and 8, and every correction",
     "long_context": "one session of 131,072 tokens on a CUDA device, decoded and trained on",
     "loop": "asynchrony: the same work with max_lag 0 and 2",
+    "prediction": "the simulator's steps an hour beside those of the demo on this machine",
     "publish": "weight updates while a model is trained, every version checked",
     "replay": "router replay: a sparse model whose engine computes in another precision",
     "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
