@@ -19,6 +19,7 @@ BENCHMARKS = {
     "long_context": "one session of 131,072 tokens on a CUDA device, decoded and trained on",
     "lora": "adapters in the engine: decoding with 1, 8 and 64 of them in one batch",
     "loop": "asynchrony: the same work with max_lag 0 and 2",
+    "prediction": "the simulator's steps an hour beside those of the demo on this machine",
     "publish": "weight updates while a model is trained, every version checked",
     "ratio": "device time of rollouts over that of training, on one CUDA device",
     "realtime": "simulated users teach a model that knows nothing, against real processes",

@@ -76,6 +76,7 @@ EDGES: dict[str, set[str]] = {
     "run.operators": {"model"},
     "bench": MIDDLE | {"commands", "launch", "realtime", "run", "trainer"},
     "bench._sandbox_repositories": {"factory"},
+    "bench.prediction": {"simulate"},
     "dash": {"store"},
     "factory": {"rewards", "sandbox"},
     "dash.fleet": {"weights.manifest"},

@@ -9,6 +9,9 @@ from typing import Literal
 
 Kind = Literal["job", "server", "workers", "trainer"]
 PYTHON = ("python", "-P", "-m")
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+"""With a store that torchrun shares with its ranks, one that stayed does not tell a node that has
+returned where the ranks meet, and both wait in vain (torch 2.13)."""
 GATEWAY_PORT, WORKER_PORT, RELAY_PORT, TRAINER_PORT = 8100, 8101, 8200, 29400
 
 
@@ -120,7 +123,13 @@ def _trainer(export: Export) -> tuple[str, ...]:
         return (*PYTHON, *trainer)
     fewest, most = export.trainer_min_nodes, export.trainer_nodes
     return (
-        *("torchrun", "--nnodes", f"{fewest}:{most}" if fewest < most else str(most)),
+        *(
+            "env",
+            OWN_STORE,
+            "torchrun",
+            "--nnodes",
+            f"{fewest}:{most}" if fewest < most else str(most),
+        ),
         *("--nproc-per-node", str(max(1, export.trainer_gpus)), "--max-restarts", "100"),
         *("--rdzv-backend", "c10d", "--rdzv-id", export.name),
         *("--rdzv-endpoint", export.rendezvous, "-m", *trainer),

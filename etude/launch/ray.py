@@ -58,6 +58,8 @@ CARRIED = ("AWS_", "GOOGLE_", "AZURE_", "ETUDE_")
 """Beginnings of the variables that programs get from here: the credentials of stores, and ours."""
 CONNECT_S = 10.0
 HEAR_EVERY_S = 2.0
+LOSS_S = 60.0
+"""Within which Ray knows that a node is lost."""
 THREADS = 4
 """Of an actor: its program, its heartbeats, its end, and one to spare."""
 
@@ -217,7 +219,7 @@ class RayLauncher:
                 for each in asyncio.as_completed(running):
                     ended = await each
                     if ended.code != 0 or ended.program.serves:
-                        return ended
+                        return await _cause(ended, running)
                 return None
             finally:
                 await _cancelled(*running)
@@ -270,6 +272,15 @@ async def _run(
     except RayActorError:
         return _Ended(program, None, [])
     return _Ended(program, code, lines)
+
+
+async def _cause(first: _Ended, ranks: Sequence[asyncio.Task[_Ended]]) -> _Ended:
+    """Ranks end as soon as one of them is gone, and Ray takes longer to say that it went with its
+    node."""
+    if len(ranks) == 1:
+        return first
+    done, _ = await asyncio.wait(ranks, timeout=LOSS_S)
+    return next((each.result() for each in done if each.result().code is None), first)
 
 
 async def _end(actor: Any) -> None:
