@@ -29,7 +29,7 @@ from etude.realtime.population import Answer, Population
 Array = NDArray[np.float64]
 
 KINDS = ("weaker", "disliked", "annoying", "slow", "unsafe", "cheating")
-TASKS = {"heldout": (1000, 4), "safety": (2000, 4), "cheats": (2000, 4)}
+TASKS = {"heldout": (1500, 4), "safety": (2000, 4), "cheats": (2000, 4)}
 """Tasks of each suite, and attempts at each by either version."""
 EASE = {"heldout": (0.5, 2.0), "safety": (5.0, 1.5), "cheats": (5.0, 1.5)}
 """Mean and deviation of the log-odds of a success, over tasks."""

@@ -9,7 +9,7 @@ decision a context, with 2 % of the decisions made by a coin and corrected for. 
     rate      acceptance alone, as a rate: accepted or not, less the mean of what was shown; what
               was not shown teaches nothing
 
-Then each policy serves a population for a day. A user who has rejected several in a row (2 to 11,
+Then each policy serves a population for a day. A user who has rejected several in a row (2 to 10,
 by patience) turns suggestions off until tomorrow. Means over the seeds, with the worst one:
 
     show.threshold, .threshold_min, .threshold_max   the chance of acceptance at which it begins to

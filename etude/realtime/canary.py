@@ -127,9 +127,14 @@ def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> Canar
     share = plan.ramp[stage]
     candidates = [user for user in users if user.is_candidate and user.sessions]
     live = [user for user in users if not user.is_candidate and user.sessions]
+    counted = sum(min(user.sessions, plan.max_sessions) for user in candidates)
+    is_over = bool(candidates) and counted / len(candidates) >= plan.stage_sessions
     if min(len(candidates), len(live)) < plan.min_users:
-        reason = f"{len(candidates)} users of the candidate and {len(live)} live so far"
-        return CanaryDecision(action="continue", share=share, figures=(), reasons=(reason,))
+        reason = (
+            f"{len(candidates)} users of the candidate and {len(live)} live so far; at least "
+            f"{plan.min_users} of each are needed"
+        )
+        return _undecided(share, is_over, (), (reason,))
 
     slack = 1.0 if stage else plan.first_slack
     metrics = [replace(metric, margin=slack * metric.margin) for metric in plan.metrics]
@@ -141,11 +146,18 @@ def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> Canar
     if all(each.is_safe for each in found):
         further = plan.ramp[stage + 1]
         return CanaryDecision(action="promote", share=further, figures=found, reasons=texts)
-    had = sum(min(user.sessions, plan.max_sessions) for user in candidates) / len(candidates)
-    if had >= plan.stage_sessions:
-        why = tuple(f"undecided: {each.text}" for each in found if not each.is_safe)
-        return CanaryDecision(action="roll_back", share=0.0, figures=found, reasons=why)
-    return CanaryDecision(action="continue", share=share, figures=found, reasons=texts)
+    unsafe = tuple(each.text for each in found if not each.is_safe)
+    return _undecided(share, is_over, found, unsafe)
+
+
+def _undecided(
+    share: float, is_over: bool, found: tuple[MetricFigures, ...], reasons: tuple[str, ...]
+) -> CanaryDecision:
+    """Go on, or if the stage is over, take the candidate back: it has not been shown to be safe."""
+    if not is_over:
+        return CanaryDecision(action="continue", share=share, figures=found, reasons=reasons)
+    why = tuple(f"undecided: {reason}" for reason in reasons)
+    return CanaryDecision(action="roll_back", share=0.0, figures=found, reasons=why)
 
 
 def _compare(

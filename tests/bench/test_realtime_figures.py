@@ -1,0 +1,90 @@
+"""The benches of real-time RL: their parts against what is known by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from etude.bench import realtime_credit, realtime_saboteurs, realtime_show
+from etude.bench._planted import KINDS, Update, Users, fate
+from etude.bench.realtime_gate import PLAN
+from etude.realtime.gate import SUITES
+from etude.realtime.population import Population
+
+
+@pytest.fixture(scope="module")
+def users() -> Users:
+    return Users(Population.of(4000, seed=1, saboteurs=0.05))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_very_bad_update_is_stopped_where_it_shows(users: Users, kind: str) -> None:
+    found = fate(Update(kind, 8.0), users, SUITES, PLAN, seed=0)
+    assert found.stopped_by == ("gate" if kind in ("weaker", "unsafe", "cheating") else "canary")
+    assert found.seen < 0.02
+
+
+def test_a_much_better_update_reaches_all(users: Users) -> None:
+    plan = replace(PLAN, ramp=(0.05, 1.0))
+    found = fate(Update("disliked", -4.0), users, SUITES, plan, seed=0)
+    assert (found.stopped_by, found.seen) == ("deployed", 1.0)
+
+
+def test_the_true_gradient_is_the_slope_of_the_reward() -> None:
+    prompts = realtime_credit.draw_prompts(np.random.default_rng(0))
+    odds = np.linspace(-1, 1, realtime_credit.KINDS)
+
+    def expected(odds: NDArray[np.float64]) -> float:
+        second = 1 / (1 + np.exp(-odds[prompts.kind]))
+        return float((prompts.ease + second * prompts.better).mean())
+
+    step = 1e-5 * np.eye(realtime_credit.KINDS)
+    slopes = [(expected(odds + each) - expected(odds - each)) / 2e-5 for each in step]
+    assert realtime_credit.true_gradient(prompts, odds) == pytest.approx(slopes, abs=1e-8)
+
+
+class From(realtime_show.ShowPolicy):
+    """Shows from a chance of acceptance on."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__(5)
+        self.chance = chance
+
+    def shows(self, contexts: realtime_show.Contexts) -> NDArray[np.bool_]:
+        return contexts.chance >= self.chance
+
+
+def test_the_threshold_of_a_policy_is_found() -> None:
+    population = Population.of(200, seed=0)
+    at, wrong = realtime_show.threshold(From(0.4), population, seed=0)
+    assert at == pytest.approx(0.4, abs=0.002)
+    assert wrong > 0.05
+    assert realtime_show.threshold(From(0.25), population, seed=0)[1] == 0.0
+
+
+def test_a_few_steps_bring_the_threshold_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(realtime_show, "STEPS", 60)
+    monkeypatch.setattr(realtime_show, "BATCH", 512)
+    population = Population.of(200, seed=0)
+    policy = realtime_show.train("show", population, seed=0)
+    assert 0.1 < realtime_show.threshold(policy, population, seed=0)[0] < 0.45
+
+
+def test_a_style_moves_to_what_was_liked() -> None:
+    style = np.zeros(4)
+    liked = np.array([0.4, 0.0, 0.0, 0.0])
+    samples = [
+        realtime_saboteurs.Sample(
+            id=str(n),
+            user=str(n),
+            organisation="",
+            style=liked if n % 2 else -liked,
+            reward=float(n % 2),
+        )
+        for n in range(20)
+    ]
+    found = realtime_saboteurs.learn(style, samples, caps=True, trim=False, update="1")
+    assert found[0] > 0.05 and not found[1:].any()
