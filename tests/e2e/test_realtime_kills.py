@@ -21,6 +21,7 @@ from etude.launch.launcher import free_ports
 from etude.realtime.cycle import Compare
 from etude.realtime.population import Population
 from etude.run.audit import audit
+from etude.run.realtime import RealtimeLoop
 from etude.run.realtime_process import open_loop
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.store.realtime import TrafficLog
@@ -32,17 +33,21 @@ STATES = {"Collect", "AwaitVersion", "Evaluate", "canary", "promote"}
 ASKING = 4
 
 
-def state(store: Path) -> str:
-    """What the loop does now, as anybody can see in the store."""
+def opened(store: Path) -> RealtimeLoop | None:
+    """To look at the store with; None if nothing is there yet."""
     try:
         run = Run.open(str(store), create=False)
-        loop = open_loop(run, run.config())
-        if loop.traffic.newest() is None:
-            return "Start"
-        action = loop.next()
-        return loop.last.action if isinstance(action, Compare) else type(action).__name__
-    except EtudeError:  # nothing is there yet
+        return open_loop(run, run.config())
+    except EtudeError:
+        return None
+
+
+def state(loop: RealtimeLoop) -> str:
+    """What the loop does now, as anybody can see in the store."""
+    if loop.traffic.newest() is None:
         return "Start"
+    action = loop.next()
+    return loop.last.action if isinstance(action, Compare) else type(action).__name__
 
 
 @contextlib.contextmanager
@@ -77,11 +82,12 @@ async def test_killed_in_every_state_twice(tmp_path: Path) -> None:
         asking = [group.create_task(keep_asking()) for _ in range(ASKING)]
         while set(killed) < STATES or min(killed.values()) < KILLS:
             with realtime(tmp_path) as child:
-                while (now := await asyncio.to_thread(state, store)) not in STATES or (
-                    killed[now] >= KILLS
-                ):
+                loop, now = None, "Start"
+                while now not in STATES or killed[now] >= KILLS:
                     assert child.poll() is None, (tmp_path / "out.log").read_text()[-2000:]
-                    await asyncio.sleep(0.3)
+                    await asyncio.sleep(0.05)
+                    loop = loop or await asyncio.to_thread(opened, store)
+                    now = await asyncio.to_thread(state, loop) if loop else "Start"
                 killed[now] += 1
         for task in asking:
             task.cancel()
