@@ -82,7 +82,7 @@ def test_fp8_is_read_as_the_numbers_that_it_stands_for(
     meant = published(tmp_path, given, how, suffix)
     small, tensors = read_directory(tmp_path)
     assert tensors.keys() == meant.keys()
-    assert "none.weight" not in tensors and not any(key + suffix in tensors for key in meant)
+    assert "none.weight" not in tensors
     assert all(torch.equal(tensors[key], tensor) for key, tensor in meant.items())
     again = hf_state_dict(build_model(small, tensors))
     assert all(torch.equal(again[key], tensor) for key, tensor in meant.items())

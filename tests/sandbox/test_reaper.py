@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from etude.sandbox import reaper
+from etude.sandbox.zygote import OWN_IDS
 from tests.namespaces import need_namespaces
 
 OWNER = """
@@ -27,6 +28,7 @@ async def main():
         await asyncio.sleep(1000)
 asyncio.run(main())
 """
+KINDS = ("processes", "namespaces", "mounts", "cgroups", "files", "loop_devices")
 
 
 def test_processes_that_were_stopped_when_their_owner_died_are_reaped(
@@ -34,41 +36,45 @@ def test_processes_that_were_stopped_when_their_owner_died_are_reaped(
 ) -> None:
     need_namespaces()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    footprint = reaper.Footprint(tmp_path)
+    before = footprint.left()
+    nothing = dict.fromkeys(KINDS, 0)
+    # others of this machine may have mounted namespaces
+    assert before == {**nothing, "mounts": before["mounts"]}
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER],
         stdout=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     try:
-        _reap_what_it_left(owner, tmp_path)
+        _reap_what_it_left(owner, footprint)
     finally:
         owner.kill()
         owner.wait()
+    left = footprint.left()
+    assert left == {**before, "cgroups": left["cgroups"]}  # which the next pool sweeps
 
 
-def _reap_what_it_left(owner: subprocess.Popen[bytes], tmp_path: Path) -> None:
+def _reap_what_it_left(owner: subprocess.Popen[bytes], footprint: reaper.Footprint) -> None:
     assert owner.stdout is not None and owner.stdout.readline() == b"up\n"
-    footprint = reaper.Footprint(tmp_path)
     seen: list[int] = []
     # zygote, first process, keeper, and its command, which has become another program
     while len(seen) != 2 or footprint.left()["processes"] != 4:
         seen = footprint.look({owner.pid})
         time.sleep(0.02)
+    users = {os.stat(f"/proc/{pid}").st_uid for pid in seen}
+    assert footprint.own_users == {user for user in users if user in OWN_IDS}
     for pid in (*seen, *footprint.zygotes):
         os.kill(pid, signal.SIGSTOP)
     namespace = os.stat("/proc/self/ns/pid").st_ino
-    (tmp_path / f"etude-{owner.pid}-{namespace}-x").mkdir()
+    (footprint.directory / f"etude-{owner.pid}-{namespace}-x").mkdir()
     owner.kill()
     owner.wait()
     left = footprint.left()
     assert left["processes"] == 4 and left["files"] == 1 and left["namespaces"] > 0
     assert reaper.sweep() >= 4
-    kinds = ("processes", "namespaces", "mounts", "cgroups", "files", "loop_devices")
     while footprint.left()["processes"]:  # the kernel takes its time
         time.sleep(0.02)
-    left = footprint.left()
-    # the next pool sweeps cgroups
-    assert left == {**dict.fromkeys(kinds, 0), "cgroups": left["cgroups"]}
 
 
 def test_a_sweep_leaves_alone_what_has_an_owner(
