@@ -32,12 +32,12 @@ class Export:
     """With fewer of them the trainer waits."""
     trainer_gpus: int
     """Of each node; 0: on the CPU, one process a node."""
-    evaluates: bool = False
+    evaluates: bool
     """While loops go on (`eval.every_steps`)."""
-    image: str = "etude:latest"
-    config_path: str = "/etc/etude/run.toml"
-    folder: str = ""
+    image: str
+    folder: str
     """Where relative paths of the run's file start; empty: where the file is."""
+    config_path: str = "/etc/etude/run.toml"
     gateway: str = ""
     """Where the others find it."""
     relays: Mapping[str, str] = field(default_factory=dict)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from etude.engine.graph_inputs import NOWHERE, GraphShape, InputLayout, as_words
+from etude.core.sampling import SamplingParams
+from etude.engine.batch import ForwardBatch, SamplingBatch
+from etude.engine.graph_inputs import (
+    NOWHERE,
+    GraphShape,
+    InputLayout,
+    PinnedBuffers,
+    as_words,
+    decode_inputs,
+)
 
 TOKENS = ("tokens", "positions", "slot_mapping")
 PREFILL = ("ends", "logits_indices", "sequence", "first")
@@ -38,3 +49,47 @@ def test_what_is_filled_in_is_read_by_its_name(shape: GraphShape) -> None:
         assert sizes["sequence"] == sizes["first"] == shape.tiles
         assert sizes["ends"] == shape.sequences and sizes["logits_indices"] == shape.rows
     assert all(each.storage_offset() * each.element_size() % 16 == 0 for each in found.values())
+
+
+def test_a_decode_graph_gets_the_sequences_that_have_one_new_token() -> None:
+    """Two of them, and a third that is still being read."""
+    batch = ForwardBatch(
+        tokens_N=np.array([7, 8, 9, 10]),
+        positions_N=np.array([3, 5, 0, 1]),
+        slot_mapping_N=np.array([33, 45, 64, 65]),
+        seq_ids_B=np.array([1, 2, 3]),
+        query_starts_B=np.array([0, 1, 2]),
+        seq_lens_B=np.array([4, 6, 2]),
+        block_table_BM=np.array([[2], [3], [4]]),
+        num_decode=2,
+        logits_indices_R=np.array([0, 1, 3]),
+        sampling=SamplingBatch(
+            params_R=[SamplingParams(temperature=t) for t in (0.5, 1.0, 0.0)],
+            u_R=np.array([0.1, 0.2, 0.3]),
+        ),
+    )
+    found = decode_inputs(batch, batch.tokens_N + 10)
+    assert found is not None
+    assert {name: value.tolist() for name, value in found.values.items()} == {
+        "tokens": [17, 18],
+        "positions": [3, 5],
+        "slot_mapping": [33, 45],
+        "lengths": [4, 6],
+        "temperature": [0.5, 1.0],
+        "u": [0.1, 0.2],
+    }
+    assert found.block_table_BM.tolist() == [[2], [3]]
+    assert (found.num_tokens, found.num_sequences, found.num_tiles) == (2, 2, 0)
+    assert found.row_indices_R.tolist() == [0, 1]
+    assert decode_inputs(replace(batch, num_decode=0), batch.tokens_N) is None
+
+
+def test_results_are_read_in_the_order_of_the_rows() -> None:
+    on_device = torch.zeros((2, 4), dtype=torch.int32)
+    host = PinnedBuffers(torch.zeros(8, dtype=torch.int32), on_device)
+    on_device[0] = torch.tensor([5, 6, 7, 8])
+    on_device[1] = torch.tensor([-0.5, -1.0, -1.5, -2.0]).view(torch.int32)
+    host.take(on_device)
+    on_device.zero_()  # the next pass has begun
+    found = host.read(np.array([3, 0]))
+    assert (found.tokens, found.logprobs, found.top_logprobs) == ([8, 5], [-2.0, -0.5], [])

@@ -45,6 +45,15 @@ FIELDS = {
     "topology.kubernetes.io/region",
 }  # fmt: skip
 """All that Kubernetes knows of what we write: others it drops, or refuses."""
+SECRETS = {
+    "gateway": {"ETUDE_SECRET": "secret"},
+    **{f"relay-{region}": {"ETUDE_SECRET": "secret"} for region in ("east", "west")},
+    **{f"worker-{region}": {"ETUDE_TOKEN": "worker-token"} for region in ("east", "west")},
+    "controller": {"ETUDE_TOKEN": "admin-token"},
+}
+"""What each part holds; others hold none."""
+ONE_PLACE = ("prepare", "gateway", "trainer", "evaluator", "controller")
+"""Parts that are of no region."""
 
 
 @pytest.fixture
@@ -123,6 +132,17 @@ def test_pods_are_those_that_others_look_for(manifests: dict[tuple[str, str], An
             assert manifest["spec"]["selector"] == pods[name]["metadata"]["labels"]
             assert container["ports"] == [{"containerPort": port["targetPort"]}]
             assert port["port"] == port["targetPort"]
+    for name, pod in pods.items():
+        part = name.removeprefix("my-run-1-")
+        [container] = pod["spec"]["containers"]
+        held = {
+            each["name"]: each["valueFrom"]["secretKeyRef"]["key"]
+            for each in container["env"]
+            if "secretKeyRef" in each["valueFrom"]
+        }
+        assert held == SECRETS.get(part, {}), part
+        region = pod["spec"].get("nodeSelector", {}).get("topology.kubernetes.io/region", "")
+        assert region == ("" if part in ONE_PLACE else part.partition("-")[2])
     trainer = manifests["StatefulSet", "my-run-1-trainer"]["spec"]
     assert ("Service", trainer["serviceName"]) in manifests
     for pod in pods.values():
@@ -175,6 +195,13 @@ def test_slurm_files_run(toml: Path) -> None:
     ]
     assert submitted[0] == ["sbatch", "--parsable", "prepare.sbatch"]
     assert all("--dependency=afterok:sbatch-says" in words for words in submitted[1:])
+
+    for *_, file in submitted:
+        part = file.removesuffix(".sbatch")
+        held = dict(re.findall(r"^export (\w+)=.*/([\w-]+)\"", files[file], re.M))
+        assert held == SECRETS.get(part, {}), part
+        regions = re.findall(r"^#SBATCH --constraint=(\w+)$", files[file], re.M)
+        assert regions == ([] if part in ONE_PLACE else [part.partition("-")[2]])
 
     env["ETUDE_PLACES"] = str(toml.parent / "out" / "places")
     started = {}
