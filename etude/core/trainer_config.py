@@ -36,5 +36,5 @@ class TrainerConfig(Config):
     timeout_s: Positive = 45.0
     """Time for each collective operation of the ranks."""
     lora: LoraConfig | None = None
-    """LoRA: train a small adapter to the weights, which stay as they are; without it all weights are
+    """LoRA: train a small adapter to weights that stay as they are; without it all weights are
     trained."""

@@ -78,6 +78,8 @@ def cluster_programs(config: RunConfig, store: str, workers: int) -> list[Progra
         trainer_min_nodes=ranks,
         trainer_gpus=int(config.trainer.device == "cuda"),
         evaluates=config.eval.every_steps > 0,
+        image="",
+        folder="",
         gateway="@gateway@",
         relays={region: f"@relay-{region}@" for region in regions if workers > 1},
         advertise=f"http://{HOST}:{PORT}",
