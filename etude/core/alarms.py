@@ -20,6 +20,7 @@ from etude.core.events import (
     Event,
     GroupDone,
     Launched,
+    ProcessDied,
     ProcessHeard,
     ProcessRestarted,
     ProcessSilent,
@@ -86,6 +87,8 @@ class Alarms:
                 found = {SILENT + event.process: _silent(event)}
             case ProcessRestarted():
                 found = {SILENT + event.process: _restarted(event)}
+            case ProcessDied():
+                found = {SILENT + event.process: _died(event)}
             case ProcessHeard():
                 found = {SILENT + event.process: None}
             case StageStarted() if event.stage != self._stage:
@@ -212,6 +215,11 @@ def _restarted(event: ProcessRestarted) -> Alarm:
         f"the end of its log says why; sessions go on when it is back, and the run stops if it "
         f"dies more than {event.limit} times within a minute",
     )
+
+
+def _died(event: ProcessDied) -> Alarm:
+    advice = event.advice or "the end of its log says why"
+    return Alarm(SILENT + event.process, f"the {event.process} {event.how}", advice)
 
 
 def _mismatched(event: StepDone) -> Alarm | None:

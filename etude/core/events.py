@@ -18,6 +18,8 @@ class Launched:
     """The processes of the run were started, or resumed."""
 
     resumed: bool
+    command: str = ""
+    """That resumes it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,15 @@ class ProcessRestarted:
     how: str
     """It died."""
     limit: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessDied:
+    """A process has died, and the run has stopped with it."""
+
+    process: str
+    how: str
+    advice: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +117,16 @@ class BatchReady:
     """The batch of a step of rl or distill is in the store: the trainer can begin it."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgress:
+    """A step of rl or distill goes on; told now and then, if it takes long."""
+
+    step: int
+    done: int
+    """Rows of its batch."""
+    total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,6 +356,7 @@ Event = (
     Launched
     | ProcessSilent
     | ProcessRestarted
+    | ProcessDied
     | ProcessHeard
     | FewTasks
     | StageStarted
@@ -342,6 +364,7 @@ Event = (
     | OverlongSkipped
     | StageDone
     | BatchReady
+    | StepProgress
     | StepDone
     | MismatchMeasured
     | PublishStarted
