@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from etude import __version__
 from etude.bench_arguments import add_bench
@@ -29,7 +34,12 @@ AddCommand = Callable[..., argparse.ArgumentParser]
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """`command` is the name of the command. An argument that it does not have is told with those
     that it has."""
-    parser = _build_parser()
+    parser, commands = _build_parser()
+    first = next(iter(sys.argv[1:] if argv is None else argv), "-")
+    if not first.startswith("-") and first not in commands:
+        near = get_close_matches(first, commands, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        parser.error(f"there is no command {first}: {meant}`etude --help` lists them")
     args, unknown = parser.parse_known_args(argv)
     refuse = vars(args).pop("refuse", parser.error)
     if unknown:
@@ -37,10 +47,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="etude", description="Train a coding model on your own product."
-    )
+class _Parser(argparse.ArgumentParser):
+    """Its errors are wrapped at the width of the terminal."""
+
+    def error(self, message: str) -> NoReturn:
+        if sys.stderr.isatty():
+            width = shutil.get_terminal_size().columns
+            message = textwrap.fill(f"{self.prog}: error: {message}", width, break_long_words=False)
+            message = message.removeprefix(f"{self.prog}: error: ")
+        super().error(message)
+
+
+def _build_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
+    """The parser, and the names of the commands."""
+    parser = _Parser(prog="etude", description="Train a coding model on your own product.")
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -69,7 +89,7 @@ def _build_parser() -> argparse.ArgumentParser:
     text = "images for sandboxes: systems, packages and repositories, built once"
     _add_images(commands.add_parser("images", help=text, description=text))
     _add_inspection(add)
-    return parser
+    return parser, commands.choices
 
 
 def _add_runs(add: AddCommand) -> None:
@@ -189,7 +209,9 @@ def _add_cluster(add: AddCommand) -> None:
 
 def _add_export(add: AddCommand) -> None:
     parser = add("export", "write a run down for a cluster's own scheduler")
-    parser.add_argument("kind", choices=("k8s", "slurm"), help="manifests, or batch files")
+    parser.add_argument(
+        "kind", type=_scheduler, metavar="{k8s,slurm}", help="manifests, or batch files"
+    )
     parser.add_argument("config", type=Path, metavar="RUN.toml")
     parser.add_argument("target", type=Path, metavar="DIR", help="must not be there yet")
     for name, default, text in (
@@ -215,6 +237,15 @@ def _add_export(add: AddCommand) -> None:
         help="the folder of RUN.toml as the cluster's machines see it, where its relative paths "
         "start (default for slurm: where it is; k8s: none)",
     )
+
+
+def _scheduler(name: str) -> str:
+    if name not in ("k8s", "slurm"):
+        raise argparse.ArgumentTypeError(
+            f"{name!r} is neither k8s nor slurm; the weights of a run are exported by "
+            f"`etude weights export RUN DIR`"
+        )
+    return name
 
 
 def _add_compare(add: AddCommand) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from etude.launch.ray_plan import RayCluster
 
 INTERRUPTED = 130
+RESUMABLE = ("demo", "run", "eval", "tasks", "images")
+"""Commands that go on where they were stopped."""
 NOBODY_READS = 141
 """As of a program that SIGPIPE ended: `etude .. | head` has read enough."""
 
@@ -46,14 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return NOBODY_READS
     except KeyboardInterrupt:
-        print(f"stopped; resume with: {_again(argv)}", file=sys.stderr)
+        from etude.commands.terminal import print_error
+
+        resumes = args.command in RESUMABLE and not getattr(args, "dry_run", False)
+        print_error(f"stopped; resume with: {_again(argv)}" if resumes else "stopped")
         return INTERRUPTED
     except (EtudeError, ExceptionGroup) as e:
+        from etude.commands.terminal import print_error
         from etude.run.process import error_message
 
         if (told := error_message(e)) is None:
             raise
-        print(f"error: {told}", file=sys.stderr)
+        print_error(f"error: {told}")
         return 2
 
 

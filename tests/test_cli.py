@@ -65,6 +65,41 @@ def test_an_unknown_option_is_told_with_those_that_there_are(
     assert told.endswith(f"etude {command}: error: unrecognized arguments: --stes=3\n")
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["runn", "a.toml"], "etude: error: there is no command runn: did you mean run? `etude --"),
+        (["x"], "etude: error: there is no command x: `etude --help` lists them"),
+        (["export", "runs/work", "there"], "by `etude weights export RUN DIR`"),
+    ],
+)
+def test_a_command_that_is_not_there(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_what_cannot_go_on_is_not_said_to(etude: Etude, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("etude.commands.run_file.read_run_file", stopped)
+    assert etude("plan", "r.toml", "--gpus", "2") == (130, "", "stopped\n")
+    assert etude("run", "r.toml", "--fresh", "--dry-run") == (130, "", "stopped\n")
+    again = "stopped; resume with: etude run r.toml\n"
+    assert etude("run", "r.toml", "--fresh") == (130, "", again)
+
+
+def test_an_error_is_wrapped_between_words(etude: Etude, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    _, _, err = etude("run", TINY, "--set", "engine.max_num_seq=3")
+    assert "did you mean" in " ".join(err.split()) and len(err.splitlines()) > 2
+    assert all(len(line) <= 40 or " " not in line.strip() for line in err.splitlines())
+
+
 def test_a_config_that_is_not_there(etude: Etude) -> None:
     refused(etude("run", "no.toml"), "cannot read no.toml", "No such file")
 
@@ -104,6 +139,14 @@ def test_a_port_in_use(etude: Etude, tmp_path: Path) -> None:
             "in use",
         )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_to_serve_that_is_not_there(
+    etude: Etude, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        etude("serve", "runs/wrok", "--port", "0")
+    assert "error: there is no runs/wrok: give" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["audit", "show", "eval"])

@@ -11,6 +11,7 @@ import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -36,6 +37,9 @@ HELP = """\
 Ctrl-C                   stops an answer; what was said of it stays
 anything else is said to the model, with all that was said before"""
 
+ANSWER_S = 10.0
+"""For a server to be there."""
+_PORTS = {"http": 80, "https": 443}
 ALWAYS_REFUSED = (401, 403, 404, 405)
 """Another turn would not be answered either."""
 
@@ -158,6 +162,17 @@ def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             ) from e
 
 
+def _check_answers(url: str) -> None:
+    """Whatever a server says: that there is one."""
+    try:
+        with socket.create_connection(
+            (urlsplit(url).hostname, urlsplit(url).port or _PORTS[urlsplit(url).scheme]), ANSWER_S
+        ):
+            pass
+    except OSError as e:
+        raise EtudeError(f"{url} does not answer: {e}; is a server running there?") from e
+
+
 def _reason(body: bytes) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
@@ -176,6 +191,7 @@ def _server(target: str, version: int | None, console: Console) -> Iterator[tupl
             raise EtudeError(f"{target} is no URL: {e}; write it like http://127.0.0.1:8000") from e
         if not host or port == 0:
             raise EtudeError(f"{target} names no server; write it like http://127.0.0.1:8000")
+        _check_answers(target)
         yield target, target
         return
     if "://" not in target and not Path(target).is_dir():

@@ -51,6 +51,8 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
     """Write the project. Nothing that is there is touched."""
     if model is not None and not (model / "config.json").is_file():
         raise EtudeError(f"--model {model}: there is no model directory; `make model` fetches one")
+    if repo is not None and not repo.exists():
+        raise EtudeError(f"--repo {repo}: there is no {repo.absolute()}")
     if repo is not None and not (repo.is_dir() and _in_repository(repo)):
         raise EtudeError(f"--repo {repo}: there is no git repository; `git init` makes one")
     is_made = repo is None and not _in_repository(directory)

@@ -105,13 +105,16 @@ def workload(config: RunConfig, options: Options) -> Workload:
 
 def lines(model: ModelSize, work: Workload, found: Placement, options: Options) -> list[str]:
     name, gpu = options.gpu.upper(), GPUS[options.gpu]
-    sparse = f", {model.active / 1e9:.3g} B active" if model.active < model.parameters else ""
+    sparse = f", {model.active / 1e9:.3g} B active" if model.active < 0.9 * model.parameters else ""
     split = (
         f"all {found.gpus} in turns (colocated)"
         if found.colocated
         else f"{found.trainer_gpus} for the trainer, {counted(found.engines, 'engine')} of "
         f"{found.engine_gpus}"
     )
+    activations = "without activations"
+    if found.activation_bytes:
+        activations = f"{found.activation_bytes / 1e9:.3g} GB more for the activations of a pass"
     told = [
         f"model      {model.parameters / 1e9:.3g} B parameters{sparse}; "
         f"{model.kv_bytes / 1e3:.3g} kB of keys and values a token",
@@ -119,7 +122,8 @@ def lines(model: ModelSize, work: Workload, found: Placement, options: Options) 
         f"sampled in {counted(work.turns, 'turn')}",
         f"placement  {options.gpus} {name}: {split}",
         f"memory     {found.trainer_bytes / 1e9:.3g} GB a GPU of the trainer for weights, "
-        f"gradients and state, {found.engine_bytes / 1e9:.3g} GB a GPU of an engine with "
+        f"gradients and state ({activations}), "
+        f"{found.engine_bytes / 1e9:.3g} GB a GPU of an engine with "
         f"{counted(found.seqs, 'request')}; each has {gpu.memory_bytes / 1e9:.0f} GB",
         f"step       {found.step_s:.3g} s: training {found.train_s:.3g} s, sampling "
         f"{found.rollout_s:.3g} s, one session {found.session_s:.3g} s over "

@@ -200,6 +200,8 @@ def load(
     try:
         if is_run(target):
             version, files, tensors = _read_run(target, version)
+        elif not Path(target).exists():
+            raise EtudeError(f"there is no {target}: give a model directory, or a run")
         elif version is None:
             version, (files, tensors) = 0, read_directory(Path(target))
         else:

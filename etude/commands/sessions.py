@@ -17,6 +17,8 @@ from etude.core.events import AttemptDone
 from etude.core.ledger import Batched, Dropped, Entry
 from etude.core.types import Status, Trajectory
 from etude.dash.session import Block, read_session
+from etude.launch.launcher import is_stopped
+from etude.launch.place import RunPlace
 from etude.model.directory import MODEL_FILES
 from etude.model.tokenizer import ChatTokenizer
 from etude.store.rollouts import RolloutLog, RolloutRow, group_rows
@@ -37,6 +39,7 @@ STYLES = {
     "error": "red",
     "timed out": "red",
 }
+UNDER_WAY, STOPPED = "under way", "stopped"
 STATUS = {"done": "finished", "timeout": "timed out", "failed": "failed"}
 
 
@@ -54,8 +57,8 @@ class Session:
     t: float = 0.0
     """When it ended; 0 if no event tells it."""
     turns: int | None = None
-    became: str = "under way"
-    """Of its group: trained on, or dropped, or neither yet."""
+    became: str = UNDER_WAY
+    """Of its group: trained on, or dropped, or neither yet; or the run stopped before."""
     object: str | None = None
     """Where it lies whole; None while its group is under way, and if that was never finished."""
 
@@ -89,6 +92,8 @@ class Choice:
 def sessions(directory: str, console: Console, choice: Choice, *, as_json: bool) -> None:
     run = Run.open(directory, create=False)
     found, damage = find_sessions(run)
+    if is_stopped(RunPlace.of(directory).directory):
+        found = [replace(e, became=STOPPED) if e.became == UNDER_WAY else e for e in found]
     for line in damage:
         console.print(f"damaged: {line}", highlight=False, markup=False, style="red")
     if not found:
@@ -198,7 +203,7 @@ def _of_event(t: float, event: AttemptDone) -> Session:
         error=event.error,
         seconds=event.seconds,
         t=t,
-        became="under way" if event.split == "train" else "evaluation",
+        became=UNDER_WAY if event.split == "train" else "evaluation",
     )
 
 
@@ -255,6 +260,8 @@ def _print_whole(
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
         whole_of = "group" if session.split == "train" else "evaluation"
         why = f"its conversation is stored once all sessions of its {whole_of} have ended"
+        if session.became == STOPPED:
+            why = "its conversation is not stored: the run stopped before its group had ended"
         if session.split != "train" and session.status == "failed":
             why = "its conversation is not stored: an evaluation tries again what failed"
         blocks = [Block("error" if session.error else "score", told), Block("note", why)]

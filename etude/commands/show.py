@@ -13,6 +13,7 @@ from rich.text import Text
 
 from etude.core.alarms import SILENT, Alarm
 from etude.core.errors import EtudeError
+from etude.core.events import Launched
 from etude.core.ledger import Batched
 from etude.core.types import Json
 from etude.dash.reader import RunView, StoreCost
@@ -74,7 +75,7 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
     if everything:
         _print(console, plan(config, place, recorded=recorded_counts(run)) + "\n")
     finished, last = is_finished(run, config), max(evaluated_versions(config))
-    state = _state(finished, newest.version if newest else None, last, place)
+    state = _state(finished, newest.version if newest else None, last, place, _command(run))
     _print(console, f"{config.name} in {place}: {state}")
     if found:
         console.print(screen.results(found, evaluated_versions(config)))
@@ -92,7 +93,7 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
     if finished and not everything:
         alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]  # it was heard
     for line in _alarm_lines(alarms, everything=everything):
-        _print(console, line)
+        _print(console, line.replace("etude sessions RUN", f"etude sessions {place}"))
     return audited
 
 
@@ -104,13 +105,25 @@ def store_cost(run: Run) -> StoreCost:
     return view.store
 
 
-def _state(finished: bool, newest: int | None, last: int, place: RunPlace) -> str:
+def _command(run: Run) -> str:
+    """The command that goes on with it, as it was last given."""
+    told = [
+        stamped.record.command
+        for stamped in EventReader(run).new()
+        if isinstance(stamped.record, Launched)
+    ]
+    runs = [command for command in told if command and not command.startswith("etude eval")]
+    return runs[-1] if runs else "etude run FILE"
+
+
+def _state(finished: bool, newest: int | None, last: int, place: RunPlace, command: str) -> str:
     version = f"newest version {'none' if newest is None else newest}"
     if finished:
         return f"finished; {version}"
-    if not is_stopped(place.directory):
-        return f"not finished; {version} of {last}"
-    return f"stopped; {version} of {last}; go on with the command that began it: etude run FILE"
+    if is_stopped(place.directory):
+        return f"stopped; {version} of {last}; go on with: {command}"
+    running = "running" if (place.directory / "lock").exists() else "not finished"
+    return f"{running}; {version} of {last}"
 
 
 def _alarm_lines(alarms: Sequence[Alarm], *, everything: bool) -> Iterator[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from etude.commands import terminal
 from etude.commands.plan import Options as PlanOptions
 from etude.commands.plan import model_size, place, rollout_stage, workload
 from etude.commands.terminal import counted
@@ -70,7 +71,7 @@ def simulate(config: RunConfig, options: Options, console: Console) -> dict[str,
     told = summary(outcome, scenario)
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        terminal.say(console, text, indent=2)
 
     say(
         f"trainer: {counted(placed.trainer_gpus, 'GPU')}; {counted(scenario.regions, 'region')} of "

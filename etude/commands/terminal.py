@@ -22,6 +22,11 @@ def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
             console.print(shown, highlight=False, soft_wrap=True)
 
 
+def print_error(text: str) -> None:
+    """On standard error."""
+    say(Console(stderr=True), text, indent=2)
+
+
 def _breaks(line: str, width: int, margin: int) -> list[int]:
     """Where the line is broken. A word that is too long, such as a path, stays whole, so that it
     can be copied."""

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import aiohttp
@@ -41,6 +42,7 @@ REFERENCE = "reference solution"
 GIVEN = "your solution"
 SESSION = "session"
 _PATCHES = (".patch", ".diff")
+NEAREST = 5
 _SHOWN_LINES = 12
 _SHOWN_CHARS = 500
 
@@ -368,8 +370,8 @@ async def _find_task(environment: Environment, config: RunConfig, wanted: str | 
         seen += [task.id for task in tasks]
     if not seen:
         raise refused[0]
-    some = " ".join(seen[:9])
-    raise EtudeError(f"there is no task {wanted}: the first of {len(seen)} are {some}")
+    near = ", ".join(get_close_matches(wanted or "", seen, n=NEAREST, cutoff=0.0))
+    raise EtudeError(f"there is no task {wanted}: the nearest of {len(seen)} are {near}")
 
 
 async def _refusals(environment: Environment, config: RunConfig) -> list[str]:

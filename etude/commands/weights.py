@@ -55,7 +55,7 @@ def open_chain(url: str) -> Chain:
 def log(url: str, console: Console) -> int:
     """The chain, newest last, and who is live on what."""
     chain = open_chain(url)
-    line = "{:>7}  {:14} {:>5}  {:9} {:>9} {:>8} {:>9}  {:19}  {}".format
+    line = "{:>7} {:14} {:>5} {:8} {:>8} {:>6} {:>8} {:16}".format
 
     def say(*columns: object) -> None:
         _say(console, line(*columns).rstrip())
@@ -69,7 +69,6 @@ def log(url: str, console: Console) -> int:
         "of all",
         "changed",
         "published (UTC)",
-        "extra routes",
     )
     for version, epoch in chain.lineage().items():
         try:
@@ -90,16 +89,13 @@ def log(url: str, console: Console) -> int:
             if manifest.route.base
             else "all",
             f"{max(manifest.changed.values(), default=0.0):.3%}" if manifest.parent else "",
-            _time(manifest.time),
-            ", ".join(
-                f"{_start(route)} {_size(route.bytes)}"
-                for route in extra
-                if isinstance(route, Route)
-            ),
+            _time(manifest.time)[:16],
         )
         for route in extra:
             if isinstance(route, Corrupt):
-                _say(console, f"{'':7}  this extra route is not used: {route}")
+                _say(console, f"{'':7} this extra route is not used: {route}")
+            else:
+                _say(console, f"{'':7} also {_start(route)}, {_size(route.bytes)}")
     for lease in chain.leases().values():
         if isinstance(lease, Corrupt):
             _say(console, f"reader unknown: {lease}")

@@ -20,6 +20,7 @@ from etude.core.events import (
     Event,
     GroupDone,
     Launched,
+    ProcessDied,
     ProcessHeard,
     ProcessRestarted,
     ProcessSilent,
@@ -90,6 +91,8 @@ class Alarms:
                 found = {SILENT + event.process: _restarted(event)}
             case RegionQuarantined():
                 found = {DRIFTED + event.region: _drifted(event)}
+            case ProcessDied():
+                found = {SILENT + event.process: _died(event)}
             case ProcessHeard():
                 found = {SILENT + event.process: None}
             case StageStarted() if event.stage != self._stage:
@@ -233,6 +236,11 @@ def _drifted(event: RegionQuarantined) -> Alarm:
         "it is sent no requests; `etude mismatch RUN` says what differs; mend it (driver, dtype, "
         "engine), then start the run again",
     )
+
+
+def _died(event: ProcessDied) -> Alarm:
+    advice = event.advice or "the end of its log says why"
+    return Alarm(SILENT + event.process, f"the {event.process} {event.how}", advice)
 
 
 def _mismatched(event: StepDone) -> Alarm | None:

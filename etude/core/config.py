@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -261,23 +262,6 @@ class RunConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _fits(self) -> RunConfig:
-        for stage in self.stage:
-            # A deterministic run takes one row at a time, however long.
-            if (
-                isinstance(stage, RolloutStageConfig)
-                and stage.microbatch_tokens < self.model.max_context
-                and not self.deterministic
-            ):
-                raise ValueError(
-                    f"stage.{stage.name}.microbatch_tokens = {stage.microbatch_tokens} has no room "
-                    f"for a session of "
-                    f"model.max_context = {self.model.max_context} tokens: raise the one or lower "
-                    f"the other"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _repeatable(self) -> RunConfig:
         lags = [stage.max_lag for stage in self.stage if isinstance(stage, RolloutStageConfig)]
         if self.deterministic and (any(lags) or len(self.engine.regions) > 1):
@@ -345,7 +329,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
     try:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
-        raise EtudeError(f"{source}: not valid TOML: {e}") from e
+        raise EtudeError(f"{source}: not valid TOML: {e}{_shown_line(text, str(e))}") from e
     given = {_apply(tree, override, source): override for override in overrides}
     try:
         return RunConfig.model_validate(tree)
@@ -359,7 +343,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
         ]
         raise EtudeError(
             "\n".join(
-                f"{_origin(error['loc'], tree, given, source)}: {_explain(dict(error))}"
+                f"{_origin(error['loc'], tree, given, source)}: {_explain(dict(error), tree)}"
                 for error in told
             )
         ) from e
@@ -420,7 +404,16 @@ def _value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text.strip()
 
 
-def _explain(error: dict[str, Any]) -> str:
+def _shown_line(text: str, error: str) -> str:
+    """The line that a TOML error names."""
+    at = re.search(r"\(at line (\d+)", error)
+    line = text.splitlines()[int(at[1]) - 1].strip() if at else ""
+    is_syntax = not error.startswith("Cannot")  # a key that is there twice
+    hint = ": perhaps a quote or a bracket is missing" if is_syntax else ""
+    return f", in `{line}`{hint}" if line else ""
+
+
+def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
     """One sentence: the key, what is wrong with it, and what would be right."""
     loc, given = error["loc"], error["input"]
     # a stage goes by its kind, not its number
@@ -431,7 +424,7 @@ def _explain(error: dict[str, Any]) -> str:
             renamed = OLD_KEYS.get(f"stage.{loc[-1]}" if loc[0] == "stage" else path)
             if renamed is not None:
                 return f"unknown key {path} in {table}: it is called {renamed} now"
-            return f"unknown key {path} in {table}: {_hint(str(loc[-1]), _table(loc[:-1]))}"
+            return f"unknown key {path} in {table}: {_hint(str(loc[-1]), _table(loc[:-1]), tree)}"
         case "missing":
             return f"{path} is missing: it has no default"
         case "union_tag_invalid" | "union_tag_not_found":
@@ -452,9 +445,13 @@ def _explain(error: dict[str, Any]) -> str:
             return f"{path} = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def _hint(key: str, table: type[BaseModel]) -> str:
+def _hint(key: str, table: type[BaseModel], tree: dict[str, Any]) -> str:
     """What to write instead of a key that the table does not have."""
     keys = list(table.model_fields)
+    stages = [stage for stage in tree.get("stage", ()) if isinstance(stage, dict)]
+    for stage in stages if table is RunConfig else ():
+        if (kind := stage.get("kind")) in STAGES and key in STAGES[kind].model_fields:
+            return f"it is a key of a [[stage]], as stage.{stage.get('name', kind)}.{key}"
     if kinds := [kind for kind, stage in STAGES.items() if key in stage.model_fields]:
         return f"it is a key of a [[stage]] of kind {' or '.join(kinds)}, as stage.{kinds[0]}.{key}"
     near = difflib.get_close_matches(key, keys, n=1) or [k for k in keys if key in k.split("_")]

@@ -18,6 +18,8 @@ class Launched:
     """The processes of the run were started, or resumed."""
 
     resumed: bool
+    command: str = ""
+    """That resumes it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,15 @@ class ProcessRestarted:
     """It died."""
     limit: int | None
     """How often it may be within a minute; None: the node is to blame, and it may be always."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessDied:
+    """A process has died, and the run has stopped with it."""
+
+    process: str
+    how: str
+    advice: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +118,16 @@ class BatchReady:
     """The batch of a step of rl or distill is in the store: the trainer can begin it."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProgress:
+    """A step of rl or distill goes on; told now and then, if it takes long."""
+
+    step: int
+    done: int
+    """Rows of its batch."""
+    total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -350,6 +371,7 @@ Event = (
     | ProcessSilent
     | ProcessRestarted
     | RegionQuarantined
+    | ProcessDied
     | ProcessHeard
     | FewTasks
     | StageStarted
@@ -357,6 +379,7 @@ Event = (
     | OverlongSkipped
     | StageDone
     | BatchReady
+    | StepProgress
     | StepDone
     | MismatchMeasured
     | PublishStarted

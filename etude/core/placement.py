@@ -27,6 +27,8 @@ WANTED_RATIO = 1 / 3
 SMALL_FLEET = 16
 """Above so many GPUs the trainer's come in whole machines."""
 MACHINE = 8
+LESS_MEMORY = "lower stage.rl.microbatch_tokens, or set trainer.gradient_checkpointing = true"
+"""What to do about a trainer that has too little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class ModelSize:
     """Keys and values of one token."""
     weight_bytes: float = 2.0
     """Of a weight in an engine."""
+    activation_bytes: float = 0.0
+    """Of one forward and backward pass in training; 0 if not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,8 @@ class Workload:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     gpus: int
+    gpu_bytes: float
+    """Memory of each."""
     trainer_gpus: int
     engines: int
     engine_gpus: int
@@ -89,6 +95,8 @@ class Placement:
     """Trainer and engines take turns on the same GPUs."""
     trainer_bytes: float
     """Of a GPU: weights, gradients and state."""
+    activation_bytes: float
+    """Of a GPU of the trainer, beside them."""
     engine_bytes: float
     """Of a GPU: weights, and the keys and values of `seqs` requests."""
     seqs: int
@@ -110,6 +118,11 @@ class Placement:
     def advice(self) -> list[str]:
         """What to change, the most useful first."""
         found = []
+        if self.trainer_bytes + self.activation_bytes > self.gpu_bytes:
+            found.append(
+                f"the trainer wants {(self.trainer_bytes + self.activation_bytes) / 1e9:.3g} GB of "
+                f"a GPU: {LESS_MEMORY}"
+            )
         if self.colocated:
             found.append(
                 "trainer and engines take turns, so neither works while the other does: with more "
@@ -185,11 +198,13 @@ def _placement(
     held = model.parameters * model.weight_bytes + seqs * work.length * model.kv_bytes
     return Placement(
         gpus=gpus,
+        gpu_bytes=gpu.memory_bytes,
         trainer_gpus=trainer,
         engines=engines,
         engine_gpus=engine,
         colocated=colocated,
         trainer_bytes=model.parameters * TRAIN_BYTES / trainer,
+        activation_bytes=model.activation_bytes,
         engine_bytes=held / engine,
         seqs=seqs,
         train_s=train_s,

@@ -200,8 +200,9 @@ class RolloutStageConfig(StageConfig):
     """Sampling temperature of the built-in agent, and of every request of a program that names
     none. A harness may send another one with any request: the trainer recomputes each token at the
     temperature that it was sampled at."""
-    microbatch_tokens: Count = 8192
-    """Tokens of one forward and backward pass; for memory only, the step does not depend on it."""
+    microbatch_tokens: Count | None = None
+    """Tokens of one forward and backward pass, and a longer session alone; for memory only, the
+    step does not depend on it. None: 1024 on the CPU, 16384 on a CUDA device."""
     router_replay: bool = True
     """Router replay, for models with routed experts: the trainer uses the experts that the engine
     used, not its own choice."""

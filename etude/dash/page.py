@@ -140,6 +140,8 @@ def headline(view: RunView) -> Line:
         return _rewarded(view)
     if view.groups.done and not view.groups.with_signal:
         return Line("sampling", no_difference(view))
+    if view.ended and _waits_for_trainer(view):
+        return Line("training", f"the first step goes on{_rows(view)}, and sampling waits for it")
     if view.ended:
         return Line("sampling", "sessions end; the first step of the trainer is not done yet")
     if view.running:
@@ -279,12 +281,13 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
         busy = f"{view.trainer_busy:.0%} busy  " if view.trainer_busy is not None else ""
         gradient = f"  gradient {step.grad_norm:.2f}" if step else ""
         speed = f"  {view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else ""
+        speed += f"  at step {view.done + 1}{_rows(view)}" if view.stepping else ""
         mfu = f"  {step.mfu:.1%} MFU" if step and step.mfu is not None else ""
         yield Line("trainer", f"{busy}loss {view.loss:.4f}{gradient}{speed}{mfu}")
     elif (since := view.stepping_since) is not None:
-        stalled = not view.running and 0 < capacity <= active
-        waits = f"; sampling waits for it (max_lag {lag_bound})" if stalled else ""
-        yield Line("trainer", f"at step {view.done + 1} for {clock(view.now - since)}{waits}")
+        waits = f"; sampling waits for it (max_lag {lag_bound})" if _waits_for_trainer(view) else ""
+        spent = clock(view.now - since)
+        yield Line("trainer", f"at step {view.done + 1} for {spent}{_rows(view)}{waits}")
     elif view.groups.with_signal:
         text = f"is at step {view.done + 1}, or waits for more groups with a difference"
         yield Line("trainer", text)
@@ -301,6 +304,17 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
             f"entropy {step.entropy:.3f}   k3 {step.k3_mean:.5f}   truncated "
             f"{step.truncated_frac:.1%}, zero gradient {step.zero_grad_frac:.1%}{routers}",
         )
+
+
+def _waits_for_trainer(view: RunView) -> bool:
+    """Nothing is sampled, since all slots wait for the step that is under way."""
+    active, capacity = view.window_slots
+    return view.stepping_since is not None and not view.running and 0 < capacity <= active
+
+
+def _rows(view: RunView) -> str:
+    """How far the step is, where that is known."""
+    return f" ({view.stepping.done} of {view.stepping.total} rows)" if view.stepping else ""
 
 
 def _regions(view: RunView) -> Iterator[Line]:

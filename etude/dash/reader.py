@@ -24,6 +24,7 @@ from etude.core.events import (
     StageDone,
     StageStarted,
     StepDone,
+    StepProgress,
     StoreUsed,
     WeightsLive,
 )
@@ -116,6 +117,8 @@ class RunView:
     tokens_per_s: float | None = None
     step: StepDone | None = None
     """The newest one of rl."""
+    stepping: StepProgress | None = None
+    """How far the one that is under way is, if it takes long."""
     lag: int | None = None
     lag_max: int = 0
     first_step: int = 0
@@ -174,8 +177,7 @@ class RunView:
             case Launched():  # what ended, ended the life before
                 self.resuming = event.resumed
                 self.finished = False
-                self.failure = None
-                self.evaluating = None
+                self.failure = self.evaluating = self.stepping = None
                 self.few_tasks = {}
                 self.steps = 0  # it may have been given more
                 self._batches = dict.fromkeys(self._batches, t)
@@ -195,6 +197,8 @@ class RunView:
                 self._fitted(event)
             case BatchReady():
                 self._batches[event.step] = t
+            case StepProgress():
+                self.stepping = event
             case StepDone():
                 self._stepped(event)
                 self._batches = {step: t for step in self._batches if step > event.step}
@@ -271,6 +275,7 @@ class RunView:
 
     def _stepped(self, event: StepDone) -> None:
         self.store.steps += 1
+        self.stepping = None
         if not self._steps:
             self.first_step = event.step - self.done - 1
         self.done = event.step - self.first_step

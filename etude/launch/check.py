@@ -53,6 +53,9 @@ class Findings:
     model_context: int
     seconds: dict[str, float]
     disk_bytes: int
+    memory_bytes: int
+    activation_bytes: int
+    memory_free: int
 
 
 def check_start(

@@ -28,8 +28,9 @@ from typing import Protocol
 from etude.core.clock import AwakeClock, Clock, SystemClock
 from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
-from etude.core.events import Event, ProcessHeard, ProcessRestarted
+from etude.core.events import Event, ProcessDied, ProcessHeard, ProcessRestarted
 from etude.core.liveness import Liveness
+from etude.core.placement import LESS_MEMORY
 from etude.core.placement_config import PlacementConfig
 from etude.run.process import die_with_parent
 from etude.serve import heartbeat
@@ -169,6 +170,7 @@ class LocalLauncher:
         # of those that were started again: when they died, until they are heard
         self._died: dict[str, float] = {}
         self._untold: list[Event] = []
+        self._memory: dict[str, int] = {}
         # where the present life of a program begins in its log
         self._log_starts: dict[str, int] = {}
 
@@ -186,21 +188,29 @@ class LocalLauncher:
                 task.cancel()
 
     async def watch(self, tell: Callable[[Event], None]) -> None:
-        """Tells which of the programs are silent or were started again, until it is cancelled."""
-        while True:
-            self._untold += self._liveness.look(self._clock.now())
-            while self._untold:
-                tell(self._untold.pop(0))
-            await asyncio.sleep(LOOK_EVERY_S)
+        """Tells which of the programs are silent, were started again or have died, until it is
+        cancelled."""
+        try:
+            while True:
+                self._untold += self._liveness.look(self._clock.now())
+                while self._untold:
+                    tell(self._untold.pop(0))
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:  # what ended the run
+            for event in self._untold:
+                tell(event)
 
     async def _keep(self, program: Program) -> None:
         restarts = Restarts(program.restarts, SystemClock())
         while (code := await self._once(program)) != 0 or program.serves:
+            how = how_ended(code, self._memory.get(program.name))
             if not restarts.allow():
-                raise EtudeError(self._exit_message(program, code))
+                advice = _advice(program.name, code)
+                self._untold.append(ProcessDied(process=program.name, how=how, advice=advice))
+                raise EtudeError(self._exit_message(program, code, how))
             self._died[program.name] = self._clock.now()
             self._untold.append(
-                ProcessRestarted(process=program.name, how=how_ended(code), limit=program.restarts)
+                ProcessRestarted(process=program.name, how=how, limit=program.restarts)
             )
 
     async def _once(self, program: Program) -> int:
@@ -210,6 +220,7 @@ class LocalLauncher:
             log = path.open("ab")
         with log, self._listening(program) as pipe:
             self._log_starts[program.name] = log.tell()
+            self._memory.pop(program.name, None)
             process = await asyncio.create_subprocess_exec(
                 *program.argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -237,6 +248,8 @@ class LocalLauncher:
             os.read(ours, 1 << 16)
             now = self._clock.now()
             self._liveness.heard(program.name, now)
+            if (process := self._alive.get(program.name)) is not None:
+                self._memory[program.name] = _resident_bytes(process.pid)
             if (died := self._died.pop(program.name, None)) is not None:
                 self._untold.append(ProcessHeard(process=program.name, seconds=now - died))
 
@@ -271,23 +284,25 @@ class LocalLauncher:
             await process.wait()
         self._alive.clear()
 
-    def _exit_message(self, program: Program, code: int) -> str:
+    def _exit_message(self, program: Program, code: int, how: str) -> str:
         path = self.logs / f"{program.name}.log"
         said = path.read_bytes()[self._log_starts[program.name] :].decode(errors="replace")
-        return exit_message(program, code, said.splitlines(), f"the end of {path}", self.resume)
+        return exit_message(program, code, said.splitlines(), str(path), self.resume, how=how)
 
 
-def exit_message(program: Program, code: int, lines: Sequence[str], where: str, resume: str) -> str:
+def exit_message(
+    program: Program, code: int, lines: Sequence[str], where: str, resume: str, *, how: str
+) -> str:
     """What became of a program for good. `lines`: what it said, at `where`."""
     said = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
     often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
     again = f"Go on with: {resume}"
     if code == 2:  # it has named a mistake of the user's, which is still there the next time
         again = f"When that is mended, go on with: {resume}\nor begin anew with --fresh"
-    return (
-        f"the {program.name} {how_ended(code)}{often}. {where[0].upper()}{where[1:]}:\n{said}\n"
-        f"{again}"
-    )
+    end = f"The end of {where}:\n{said}" if said else f"{where} is empty."
+    advice = _advice(program.name, code)
+    mend = f"{advice}\n" if advice else ""
+    return f"the {program.name} {how}{often}. {end}\n{mend}{again}"
 
 
 def _begin(parent: int, program: Program) -> None:
@@ -300,11 +315,33 @@ def _visible(program: Program) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, program.gpus))} if program.gpus else {}
 
 
-def how_ended(code: int) -> str:
-    """The end of a process in words, by its exit code."""
+def how_ended(code: int, memory: int | None = None) -> str:
+    """The end of a process in words, by its exit code and the memory that it held last."""
+    if code == -signal.SIGKILL and memory:
+        held = f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.0f} MB"
+        return f"was killed by SIGKILL (it held {held} of memory)"
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+def _advice(name: str, code: int) -> str:
+    """What to do about a process that nobody but the kernel had a reason to kill."""
+    if code != -signal.SIGKILL:
+        return ""
+    less = "lower harness.concurrency or engine.max_num_seqs"
+    if name.startswith("trainer"):
+        less = LESS_MEMORY
+    return f"Most likely this machine ran out of memory (`dmesg` tells): free some, or {less}."
+
+
+def _resident_bytes(process: int) -> int:
+    """The memory that it holds; 0 if it is gone."""
+    try:
+        pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:

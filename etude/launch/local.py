@@ -21,6 +21,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, Event, Launched
 from etude.core.harness_config import CODE_AGENT, CODING_AGENT
 from etude.core.lineage import stage_spans
+from etude.core.placement import LESS_MEMORY
 from etude.core.stages import MidtrainConfig, RolloutStageConfig
 from etude.core.tasks_config import TasksConfig
 from etude.core.types import EVAL_SPLITS, Json
@@ -93,6 +94,7 @@ def plan(
         f"  environment: {config.as_written(tasks.environment)}; tasks: {counts}",
         f"  agent: {_described_agent(config)} within {harness.timeout_s:g} s",
         *_short_context(config, findings),
+        *_nothing_held_out(tasks),
     ]
     if standing is not None:
         version = standing.version
@@ -112,7 +114,7 @@ def plan(
         *described_placement(placed(config)),
     ]
     if findings is not None:
-        lines += _expected(_seconds_left(config, findings, standing), findings.disk_bytes, place)
+        lines += _expected(_seconds_left(config, findings, standing), findings, place)
     return "\n".join(lines)
 
 
@@ -158,6 +160,15 @@ def _short_context(config: RunConfig, findings: Findings | None) -> list[str]:
     ]
 
 
+def _nothing_held_out(tasks: TasksConfig) -> list[str]:
+    if any(getattr(tasks, split) for split in EVAL_SPLITS):
+        return []
+    return [
+        "  look: no task is held out (tasks.heldout and tasks.novel are 0): nothing is evaluated, "
+        "and `etude compare` will have nothing to compare"
+    ]
+
+
 def _long_warmup(stage: AnyStage) -> list[str]:
     """That a stage ends before its learning rate is reached is no error, and hardly meant."""
     if (
@@ -166,10 +177,10 @@ def _long_warmup(stage: AnyStage) -> list[str]:
     ):
         return []
     reached = stage.lr * stage.steps / (stage.warmup_steps + 1)
+    steps = "1 step" if stage.steps == 1 else f"{stage.steps} steps"
     return [
         f"  look: stage.{stage.name}.warmup_steps = {stage.warmup_steps}, and the stage has "
-        f"{stage.steps} steps: lr = {stage.lr:g} is never reached, only {reached:.2g}; lower "
-        f"warmup_steps"
+        f"{steps}: lr = {stage.lr:g} is never reached, only {reached:.2g}; lower warmup_steps"
     ]
 
 
@@ -202,10 +213,10 @@ def _size_of_model(findings: Findings) -> str:
     return f"; {findings.parameters / 1e6:.1f} M parameters, context {findings.model_context}"
 
 
-def _expected(seconds: dict[str, float], needed: int, place: RunPlace) -> list[str]:
+def _expected(seconds: dict[str, float], findings: Findings, place: RunPlace) -> list[str]:
     directory = place.directory.absolute()
     there = next(path for path in (directory, *directory.parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    needed, free = findings.disk_bytes, shutil.disk_usage(there).free
     short = "" if needed < free else ", which is too little"
     parts = ", ".join(f"{name} {_duration(s)}" for name, s in seconds.items() if s)
     if not parts:
@@ -217,7 +228,18 @@ def _expected(seconds: dict[str, float], needed: int, place: RunPlace) -> list[s
         f"  expected time: some {whole} of computing ({parts}), beside tools and tests of yours"
         f"{busy}",
         f"  expected disk: some {needed / 1e9:.2g} GB, and {free / 1e9:.3g} GB are free{short}",
+        _expected_memory(findings),
     ]
+
+
+def _expected_memory(findings: Findings) -> str:
+    needed, free = findings.memory_bytes, findings.memory_free
+    short = "" if needed < free else f", which is too little: {LESS_MEMORY}"
+    return (
+        f"  expected memory: some {needed / 1e9:.2g} GB of the trainer "
+        f"({findings.activation_bytes / 1e9:.2g} GB are activations), beside the engines', and "
+        f"{free / 1e9:.3g} GB are free{short}"
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -275,9 +297,9 @@ def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) ->
     )
 
 
-def _tell_launch(run: Run) -> None:
+def _tell_launch(run: Run, resume: str) -> None:
     launches = run.events("launcher", EVENTS)
-    launches.append(Launched(resumed=bool(run.checkpoints())))
+    launches.append(Launched(resumed=bool(run.checkpoints()), command=resume))
     launches.flush()
 
 
@@ -291,7 +313,7 @@ async def _run(
     *,
     dash: bool,
 ) -> None:
-    _tell_launch(run)
+    _tell_launch(run, launcher.resume)
     lag_bound = max(
         (stage.max_lag for stage in config.stage if isinstance(stage, RolloutStageConfig)),
         default=0,
@@ -367,7 +389,7 @@ async def _evaluate(
     console: Console,
     wanted: Sequence[object],
 ) -> None:
-    _tell_launch(run)
+    _tell_launch(run, launcher.resume)
     async with on_screen(
         run, launcher, console, title=f"etude · evaluation of {config.name}", lag_bound=0
     ):

@@ -160,7 +160,12 @@ class RayLauncher:
             if ended.code is not None and not restarts.allow():
                 raise EtudeError(
                     exit_message(
-                        ended.program, ended.code, ended.lines, "its last lines", self._resume
+                        ended.program,
+                        ended.code,
+                        ended.lines,
+                        "its log",
+                        self._resume,
+                        how=how_ended(ended.code),
                     )
                 )
             self._died[ended.program.name] = self._clock.now()

@@ -108,10 +108,16 @@ def audit(run: Run) -> Audit:
 
 def _alarms(run: Run) -> list[Alarm]:
     alarms, events = Alarms(), EventReader(run)
-    begun = [alarm for stamped in events.new() for alarm in alarms.apply(stamped.record)]
-    found = list(dict.fromkeys(begun))  # every life of a run may begin with the same
+    begun: list[Alarm] = []
+    places: dict[str, int] = {}
+    for stamped in events.new():
+        for alarm in alarms.apply(stamped.record):
+            places[alarm.name] = len(begun)
+            begun.append(alarm)
+        for name, alarm in alarms.active.items():
+            begun[places[name]] = alarm  # as it is now
     return [
-        *found,
+        *dict.fromkeys(begun),  # every life of a run may begin with the same
         *(Alarm("events", str(damage), "what it told is left out") for damage in events.damaged),
     ]
 

@@ -67,7 +67,12 @@ def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
     make = load(reference, key)
     _check_call(make, f"{key} = {reference!r}", args, options)
     with user_code(f"{key} = {reference!r}"):
-        return make(*args, **options)
+        try:
+            return make(*args, **options)
+        except EtudeError as e:
+            if not is_file(reference):
+                raise
+            raise EtudeError(f"{key} = {reference!r}: {e}") from e
 
 
 def _check_call(make: Any, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -29,6 +29,8 @@ _SUBMODULE = 0o160000
 def repository_at(path: str | Path, ref: str = "HEAD") -> Repository:
     """The git repository that a path of this machine lies in, at the commit that a branch, a tag or
     an abbreviated id means now."""
+    if not Path(path).is_dir():
+        raise EtudeError(f"repository {path}: there is no such folder: name one that git knows")
     asked = {
         "directory": ("--path-format=absolute", "--git-common-dir"),
         "commit": ("--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"),

@@ -117,6 +117,8 @@ class Learner:
             else {n: t for n, t in model.state_dict().items() if n not in self._parameters}
         )
         self._snapshot: dict[str, Tensor] = {}
+        # told the number of rows of each microbatch of an RL step that is done
+        self.on_rows: Callable[[int], None] = lambda rows: None
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, world)
         self._round(self._masters)
 
@@ -127,21 +129,20 @@ class Learner:
         lr: float,
         objective: RlObjective = RlObjective(),  # noqa: B008 (frozen)
         temperature: float = 1.0,
-        microbatch_tokens: int = 8192,
+        microbatch_tokens: int | None = None,
         weight_decay: float = 0.0,
         fetch_experts: Callable[[str], bytes] | None = None,
         router_replay_min_score: float = 0.0,
         router_balance: bool = False,
     ) -> RlStats:
         """Take one RL step. `temperature` is that of rows which do not say what they were sampled
-        with. `microbatch_tokens = 0`: row after row in their order, deterministic. An objective
-        with a `kl_coef` takes the snapshot for its reference. `fetch_experts` reads the experts
-        that a row names; without it none are replayed. `router_replay_min_score`, `router_balance`:
-        see `routers`."""
+        with. `microbatch_tokens = 0`: row after row in their order; None: what suits the device. An
+        objective with a `kl_coef` takes the snapshot for its reference. `fetch_experts` reads the
+        experts that a row names; without it none are replayed. The rest: see `routers`."""
         routers = RouterManager(
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
-        rows, divisor = self._weighed(batch, objective.aggregate, microbatch_tokens, temperature)
+        rows, divisor = self._weighed(batch, objective.aggregate, temperature)
         num_loss_tokens = sum(row.num_loss_tokens for row in rows)
         mine = self._share(
             rows, partial(pack_rollouts, experts=self._experts(fetch_experts)), microbatch_tokens
@@ -224,10 +225,11 @@ class Learner:
             router_mismatch_N,
         )
         columns_N5 = torch.stack([column.double() for column in columns], 1)
+        self.on_rows(len(micro.lengths))
         return (summed, columns_N5) if self._reports else (summed * 0, columns_N5[:0])
 
     def _weighed(
-        self, batch: Batch, aggregate: str, microbatch_tokens: int, temperature: float
+        self, batch: Batch, aggregate: str, temperature: float
     ) -> tuple[list[RolloutSequence], float]:
         """The rows of a batch, and what the weighted sum of their tokens' losses is divided by."""
         context = self.model.config.max_position_embeddings
@@ -237,7 +239,7 @@ class Learner:
                 f"the batch of step {batch.step} has no sampled token: there is nothing to learn "
                 f"from"
             )
-        check(batch.rows, microbatch_tokens=microbatch_tokens, max_tokens=context)
+        check(batch.rows, max_tokens=context)
         return [
             RolloutSequence.from_row(row, n, w, temperature)
             for n, (row, w) in enumerate(zip(batch.rows, weights, strict=True))

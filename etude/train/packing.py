@@ -290,18 +290,16 @@ def _fill(
         rounds += 1
 
 
-def check(rows: Sequence[Row], *, microbatch_tokens: int, max_tokens: int) -> None:
+def check(rows: Sequence[Row], *, max_tokens: int) -> None:
     """Raise ValueError for rows that cannot be trained on."""
-    bound = min(max_tokens, microbatch_tokens or max_tokens)
     for row in rows:
         assert len(row.tokens) == len(row.mask) == len(row.logprobs) == len(row.advantages), (
             row.sample
         )
-        if len(row.tokens) > bound:
+        if len(row.tokens) > max_tokens:
             raise ValueError(
                 f"{row.sample}: a row of {len(row.tokens)} tokens does not fit: the model's "
-                f"context has "
-                f"{max_tokens} and a microbatch {microbatch_tokens or 'no bound'}"
+                f"context has {max_tokens}"
             )
         if row.mask[0]:
             raise ValueError(

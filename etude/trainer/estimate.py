@@ -16,11 +16,15 @@ from etude.core.placement import ModelSize
 from etude.core.stages import DpoConfig, MidtrainConfig, RolloutStageConfig, SftConfig
 from etude.core.types import EVAL_SPLITS
 from etude.engine.select import select_device
+from etude.model.config import ModelConfig
 from etude.model.files import hf_tensors
 from etude.model.transformer import Transformer
 from etude.tasks import sources
 from etude.train.flops import BACKWARD_COST, forward_flops, peak_flops
+from etude.train.head import MAX_LOGITS
+from etude.train.learner import MICROBATCH_TOKENS
 from etude.trainer.prepare import model_shape
+from etude.trainer.state import computed_in
 
 TRAINING, SAMPLING = 0.45, 0.1
 """Share of the arithmetic of a large product that is reached; prompts are read like what is trained
@@ -30,6 +34,12 @@ CHARACTERS = 4
 STATE_BYTES = 12
 """Of a weight in a checkpoint: the master and the optimizer's state."""
 CHECKPOINTS = 3  # two that are kept, and the one that is being written
+GRADIENT_BYTES = 4
+COPY_BYTES = 4
+"""Of a weight, beside the copy of the state, while a version is stored: itself, and as it was."""
+LOGITS_BYTES = 12
+"""Of a number of the logits: itself, its log-prob and its gradient."""
+PROCESS_BYTES = 500_000_000
 DELTA = 0.02
 """Of all weights, in a version that is stored as a difference."""
 TOKEN_BYTES = 16
@@ -44,6 +54,34 @@ class Estimate:
     seconds: dict[str, float]
     """Stage -> its computing time, and that of all evaluations."""
     disk_bytes: int
+    memory_bytes: int
+    """Of the trainer, all of its ranks."""
+    activation_bytes: int
+    """The part of it that a pass takes, and that less of `microbatch_tokens` makes smaller."""
+    memory_free: int
+
+
+def activation_bytes(config: RunConfig, shape: ModelConfig, device: torch.device) -> int:
+    """Of one forward and backward pass of the longest microbatch, on one rank: what the layers
+    keep for the backward pass, and the logits of a chunk with their gradient."""
+    asked = [getattr(stage, "microbatch_tokens", None) for stage in config.stage]
+    most = max(tokens or MICROBATCH_TOKENS[device.type] for tokens in asked)
+    context = min(config.model.max_context, shape.max_position_embeddings)
+    tokens = context if config.deterministic else max(most, context)
+    experts = shape.experts
+    inner = shape.intermediate_size
+    if experts is not None:
+        met = experts.num_experts_per_tok + experts.n_shared_experts
+        inner = met * experts.moe_intermediate_size + experts.shared_expert_intermediate_size
+    attended = shape.num_attention_heads * shape.head_dim
+    layer = 8 * shape.hidden_size + 4 * attended + 4 * inner
+    layers = shape.num_hidden_layers
+    kept = layers * layer
+    if config.trainer.gradient_checkpointing:
+        kept = layers * shape.hidden_size + layer
+    width = computed_in(config.trainer, device).itemsize
+    logits = min(tokens * shape.vocab_size, MAX_LOGITS[device.type])
+    return tokens * kept * width // config.trainer.context_parallel + logits * LOGITS_BYTES
 
 
 def size_of_model(config: RunConfig) -> ModelSize:
@@ -58,6 +96,7 @@ def size_of_model(config: RunConfig) -> ModelSize:
         # a token's products, without its looks back
         active=forward_flops(shape, 1, 1) / 2,
         kv_bytes=2 * copies * rows * width * shape.num_hidden_layers,
+        activation_bytes=activation_bytes(config, shape, torch.device("cuda")),
     )
 
 
@@ -107,12 +146,36 @@ def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:
     disk_bytes = parameters * STATE_BYTES * CHECKPOINTS
     disk_bytes += weights + int(weights * DELTA * versions)
     disk_bytes += (sessions + evaluated) * length * TOKEN_BYTES
+    held, passing, free = _memory(config, shape, parameters)
     return Estimate(
         parameters=parameters,
         model_context=shape.max_position_embeddings,
         seconds=seconds,
         disk_bytes=disk_bytes,
+        memory_bytes=held + passing,
+        activation_bytes=passing,
+        memory_free=free,
     )
+
+
+def _memory(config: RunConfig, shape: ModelConfig, parameters: int) -> tuple[int, int, int]:
+    """Of all ranks of the trainer: what they hold, what a pass takes beside, and what is free."""
+    device = select_device(config.trainer.device)
+    width = computed_in(config.trainer, device).itemsize
+    held = parameters * (width + GRADIENT_BYTES + STATE_BYTES)
+    if device.type == "cpu":
+        held += parameters * (STATE_BYTES + COPY_BYTES) + PROCESS_BYTES * config.trainer.ranks
+    passing = activation_bytes(config, shape, device) * config.trainer.ranks
+    return held, passing, _memory_free(device)
+
+
+def _memory_free(device: torch.device) -> int:
+    """Of the machine, or of all of its devices."""
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        return sum(torch.cuda.mem_get_info(number)[0] for number in range(count))
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _rate(config: RunConfig) -> float:

@@ -26,6 +26,7 @@ from etude.model.directory import read_model_files
 from etude.model.tokenizer import same_vocabulary
 from etude.store.experts import get_experts
 from etude.train import stages as learning
+from etude.train.learner import MICROBATCH_TOKENS
 from etude.train.objective import RlObjective
 from etude.train.schedule import learning_rate
 from etude.train.start import initial_model
@@ -155,11 +156,13 @@ def run_steps(
     trainer.emit(
         StageStarted(stage=span.name, steps=stage.steps, done=trainer.version - span.start)
     )
-    microbatch_tokens = 0 if trainer.config.deterministic else stage.microbatch_tokens
+    microbatch_tokens = stage.microbatch_tokens or MICROBATCH_TOKENS[trainer.learner.device.type]
+    if trainer.config.deterministic:
+        microbatch_tokens = 0  # row after row
     if trainer.version == 0 and trainer.config.model.path is None:
         # no stage came before: the engines need the starting weights
         trainer.finish_version(0, step=0)
-    reporter = StepReporter(trainer.learner)
+    reporter = StepReporter(trainer.learner, trainer.emit)
     for step in range(trainer.version + 1, span.end + 1):
         batch = reporter.check(
             trainer.read_batch(step, span), f"{trainer.run.objects.url}: batches/{step:06d}"

@@ -9,10 +9,11 @@ import torch
 from etude.core.alarms import RepeatedRows
 from etude.core.checks import check_batch
 from etude.core.errors import EtudeError
-from etude.core.events import StepDone
+from etude.core.events import StepDone, StepProgress
 from etude.core.stages import RlConfig
 from etude.core.types import Batch
 from etude.run.plugins import load
+from etude.store.telemetry import Emit
 from etude.train.correction import CORRECTION
 from etude.train.flops import peak_flops, step_flops
 from etude.train.learner import Learner
@@ -79,15 +80,23 @@ def _try_out(objective: RlObjective, name: str) -> None:
         )
 
 
+PROGRESS_S = 5.0
+"""Between two events about the progress of a step."""
+
+
 class StepReporter:
     """Reports a step: the learner's statistics with duration, utilisation, staleness and repeated
-    rows."""
+    rows; and how far it is, if it takes long."""
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner, emit: Emit = lambda event: None) -> None:
+        self._emit = emit
+        self._done = self._total = self._step = 0
+        self._ranks = learner.world.world_size
+        learner.on_rows = self._progress
         self._config = learner.model.config
         self._peak = learner.world.world_size * peak_flops(learner.device, learner.compute_dtype)
         self._repeats = RepeatedRows()
-        self._idle_since = self._began = time.monotonic()
+        self._idle_since = self._began = self._told = time.monotonic()
 
     def check(self, batch: Batch, where: str) -> Batch:
         """The batch is there: makes sure that it can be learnt from. `where` names it."""
@@ -97,8 +106,16 @@ class StepReporter:
             vocab_size=self._config.vocab_size,
             where=where,
         )
-        self._began = time.monotonic()
+        self._began = self._told = time.monotonic()
+        self._step, self._done, self._total = batch.step, 0, len(batch.rows)
         return batch
+
+    def _progress(self, rows: int) -> None:
+        """The other ranks are about as far."""
+        self._done = min(self._total, self._done + rows * self._ranks)
+        if time.monotonic() - self._told > PROGRESS_S:
+            self._told = time.monotonic()
+            self._emit(StepProgress(step=self._step, done=self._done, total=self._total))
 
     def report(self, batch: Batch, stats: RlStats, teacher_kl: float | None = None) -> StepDone:
         """The step is over, its weights published."""

@@ -49,6 +49,7 @@ def test_the_model_of_the_file_is_measured(toml: str, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "1.02 kB of keys and values a token" in said
     assert "1 engine of 1\n" in said and " 0 s" not in said
+    assert "GB more for the activations of a pass" in said
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,8 @@ def test_a_repository_elsewhere_is_used(
     (repository / "test_cart.py").write_text(
         "from src.cart import f0, f1\n\n\ndef test_it(): ...\n"
     )
+    assert main(["init", str(tmp_path / "mine"), "--repo", str(tmp_path / "nowhere")]) == 2
+    assert f"there is no {tmp_path / 'nowhere'}" in capsys.readouterr().err
     argv = ["init", str(tmp_path / "mine"), "--repo", str(repository)]
     assert main(argv) == 2
     assert "there is no git repository" in capsys.readouterr().err

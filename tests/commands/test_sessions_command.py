@@ -14,7 +14,7 @@ from etude.commands.sessions import Choice, find_sessions, sessions
 from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, AttemptDone, ProcessSilent
+from etude.core.events import EVENTS, AttemptDone, Launched, ProcessDied, ProcessSilent
 from etude.core.ledger import Batched, Dropped, Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Credit, Group, Part, Score, Segment, Trajectory
@@ -311,9 +311,36 @@ def test_a_run_that_nobody_runs_is_told_with_how_to_go_on(tmp_path: Path) -> Non
     unknown = f"x in {tmp_path}: not finished; newest version none of 3\n"
     assert unknown in shown(tmp_path)[1], "its store may be that of another machine"
     with locked(tmp_path):
-        assert unknown in shown(tmp_path)[1]
-    stopped = "stopped; newest version none of 3; go on with the command that began it: etude run"
+        running = f"x in {tmp_path}: running; newest version none of 3\n"
+        assert running in shown(tmp_path)[1]
+    stopped = "stopped; newest version none of 3; go on with: etude run"
     assert f"{stopped} FILE\n" in shown(tmp_path)[1].replace("\n ", " ")
+    events = run.events("launcher", EVENTS)
+    for command in ("etude run my.toml", "etude eval runs/x"):
+        events.append(Launched(resumed=False, command=command))
+    events.flush()
+    assert f"{stopped} my.toml\n" in shown(tmp_path)[1].replace("\n ", " ")
+
+
+def test_alarms_of_a_run_are_told_as_they_ended(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    run.put_config(parse('name = "x"\n[tasks]\nnovel = 0\n[[stage]]\nkind = "rl"\nsteps = 3\n'))
+    events = run.events("controller", EVENTS)
+    events.append(*(attempt_done(failed(f"g.{n}"), "train") for n in range(40)))
+    events.append(ProcessDied(process="trainer", how="was killed by SIGKILL", advice="free some"))
+    events.flush()
+    text = re.sub(r"\s+", " ", shown(tmp_path)[1])
+    assert "alarm: 40 of the last 40 sessions failed" in text and "4 of the last 4 " not in text
+    assert f"`etude sessions {tmp_path} --failed`" in text
+    assert "alarm: the trainer was killed by SIGKILL: free some" in text
+
+
+def test_nothing_of_a_stopped_run_is_under_way(run: Run, tmp_path: Path) -> None:
+    assert "under way" in printed(run, failed=True)
+    with locked(tmp_path):
+        assert "under way" in printed(run, failed=True)
+    assert re.search(r"g000003\.0 .* stopped ", printed(run, failed=True))
+    assert "the run stopped before its group" in printed(run, id="g000003.0")
 
 
 def test_an_event_of_an_attempt_holds_its_outcome() -> None:

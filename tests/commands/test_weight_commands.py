@@ -37,7 +37,11 @@ def url(tmp_path: Path) -> str:
 def test_log_and_show(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "log", url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 8 and "whole" in lines[1] and "from 6" in lines[7]
+    head, *versions = [line for line in lines if " also " not in line]
+    assert len(versions) == 7 and "whole" in versions[0] and "from 6" in versions[-1]
+    (extra,) = set(lines) - {head, *versions}
+    assert extra.strip().startswith("also whole, ")
+    assert max(map(len, lines)) <= 80
     assert main(["weights", "show", url, "--version", "3"]) == 0
     shown = capsys.readouterr().out
     assert "from 2" in shown and "of up_proj" in shown and " 0.0000% of norm" in shown

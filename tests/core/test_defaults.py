@@ -46,6 +46,7 @@ def is_nothing(value: object) -> bool:
 
 
 LATER = {
+    ("Launched", "command"),
     ("StageStarted", "done"),
     ("FitStep", "metrics"),
     ("MismatchStats", "k1_p99"),

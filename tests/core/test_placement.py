@@ -79,3 +79,10 @@ def test_what_to_change_is_told(change: dict[str, int], advice: str) -> None:
 def test_a_split_that_so_few_gpus_cannot_have_is_not_asked_for() -> None:
     found = plan_placement(DENSE, replace(WORK, sampled=40000, read=100), H200, 3)
     assert "that takes 4" in found.advice[0] and "shorten" not in found.advice[0]
+
+
+def test_activations_that_do_not_fit_are_told() -> None:
+    large = replace(DENSE, activation_bytes=H200.memory_bytes)
+    found = plan_placement(large, WORK, H200, 16)
+    assert "the trainer wants" in found.advice[0] and "microbatch_tokens" in found.advice[0]
+    assert not any("wants" in each for each in plan_placement(DENSE, WORK, H200, 16).advice)

@@ -31,6 +31,7 @@ from etude.core.events import (
     RunDone,
     StageStarted,
     StepDone,
+    StepProgress,
     WeightsLive,
 )
 from etude.core.types import Status
@@ -508,6 +509,13 @@ def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
 
     assert trainer((4.0, dataclasses.replace(full, sessions=3))) == "at step 1 for 0:01"
     assert trainer((166.0, full)) == "at step 1 for 2:43; sampling waits for it (max_lag 1)"
+    far = (160.0, StepProgress(step=1, done=12, total=32))
+    assert trainer(far, (166.0, full)).startswith("at step 1 for 2:43 (12 of 32 rows); sampling")
+    assert headline(*begun, far, (166.0, full)) == (
+        "training",
+        "the first step goes on (12 of 32 rows), and sampling waits for it",
+    )
+    assert headline(*begun, (4.0, dataclasses.replace(full, sessions=3)))[0] == "sampling"
     resumed: list[tuple[float, Event]] = [
         (20.0, BatchReady(step=2)),
         (30.0, step(1)),
@@ -516,6 +524,8 @@ def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
     ]
     assert trainer(*resumed, (915.0, full)).startswith("at step 2 for 0:15; sampling waits")
     assert trainer(*resumed, (920.0, step(2))).startswith("25% busy  loss")
+    later = trainer(*resumed, (920.0, step(2)), (930.0, StepProgress(step=3, done=1, total=32)))
+    assert later.endswith("at step 3 (1 of 32 rows)")
 
 
 def test_sessions_are_told_now_and_then_and_each_error_once() -> None:

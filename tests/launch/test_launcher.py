@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import socket
 import stat
@@ -22,6 +23,7 @@ from etude.core.clock import AwakeClock, ManualClock
 from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessHeard, ProcessRestarted, ProcessSilent
+from etude.core.placement import LESS_MEMORY
 from etude.launch.launcher import (
     LAST_LINES,
     RESTARTS,
@@ -126,9 +128,30 @@ async def test_the_long_words_of_the_dead_are_cut_to_their_end(launcher: LocalLa
 
 
 async def test_a_death_by_a_signal_is_named(launcher: LocalLauncher) -> None:
-    code = "import os; os.kill(os.getpid(), 9)"
-    with pytest.raises(EtudeError, match="the main was killed by SIGKILL. The end of"):
+    code = "import os; print('alas', flush=True); os.kill(os.getpid(), 15)"
+    with pytest.raises(EtudeError, match="the main was killed by SIGTERM. The end of") as caught:
         await launcher.run_to_end(program("main", code))
+    assert "memory" not in str(caught.value)
+
+
+async def test_who_is_killed_most_likely_had_too_little_memory(launcher: LocalLauncher) -> None:
+    heartbeat_sent = f"os.write(int(os.environ[{heartbeat.HEARTBEAT_VARIABLE!r}]), b'.')"
+    code = f"import os, signal\n{heartbeat_sent}\nsignal.pause()"
+    told: list[Event] = []
+    watching = asyncio.create_task(launcher.watch(told.append))
+    running = asyncio.create_task(launcher.run_to_end(program("trainer", code)))
+    while "trainer" not in launcher._memory:
+        await asyncio.sleep(0.01)
+    os.kill(launcher._alive["trainer"].pid, signal.SIGKILL)
+    with pytest.raises(EtudeError) as caught:
+        await running
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    how = r"the trainer was killed by SIGKILL \(it held \d+ MB of memory\)"
+    assert re.match(how + r"\. .*trainer\.log is empty\.", str(caught.value))
+    assert "ran out of memory" in str(caught.value) and LESS_MEMORY in str(caught.value)
+    (alarm,) = Alarms().apply(told[-1])
+    assert re.match(how, alarm.what) and LESS_MEMORY in alarm.advice
 
 
 async def test_a_program_sees_what_it_needs_and_leaves_nothing_open(

@@ -137,6 +137,7 @@ class Started:
 
     def __init__(self, directory: Path, **told: Any) -> None:
         self.told = told
+        self.resume = told["resume"]
         self.happened: list[tuple[list[Program], str]] = []
         self.watched = False
 
@@ -387,6 +388,18 @@ def test_turns_are_told_where_somebody_counts_them(
     assert told in local.plan(parse(TOML, overrides), RunPlace.of(tmp_path / "r"))
 
 
+FOUND = Findings(
+    tasks={},
+    parameters=1,
+    model_context=8,
+    seconds={},
+    disk_bytes=1,
+    memory_bytes=7 * 10**9,
+    activation_bytes=2 * 10**9,
+    memory_free=20 * 10**9,
+)
+
+
 def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
     def looks(tokens: int, found: Findings | None = None) -> list[str]:
         config = parse(TOML, [f"harness.max_tokens={tokens}", *NO_WARMUP])
@@ -396,9 +409,17 @@ def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
     assert looks(512) == []
     (line,) = looks(513)
     assert "harness.max_tokens = 513" in line and "512 tokens" in line
-    small = Findings(tasks={}, parameters=1, model_context=256, seconds={}, disk_bytes=1)
+    small = replace(FOUND, model_context=256)
     (line,) = looks(512, small)
     assert "256 tokens" in line
+
+
+def test_a_plan_says_that_nothing_is_held_out(tmp_path: Path) -> None:
+    def told(*changes: str) -> str:
+        return local.plan(parse(TOML, changes), RunPlace.of(tmp_path / "r"))
+
+    assert "look: no task is held out" in told("tasks.heldout=0", "tasks.novel=0")
+    assert "no task is held out" not in told("tasks.heldout=0", "tasks.novel=1")
 
 
 def test_a_plan_says_that_a_rate_is_never_reached(tmp_path: Path) -> None:
@@ -411,7 +432,8 @@ def test_a_plan_says_that_a_rate_is_never_reached(tmp_path: Path) -> None:
 
 
 def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
-    findings = Findings(
+    findings = replace(
+        FOUND,
         tasks={"train": 12, "heldout": 400, "novel": 200},
         parameters=134_500_000,
         model_context=8192,
@@ -425,14 +447,15 @@ def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
     assert "tasks: 12 to train on (4096 asked for), at most 400 held out" in later
     assert "some 2.5 h of computing (midtrain 30 s, rl 2.5 h, evaluations 1.7 min)" in told
     assert "GB are free, which is too little" in told
+    memory = "some 7 GB of the trainer (2 GB are activations), beside the engines', and 20 GB are"
+    assert f"expected memory: {memory} free" in told and "microbatch_tokens," not in told
+    short = local.plan(parse(TOML), RunPlace.of(tmp_path / "r"), replace(findings, memory_free=1))
+    assert "too little: lower stage.rl.microbatch_tokens, or set trainer.gradient_check" in short
 
 
 def test_a_plan_of_an_interrupted_run_is_that_of_the_rest(tmp_path: Path) -> None:
     config = parse(TOML, ["stage.rl.steps=4", "tasks.novel=0"])
-    findings = Findings(
-        tasks={}, parameters=1, model_context=8, disk_bytes=1,
-        seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0},
-    )  # fmt: skip
+    findings = replace(FOUND, seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0})
     place = RunPlace.of(tmp_path / "r")
     assert Standing.of(place, config) is None
     run = Run.open(place.store)

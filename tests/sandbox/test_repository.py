@@ -199,6 +199,8 @@ def test_a_path_and_a_name_become_one_commit(repository: tuple[Path, str]) -> No
             repository_at(place, ref)
     with pytest.raises(EtudeError, match="not a git repository"):
         repository_at(place.parent)
+    with pytest.raises(EtudeError, match="nowhere: there is no such folder"):
+        repository_at(place / "nowhere")
 
 
 async def test_its_texts_can_be_read_from_within_a_loop(repository: tuple[Path, str]) -> None:

@@ -151,7 +151,8 @@ def test_two_learners_take_the_same_steps_to_the_bit(microbatch_tokens: int) -> 
 
 
 def test_how_rows_are_cut_into_microbatches_changes_only_rounding() -> None:
-    stats = [learner().rl_step(batch(1), lr=1e-3, microbatch_tokens=size) for size in (0, 40, 4096)]
+    sizes = (0, 3, 40, 4096, None)  # 3: every row is longer, and taken alone
+    stats = [learner().rl_step(batch(1), lr=1e-3, microbatch_tokens=size) for size in sizes]
     for other in stats[1:]:
         assert other.loss == pytest.approx(stats[0].loss, rel=1e-4)
         assert other.grad_norm == pytest.approx(stats[0].grad_norm, rel=1e-4)

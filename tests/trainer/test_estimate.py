@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from etude.core.config import RunConfig, parse
 from etude.core.types import Row
+from etude.model.transformer import init_from_scratch
 from etude.train.flops import step_flops
+from etude.train.loss import token_logprobs
+from etude.train.packing import TokenSequence, pack_batch
 from etude.trainer import estimate as estimating
-from etude.trainer.estimate import TRAINING, estimate
+from etude.trainer.estimate import LOGITS_BYTES, TRAINING, activation_bytes, estimate
 from etude.trainer.prepare import model_shape
 
 RATE = 1e9
@@ -43,3 +47,40 @@ def test_more_work_takes_longer_and_what_is_not_evaluated_takes_none() -> None:
     assert two["rl"] == pytest.approx(2 * one["rl"]) and two["midtrain"] == one["midtrain"]
     assert one["evaluations"] == 0.0
     assert estimate(run(), {"heldout": 10}).seconds["evaluations"] > 0.0
+
+
+def test_memory_is_that_of_the_tensors_which_a_pass_keeps() -> None:
+    config = run("model.hidden_size=128", "model.num_layers=6", "model.max_context=256")
+    shape = model_shape(config)
+    model = init_from_scratch(shape, 0)
+    length, rows = 256, 1024 // 256
+    row = TokenSequence((1,) * (length + 1), (False,) * length + (True,))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, or another would get its place
+        return tensor
+
+    def foreseen(*overrides: str) -> int:
+        again = config.model_copy(update={"stage": run(*overrides).stage})
+        return activation_bytes(again, shape, torch.device("cpu"))
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_logprobs(model, pack_batch([row] * rows))
+    counted = sum(storage.nbytes() for storage in kept.values())
+    logits = 1024 * shape.vocab_size * LOGITS_BYTES
+    assert foreseen() - logits == pytest.approx(counted, rel=0.25)
+    # a session is never cut
+    assert foreseen("stage.rl.microbatch_tokens=1") <= foreseen("stage.rl.microbatch_tokens=256")
+    assert foreseen("stage.rl.microbatch_tokens=4096") > 3 * foreseen()
+
+
+def test_a_trainer_holds_its_state_and_activations() -> None:
+    found = estimate(run(), {})
+    assert 16 * found.parameters < found.memory_bytes - found.activation_bytes
+    again = estimate(run("trainer.gradient_checkpointing=true"), {})
+    assert again.activation_bytes < found.activation_bytes / 2
+    assert found.memory_free > 0

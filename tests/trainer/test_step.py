@@ -12,6 +12,7 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
+from etude.core.events import Event, StepProgress
 from etude.core.sampling import VersionSpan
 from etude.core.stages import RlConfig
 from etude.core.types import Batch, Row
@@ -20,6 +21,7 @@ from etude.store.objects import Objects
 from etude.store.runs import Run
 from etude.train.learner import Learner
 from etude.train.loss import LOSS, Clip
+from etude.trainer import step
 from etude.trainer.step import StepReporter, objective_of
 from tests.small_model import config
 
@@ -186,3 +188,13 @@ def test_the_event_says_what_the_step_did() -> None:
     assert first.router_mismatch_frac is first.experts_replaced_frac is first.teacher_kl is None
     assert (again.router_mismatch_frac, again.experts_replaced_frac) == (0.25, 0.125)
     assert again.teacher_kl == 0.5
+
+
+def test_a_long_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, told = Learner(init_from_scratch(config(), 0)), list[Event]()
+    reporter = StepReporter(learner, told.append)
+    learner.rl_step(reporter.check(BATCH, "here"), lr=1e-3, microbatch_tokens=1)
+    assert told == [], "it was quick"
+    monkeypatch.setattr(step, "PROGRESS_S", -1.0)
+    learner.rl_step(reporter.check(BATCH, "here"), lr=1e-3, microbatch_tokens=1)
+    assert told == [StepProgress(step=3, done=done, total=2) for done in (1, 2)]

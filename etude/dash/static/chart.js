@@ -20,6 +20,9 @@ function usable(y, log) {
 
 const powers = (u, marks) => marks.map((v) => (v && Number.isInteger(Math.round(1e6 * Math.log10(v)) / 1e6) ? v.toExponential(0) : ""));
 
+// One step alone stands in the middle.
+const spread = (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
+
 // series: [{label, x, y, colour, dash}]
 export function Chart({ title, note, series, log = false, unit = short, range, sync = "step" }) {
   const box = useRef(null);
@@ -45,7 +48,7 @@ export function Chart({ title, note, series, log = false, unit = short, range, s
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: sync }, points: { size: 6 }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: { distr: log ? 3 : 1, range } },
+      scales: { x: { time: false, range: spread }, y: { distr: log ? 3 : 1, range } },
       axes: [
         { ...axis, size: 28, values: (u, marks) => marks.map((v) => (Number.isInteger(v) ? v : "")) },
         {

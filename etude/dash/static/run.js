@@ -28,7 +28,7 @@ function Tiles({ run }) {
   const heldout = evals.filter((each) => each.split === "heldout");
   const newest = heldout[heldout.length - 1];
   const tiles = [
-    ["mean reward", short(last(steps.reward), 2), "of the newest batch"],
+    ["batch reward", short(last(steps.reward), 2), "mean of the newest batch: groups with a difference"],
     ["solve rate", percent(last(steps.solve_rate)), "attempts since the step before"],
     ["held out", newest ? percent(newest.solved / newest.total) : "–", newest ? `${newest.solved} of ${newest.total}, version ${newest.version}` : "not evaluated yet"],
     ["entropy", short(last(steps.entropy), 3), "nats a token"],
@@ -147,12 +147,13 @@ function fitCurves(found) {
 function Charts({ found, order }) {
   const all = (names) => curves(found, order, names);
   const unit = (u, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)];
+  const share = (u, low, high) => [0, Math.max(0.01, high ?? 0)];
   const fits = fitCurves(found);
   const steps = found.some((run) => run.steps.step.length);
   const supervised = fits.length > 0 && html`<${Chart} title="Loss of supervised stages" series=${fits} sync="fit" />`;
   if (!steps) return html`<div class="charts">${supervised || html`<p class="empty">no step yet</p>`}</div>`;
   return html`<div class="charts">
-    <${Chart} title="Mean reward" series=${all([["reward", "reward"]])} range=${unit} />
+    <${Chart} title="Mean reward of batches" series=${all([["reward", "reward"]])} range=${unit} />
     <${Chart} title="Solve rate by kind" note="by sampling version" series=${solveCurves(found, order)} unit=${percent} range=${unit} sync="version" />
     <${Chart} title="Entropy" note="nats a token" series=${all([["entropy", "entropy"]])} />
     <${Chart} title="k3, trainer against engine" series=${all([["k3_mean", "mean"], ["k3_p99", "p99"]])} log />
@@ -160,7 +161,7 @@ function Charts({ found, order }) {
     <${Chart} title="Busy share" series=${regionCurves(found, order)} unit=${percent} range=${() => [0, 1]} />
     <${Chart} title="Trainer tokens/s" series=${all([["tokens_per_s", "tokens/s"]])} />
     <${Chart} title="Gradient norm" series=${all([["grad_norm", "norm"]])} />
-    <${Chart} title="Truncated and zero-gradient tokens" series=${all([["truncated_frac", "truncated"], ["zero_grad_frac", "zero gradient"]])} unit=${(v) => percent(v, 1)} />
+    <${Chart} title="Truncated and zero-gradient tokens" series=${all([["truncated_frac", "truncated"], ["zero_grad_frac", "zero gradient"]])} unit=${(v) => percent(v, 1)} range=${share} />
     ${supervised}
   </div>`;
 }
