@@ -6,7 +6,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,19 +172,39 @@ def test_slurm(toml: Path) -> None:
     assert all("#SBATCH --requeue" in text for name, text in files.items() if "sbatch" in name[-7:])
 
 
+FAKE_PYTHON = """#!/bin/bash
+if [ "$1" = -c ]; then exec {python} "$@"; fi
+printf "%s " python "$@" >> {said}; echo >> {said}
+if [ "$3" = etude.run.controller ] && [ ! -e {moved} ]; then
+  touch {moved}; echo http://elsewhere:1 > "$ETUDE_PLACES/gateway"; exec {sleep} 600
+fi
+"""
+"""Finds free ports. While the first controller runs, the gateway moves."""
+
+
 def test_slurm_files_run(toml: Path) -> None:
     """As Slurm would: every part waits for what it needs, and knows it when it starts."""
     toml.write_text(TOML + "[eval]\nevery_steps = 5\n")
     files = exported("slurm", toml)
     programs, said = toml.parent / "bin", toml.parent / "said"
     programs.mkdir()
-    for name in ("sbatch", "etude", "openssl", "scontrol", "srun", "python", "hostname"):
-        tell = f'printf "%s " {name} "$@" >> {said}; echo >> {said}; echo {name}-says'
-        (programs / name).write_text(f"#!/bin/bash\n{tell}\n")
+    made = dict.fromkeys(
+        ("sbatch", "etude", "openssl", "scontrol", "srun", "scancel", "hostname"),
+        f'#!/bin/bash\nprintf "%s " "${{0##*/}}" "$@" >> {said}; echo >> {said}\n'
+        'echo "${0##*/}-says"\n',
+    )
+    sleep = shutil.which("sleep")
+    made["sleep"] = f"#!/bin/bash\nexec {sleep} 0.01\n"
+    made["python"] = FAKE_PYTHON.format(
+        python=sys.executable, said=said, sleep=sleep, moved=toml.parent / "moved"
+    )
+    for name, text in made.items():
+        (programs / name).write_text(text)
         (programs / name).chmod(0o700)
     env = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "SLURM_ARRAY_TASK_ID": "1",
+        "SLURM_JOB_ID": "20042",
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_SUBMIT_DIR": str(toml.parent / "out"),
     }
@@ -204,23 +226,28 @@ def test_slurm_files_run(toml: Path) -> None:
         assert regions == ([] if part in ONE_PLACE else [part.partition("-")[2]])
 
     env["ETUDE_PLACES"] = str(toml.parent / "out" / "places")
-    started = {}
+    started: dict[str, list[list[str]]] = {}
     for *_, file in submitted:
         said.unlink()
+        if file == "controller.sbatch":
+            gateway = (Path(env["ETUDE_PLACES"]) / "gateway").read_text().strip()
         subprocess.run(["bash", "-c", files[file]], env=env, check=True, timeout=600)
-        started[file.removesuffix(".sbatch")] = said.read_text().splitlines()[-1].split()
-    gateway = (Path(env["ETUDE_PLACES"]) / "gateway").read_text().strip()
+        started[file.removesuffix(".sbatch")] = list(map(str.split, said.read_text().splitlines()))
     relay = (Path(env["ETUDE_PLACES"]) / "relay-west").read_text().strip()
-    assert (gateway, relay) == ("http://hostname-says:8100", "http://hostname-says:8200")
 
-    def given(name: str, option: str) -> str:
-        return started[name][started[name].index(option) + 1]
+    def given(name: str, option: str) -> list[str]:
+        return [words[words.index(option) + 1] for words in started[name] if option in words]
 
-    assert given("controller", "--gateway") == given("worker-west", "--gateway") == gateway
-    assert given("worker-west", "--relay") == relay
-    assert given("worker-west", "--port") == "8102"
-    assert given("worker-west", "--advertise") == "http://hostname-says:8102"
-    assert given("trainer", "--rdzv-endpoint") == "scontrol-says:29400"
+    assert gateway == f"http://hostname-says:{given('gateway', '--port')[0]}"
+    assert relay == f"http://hostname-says:{given('relay-west', '--port')[0]}"
+    assert given("worker-west", "--gateway") == [gateway]
+    assert given("worker-west", "--relay") == [relay]
+    [port] = given("worker-west", "--port")
+    assert given("worker-west", "--advertise") == [f"http://hostname-says:{port}"]
+    assert given("trainer", "--rdzv-endpoint") == ["scontrol-says:29442"]
+    assert given("controller", "--gateway") == [gateway, "http://elsewhere:1"]
+    ends = [words[0] for words in started["controller"]]
+    assert ends == ["python", "python", *["scancel"] * 5], "only once the run is over"
 
 
 @pytest.mark.parametrize(("fewest", "nodes"), [((), "4"), (("--trainer-min-nodes", "2"), "2:4")])
