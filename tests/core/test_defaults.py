@@ -54,6 +54,7 @@ LATER = {
     ("GroupDone", "quarantined"),
     ("GroupDone", "jump"),
     ("FleetStatus", "sessions"),
+    ("RegionStatus", "quarantined"),
     *(
         ("StepDone", name)
         for name in (
