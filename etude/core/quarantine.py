@@ -9,6 +9,7 @@ use, and it is sent no more requests.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median, median_low
 
@@ -20,8 +21,8 @@ MIN_TOKENS = 50
 """Of a region in a step, for that to be a measurement."""
 MIN_K3 = 1e-3
 """Below it a region is well, however near the others are: bf16 alone makes some 1e-4."""
-SMALLEST = 1e-12
-"""In batch-invariant mode k3 is 0."""
+SMALLEST, LARGEST = 1e-12, 1e12
+"""In batch-invariant mode k3 is 0; of an engine that computes nothing but NaN it is none."""
 
 
 class RegionDrift:
@@ -57,5 +58,6 @@ class RegionDrift:
         for measured in self._steps:
             for region, stats in measured.by_region.items():
                 if stats.num_tokens >= MIN_TOKENS:
-                    found.setdefault(region, []).append(stats.k3)
+                    k3 = stats.k3 if math.isfinite(stats.k3) else LARGEST
+                    found.setdefault(region, []).append(min(k3, LARGEST))
         return {region: median_low(k3) for region, k3 in found.items() if len(k3) >= MIN_STEPS}

@@ -28,7 +28,7 @@ class GateConfig(Config):
 class CanaryConfig(Config):
     """What users must show before all of them see a version."""
 
-    ramp: Annotated[tuple[float, ...], Field(min_length=1, strict=False)] = (0.01, 0.05, 0.25, 1.0)
+    ramp: Annotated[tuple[float, ...], Field(min_length=2, strict=False)] = (0.01, 0.05, 0.25, 1.0)
     """Shares of the users that see it, one after the other; the last is 1."""
     confidence: Confidence = 0.95
     """One-sided, at each stage of the ramp, however often it is looked at."""
@@ -51,8 +51,15 @@ class CanaryConfig(Config):
     """How many fewer of them users may say anything about."""
     delay_minutes: NonNegative = 10.0
     """Age of a session from which on it counts: users need time to do something about it."""
-    control_share: Share = 0.05
+    control_share: Margin = 0.05
     """Users who stay with the version before while a new one is watched."""
+
+    @field_validator("ramp")
+    @classmethod
+    def _grows(cls, ramp: tuple[float, ...]) -> tuple[float, ...]:
+        if list(ramp) != sorted(set(ramp)) or not 0 < ramp[0] < ramp[-1] == 1:
+            raise ValueError(f"growing shares that end with 1, not {ramp}")
+        return ramp
 
 
 class RealtimeConfig(Config):

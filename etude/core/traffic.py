@@ -200,6 +200,10 @@ def hold(last: Change, time: float, why: str) -> Change:
 
 
 def resume(last: Change, time: float) -> Change:
+    """The loop goes on. ValueError if nobody stopped it: what is being compared would be lost from
+    sight."""
+    if not last.held:
+        raise ValueError("nothing is stopped: there is nothing to resume")
     return replace(last.next("resume", last.traffic.version, time), held=False)
 
 

@@ -33,6 +33,8 @@ class Facts:
     """The newest version; -1 if there is none."""
     batched: int
     """The newest step that has a batch; `first` if none has."""
+    base: int
+    """The version that this batch begins with."""
     change: Change | None
     """The newest of them."""
     decided: int
@@ -69,6 +71,14 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
+class Refuse:
+    """A version whose base was taken back while it was made."""
+
+    version: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
 class Gate:
     candidate: int
     live: int
@@ -94,7 +104,7 @@ class Done:
     """All steps of the stage are taken."""
 
 
-Next = AwaitVersion | Start | Collect | Evaluate | Gate | Compare | Held | Done
+Next = AwaitVersion | Start | Collect | Evaluate | Refuse | Gate | Compare | Held | Done
 
 
 def next_action(facts: Facts) -> Next:
@@ -113,6 +123,8 @@ def next_action(facts: Facts) -> Next:
         candidate = facts.batched
         if facts.published < candidate:
             return AwaitVersion(candidate)
+        if facts.base != live:
+            return Refuse(candidate, facts.base)
         for version in (live, candidate):
             if version not in facts.evaluated:
                 return Evaluate(version)
@@ -156,10 +168,17 @@ def after_look(
 
 
 def user_outcomes(
-    outcomes: Iterable[SessionOutcome], *, new: int, old: int, since: float, until: float
+    outcomes: Iterable[SessionOutcome],
+    *,
+    new: int,
+    old: int,
+    first_seen: float,
+    since: float,
+    until: float,
 ) -> list[UserOutcomes]:
     """By user, what became of their answers by either version that began in this time. A session
-    that saw both, or any other, says nothing of one.
+    that saw both, or any other, says nothing of one. A user's past ends when the first users saw
+    the new version (`first_seen`): it would otherwise explain away what the version did.
 
         kept           share of the answers that were kept, of those that somebody decided about
         dissatisfied   share of the answers that a user complained about
@@ -170,9 +189,9 @@ def user_outcomes(
     before: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
     for outcome in outcomes:
         began = outcome.session.started
-        if began < since:
+        if began < first_seen:
             before[outcome.user].append(product_metrics(outcome))
-        elif began <= until and len(outcome.versions) == 1:
+        elif since <= began <= until and len(outcome.versions) == 1:
             (version,) = outcome.versions
             if version in (new, old):
                 sessions[outcome.user, version].append(product_metrics(outcome))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,7 +19,7 @@ from etude.core.feedback import Joined
 from etude.core.ledger import Batched, Entry, Ledger, Trained
 from etude.core.realtime_config import CanaryConfig, GateConfig, RealtimeConfig
 from etude.core.recorded import Sessions
-from etude.core.traffic import ENDS, Change, Traffic, decided, start
+from etude.core.traffic import Change, Traffic, decided, refuse, start
 from etude.core.updates import Forgotten, UpdateRecord, versions_that_saw
 from etude.realtime.canary import CanaryPlan, Metric, decide
 from etude.realtime.collect import Rules, Sorted, make_update, samples_of, sort_out
@@ -31,6 +32,7 @@ from etude.realtime.cycle import (
     Facts,
     Gate,
     Next,
+    Refuse,
     Start,
     after_gate,
     after_look,
@@ -42,7 +44,7 @@ from etude.realtime.gate import Outcomes, Suite, Verdict, judge
 from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
-from etude.store.realtime import TrafficLog, forget_user, forgotten, put_update, updates
+from etude.store.realtime import TrafficLog, base_of, forget_user, forgotten, put_update, updates
 from etude.store.runs import Run
 
 Tell = Callable[[str], None]
@@ -124,6 +126,9 @@ class RealtimeLoop:
                 for split in self.stage.splits:
                     if not self._has_report(version, split):
                         await self._evaluate(version, split, self.config.gate.samples)
+            case Refuse(version, base):
+                why = f"made from version {base}, which was taken back since"
+                self._change(refuse(self.last, version, self._now(), why))
             case Gate(candidate, live):
                 verdict = self.judge(candidate, live)
                 self._change(after_gate(self.last, candidate, verdict, self.plan, self._now()))
@@ -144,7 +149,7 @@ class RealtimeLoop:
 
     @property
     def is_idle(self) -> bool:
-        return self.last.action in ENDS
+        return self.last.traffic.beside is None
 
     def facts(self) -> Facts:
         changes, stage = self.traffic.changes(), self.stage
@@ -155,11 +160,13 @@ class RealtimeLoop:
             for version in range(stage.first, stage.last + 1)
         }
         there = set(self.run.evals())
+        batched = max([stage.first, *self.run.batches()])
         return Facts(
             first=stage.first,
             last=stage.last,
             published=self._published(),
-            batched=max([stage.first, *self.run.batches()]),
+            batched=batched,
+            base=base_of(self.run, batched) if batched > stage.first else batched,
             change=changes[-1] if changes else None,
             decided=decided(changes),
             evaluated=frozenset(version for version, wanted in names.items() if wanted <= there),
@@ -289,17 +296,27 @@ class RealtimeLoop:
             seen,
             new=action.new,
             old=action.old,
+            first_seen=self._first_seen(action.new),
             since=last.time,
             until=now - 60 * self.config.canary.delay_minutes,
         )
         if last.action == "canary":
-            decision = decide(self.plan, self.plan.ramp.index(last.traffic.share), users)
+            # of a ramp that was changed since, the stage that is nearest above
+            stage = bisect_left(self.plan.ramp[:-2], last.traffic.share)
+            decision = decide(self.plan, stage, users)
         else:  # most users see it: no slack any more
             decision = decide(replace(self.plan, first_slack=1.0), 0, users)
         control = self.config.canary.control_share
         if (change := after_look(last, decision, now, control_share=control)) is not None:
             evidence = {f"{each.metric.name} gain": each.gain for each in decision.figures}
             self._change(replace(change, evidence=evidence))
+
+    def _first_seen(self, version: int) -> float:
+        return min(
+            change.time
+            for change in self.traffic.changes()
+            if change.action == "canary" and change.version == version
+        )
 
     def _change(self, change: Change) -> None:
         """If somebody else has decided meanwhile, the next look sees it."""

@@ -32,7 +32,7 @@ class Pools:
         self._log = log
         self._routers: dict[str, Router] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._pinned: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._pinned: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()
         self.change: Change | None = None
 
     def router(self, pool: str) -> Router:
@@ -46,16 +46,19 @@ class Pools:
             return None
         traffic = self.change.traffic
         arm, pinned = traffic.arm(user), self._pinned.get((user, session))
-        if pinned in traffic.serving and pinned is not None:
-            arm = Arm(pool=pinned, version=traffic.pools[pinned], propensity=arm.propensity)
+        if pinned is not None:
+            pool, version = pinned
+            # a pool takes turns: with another version it is not what the session began with
+            if pool in traffic.serving and traffic.pools[pool] == version:
+                arm = Arm(pool=pool, version=version, propensity=arm.propensity)
         if not self._is_up(arm):
             arm = Arm(pool=traffic.live, version=traffic.version, propensity=arm.propensity)
         if session:
-            self._pin(user, session, arm.pool)
+            self._pin(user, session, arm)
         return self.router(arm.pool), arm
 
-    def _pin(self, user: str, session: str, pool: str) -> None:
-        self._pinned[user, session] = pool
+    def _pin(self, user: str, session: str, arm: Arm) -> None:
+        self._pinned[user, session] = arm.pool, arm.version
         self._pinned.move_to_end((user, session))
         if len(self._pinned) > MAX_SESSIONS:
             self._pinned.popitem(last=False)

@@ -66,6 +66,11 @@ def updates(run: Run) -> dict[int, UpdateRecord]:
     return {step: _read(run, _update_key(step), UpdateRecord) for step in steps}
 
 
+def base_of(run: Run, step: int) -> int:
+    """The version that a step begins with."""
+    return _read(run, _update_key(step), UpdateRecord).base
+
+
 def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
     """Takes a user's tokens and rewards out of the batches of these steps, which are trained, then
     says what weights have seen them."""

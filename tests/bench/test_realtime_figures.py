@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from etude.bench import realtime_credit, realtime_saboteurs, realtime_show
 from etude.bench._planted import KINDS, Update, Users, fate
+from etude.bench.realtime import p_value
 from etude.bench.realtime_gate import PLAN
 from etude.realtime.gate import SUITES
 from etude.realtime.population import Population
@@ -88,3 +89,11 @@ def test_a_style_moves_to_what_was_liked() -> None:
     ]
     found = realtime_saboteurs.learn(style, samples, caps=True, trim=False, update="1")
     assert found[0] > 0.05 and not found[1:].any()
+
+
+def test_a_very_small_chance_is_not_none() -> None:
+    ours, theirs = [1.0, 0.9] * 500, [0.1, 0.2] * 500
+    assert 0.0 <= p_value(theirs, ours, -1.0) < 1e-16
+    near = [0.8 + 0.1 * (n % 5) for n in range(100)], [0.1 * (n % 9) for n in range(100)]
+    assert 0.0 < p_value(*near, 1.0) < 1e-16
+    assert p_value(*near, -1.0) == 1.0

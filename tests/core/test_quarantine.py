@@ -75,5 +75,15 @@ def test_the_last_one_is_kept() -> None:
         assert drift.add(measured(step, east=10.0, west=1e-9)) is None
 
 
+@pytest.mark.parametrize("k3", [math.nan, math.inf, 1e300])
+@pytest.mark.parametrize("sick", ["east", "south", "west"])
+def test_numbers_that_are_none_are_held_against_who_made_them(k3: float, sick: str) -> None:
+    step = measured(1, **{"east": 2e-3, "south": 2e-3, "west": 2e-3} | {sick: k3})
+    _, drift = found(*[step] * 9)
+    assert list(drift.quarantined) == [sick] and math.isfinite(drift.quarantined[sick])
+    both = measured(1, **{"east": 2e-3, "west": 2e-3} | {sick: k3})
+    assert list(found(*[both] * 9)[1].quarantined) == [sick]
+
+
 def test_none_is_taken_out_if_nobody_wants_it() -> None:
     assert found(*[measured(1, east=1e-9, west=1.0)] * 9, factor=0.0)[1].quarantined == {}

@@ -82,6 +82,13 @@ def test_a_hold_ends_what_is_being_compared() -> None:
     assert not after("hold", "resume")[-1].held
 
 
+def test_what_is_not_held_cannot_be_resumed() -> None:
+    """A canary would go on with nobody to look at it."""
+    for words in ((), ("canary",), ("canary", "promote"), ("hold", "resume")):
+        with pytest.raises(ValueError, match="nothing is stopped"):
+            after(*words, "resume")
+
+
 def test_a_pin_is_for_the_live_version_or_the_one_before() -> None:
     last = after("canary", "promote", "settle")[-1]
     assert traffic.pin(last, 1, 9.0).traffic.version == 1
@@ -108,6 +115,7 @@ def test_no_pool_ever_goes_back(words: list[str]) -> None:
             "roll_back": False,
             "canary": last.action not in ("promote",) and not last.held,
             "refuse": last.action not in ("canary", "promote") and not last.held,
+            "resume": last.held,
         }
         can_go_back = last.action in ("canary", "promote", "settle")
         if fits.get(word, True) or (word == "roll_back" and can_go_back):

@@ -6,15 +6,17 @@ from collections import Counter
 
 import pytest
 
+from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
 from etude.core.traffic import Change
 from etude.core.updates import versions_that_saw
-from etude.realtime.cycle import Done, Evaluate
+from etude.realtime.cycle import Compare, Done, Evaluate, user_outcomes
 from etude.store.objects import Objects
+from etude.store.production import digest
 from etude.store.realtime import TrafficLog, forgotten, updates
 from tests.run.fake_stage import Mortal
-from tests.run.realtime_world import STAGE, World
+from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded, said
 
 
 def told(world: World) -> list[tuple[str, int, int]]:
@@ -121,6 +123,54 @@ def test_a_deleted_user_is_not_in_the_next_batch_and_the_versions_that_saw_them_
     bases = {step: found.base for step, found in updates(world.run).items()}
     assert versions_that_saw(record.steps, bases) == (1, 2, 3), "2 and 3 are made from 1"
     assert any(reason == "deleted" for reason in Ledger(world.run.ledger.records()).dropped)
+
+
+def test_what_is_made_from_a_version_that_is_taken_back_meanwhile_is_refused() -> None:
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    world.follow(loop, until=Evaluate(2))
+    log = TrafficLog(world.objects)
+    back = traffic.roll_back(loop.last, world.now, "taken back by hand", held=True)
+    assert back.version == 1 and log.append(back)
+    assert log.append(traffic.resume(back, world.now))
+    world.follow(loop, until=Done())
+    assert [entry for entry in told(world) if entry[1] == 2] == [("refuse", 2, 0)]
+    assert world.run.batch(3).base == 0
+    check(world)
+
+
+def test_a_ramp_that_is_changed_during_a_canary_does_not_leave_it_alone() -> None:
+    world = World(Objects.open("memory:"))
+    world.follow(world.loop(), until=Compare(new=1, old=0))
+    changed = world.loop(canary=CANARY | MARGINS | {"control_share": 0.3, "ramp": (0.1, 0.6, 1.0)})
+    world.follow(changed, until=Evaluate(2))
+    assert ("settle", 1, 1) in told(world)
+
+
+def test_the_past_of_users_ends_when_an_update_is_first_seen() -> None:
+    """At later stages it would otherwise explain away what the update did to them."""
+    world = World(Objects.open("memory:"))
+    user = world.users[0]
+    for time, version, kind in ((1.0, 0, "kept_5min"), (3.0, 1, "undone"), (5.0, 1, "undone")):
+        turn = recorded(user, f"{int(time):013d}-{digest(user)}", time, version)
+        world.turns.append(turn)
+        world.events.append(said(turn, kind, time))
+    (found,) = user_outcomes(
+        world.loop().outcomes(), new=1, old=0, first_seen=2.0, since=4.0, until=9.0
+    )
+    assert found.sessions == 1 and found.totals["kept"] == 0.0
+    assert found.before["kept"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "canary",
+    [{"ramp": (1.0,)}, {"ramp": (0.5, 0.2, 1.0)}, {"ramp": (0.1, 0.5)}, {"control_share": 0}],
+)
+def test_a_canary_that_could_not_be_watched_is_refused_before_anything_runs(
+    canary: dict[str, object],
+) -> None:
+    with pytest.raises(ValueError, match="ramp|control_share"):
+        config(canary=canary)
 
 
 def test_nothing_is_trained_beyond_the_last_step() -> None:

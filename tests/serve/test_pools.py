@@ -80,6 +80,19 @@ async def test_users_are_answered_by_what_the_store_says_and_go_back_at_once() -
     assert set(served.versions("s").values()) == {3}, "but not with one that was taken back"
 
 
+async def test_a_session_from_before_does_not_bring_its_user_to_a_later_candidate() -> None:
+    served = Served()
+    served.up(BLUE, GREEN)
+    last = await served.hear(traffic.start(3, 0.0, 0.0))
+    served.versions("s")  # all in blue
+    last = await served.hear(traffic.canary(last, 4, 1.0, 0.3))
+    last = await served.hear(traffic.promote(last, 2.0, "", 0.3))
+    last = await served.hear(traffic.settle(last, 3.0, ""))
+    last = await served.hear(traffic.canary(last, 5, 4.0, 0.1))
+    assert last.traffic.beside == BLUE
+    assert served.versions("s") == {user: last.traffic.arm(user).version for user in USERS}
+
+
 async def test_an_update_that_cannot_be_loaded_costs_nobody_an_answer() -> None:
     served = Served()
     served.up(BLUE, GREEN, HELDOUT)
