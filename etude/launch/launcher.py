@@ -86,6 +86,9 @@ class Launcher(Protocol):
     """Starts programs, watches them, and leaves none behind. What they have done is in the store
     alone."""
 
+    resume: str
+    """The command that goes on with the run."""
+
     async def run_to_end(self, program: Program) -> None:
         """One program alone; an error if it does not end well."""
 

@@ -109,7 +109,7 @@ class RayLauncher:
     Ray's logs."""
 
     def __init__(self, *, threads: int, resume: str, heartbeat_timeout_s: float = math.inf) -> None:
-        self._resume = resume
+        self.resume = resume
         self._clock = AwakeClock(SystemClock())
         self._liveness = Liveness(heartbeat_timeout_s)
         self._credentials = Credentials()
@@ -164,7 +164,7 @@ class RayLauncher:
                         ended.code,
                         ended.lines,
                         "its log",
-                        self._resume,
+                        self.resume,
                         how=how_ended(ended.code),
                     )
                 )
