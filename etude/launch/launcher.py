@@ -255,7 +255,7 @@ class Launcher:
         if code == 2:  # it has named a mistake of the user's, which is still there the next time
             again = f"When that is mended, go on with: {self.resume}\nor begin anew with --fresh"
         end = f"The end of {path}:\n{said}" if said else f"{path} is empty."
-        mend = f"{advice}\n" if advice else ""
+        mend = f"{advice[0].upper()}{advice[1:]}.\n" if advice else ""
         return f"the {program.name} {how}{often}. {end}\n{mend}{again}"
 
 
@@ -286,7 +286,7 @@ def _advice(name: str, code: int) -> str:
     less = "lower harness.concurrency or engine.max_num_seqs"
     if name.startswith("trainer"):
         less = LESS_MEMORY
-    return f"Most likely this machine ran out of memory (`dmesg` tells): free some, or {less}."
+    return f"most likely this machine ran out of memory (`dmesg` tells): free some, or {less}"
 
 
 def _resident_bytes(process: int) -> int:
