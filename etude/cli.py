@@ -8,7 +8,6 @@ import importlib
 import inspect
 import json
 import os
-import platform
 import select
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -395,6 +394,8 @@ def bench(args: argparse.Namespace) -> int:
         raise EtudeError(
             f"there is no benchmark {args.name}: choose one of {', '.join(BENCHMARKS)}"
         )
+    from etude.commands.figures import tell_figures
+
     module = importlib.import_module(f"etude.bench.{args.name}")
     of_sandboxes = ("simulate", "soak", "repositories")
     names = ("pairs", "model", "steps", "repo", "sessions", "shards", "kills", "gigabytes")
@@ -405,22 +406,7 @@ def bench(args: argparse.Namespace) -> int:
     }
     if foreign := options.keys() - inspect.signature(module.run).parameters.keys():
         raise EtudeError(f"the benchmark {args.name} has no option --{foreign.pop()}")
-    figures: dict[str, float] = module.run(**options)
-    for name, value in figures.items():
-        print(f"{name:32} {value:.6g}", file=sys.stderr if args.json else sys.stdout)
-    if args.json:
-        from etude.store.checkpoints import git_commit
-
-        print(
-            json.dumps(
-                {
-                    "bench": args.name,
-                    "machine": _machine(),
-                    "commit": git_commit(),
-                    "figures": figures,
-                }
-            )
-        )
+    tell_figures(args.name, module.run(**options), as_json=args.json)
     return 0
 
 
@@ -437,10 +423,6 @@ def _console(json_wanted: bool) -> Console:
     from rich.console import Console
 
     return Console(stderr=json_wanted)
-
-
-def _machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
 def doctor(args: argparse.Namespace) -> int:

@@ -30,8 +30,8 @@ from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessDied, ProcessHeard, ProcessRestarted
 from etude.core.liveness import Liveness
-from etude.core.placement import LESS_MEMORY
 from etude.core.placement_config import PlacementConfig
+from etude.launch.endings import advice_for, exit_message, how_ended
 from etude.run.process import die_with_parent
 from etude.serve import heartbeat
 from etude.serve.process import TOKEN_VARIABLE
@@ -44,7 +44,6 @@ START_S = 60.0
 RESTARTS = 3
 """Of a gateway or a worker within a minute."""
 LOOK_EVERY_S = 0.5
-LAST_LINES = 15
 ALL_SHARED = PlacementConfig()
 CREDENTIALS = (SECRET_VARIABLE, TOKEN_VARIABLE)
 
@@ -208,7 +207,7 @@ class LocalLauncher:
         while (code := await self._once(program)) != 0 or program.serves:
             how = how_ended(code, self._memory.get(program.name))
             if not restarts.allow():
-                advice = _advice(program.name, code)
+                advice = advice_for(program.name, code)
                 self._untold.append(ProcessDied(process=program.name, how=how, advice=advice))
                 raise EtudeError(self._exit_message(program, code, how))
             self._died[program.name] = self._clock.now()
@@ -290,22 +289,15 @@ class LocalLauncher:
     def _exit_message(self, program: Program, code: int, how: str) -> str:
         path = self.logs / f"{program.name}.log"
         said = path.read_bytes()[self._log_starts[program.name] :].decode(errors="replace")
-        return exit_message(program, code, said.splitlines(), str(path), self.resume, how=how)
-
-
-def exit_message(
-    program: Program, code: int, lines: Sequence[str], where: str, resume: str, *, how: str
-) -> str:
-    """What became of a program for good. `lines`: what it said, at `where`."""
-    said = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
-    often = f", after {program.restarts} restarts within a minute" if program.restarts else ""
-    again = f"Go on with: {resume}"
-    if code == 2:  # it has named a mistake of the user's, which is still there the next time
-        again = f"When that is mended, go on with: {resume}\nor begin anew with --fresh"
-    end = f"The end of {where}:\n{said}" if said else f"{where} is empty."
-    advice = _advice(program.name, code)
-    mend = f"{advice}\n" if advice else ""
-    return f"the {program.name} {how}{often}. {end}\n{mend}{again}"
+        return exit_message(
+            program.name,
+            code,
+            said.splitlines(),
+            str(path),
+            self.resume,
+            how=how,
+            restarts=program.restarts,
+        )
 
 
 def _begin(parent: int, program: Program) -> None:
@@ -316,26 +308,6 @@ def _begin(parent: int, program: Program) -> None:
 
 def _visible(program: Program) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, program.gpus))} if program.gpus else {}
-
-
-def how_ended(code: int, memory: int | None = None) -> str:
-    """The end of a process in words, by its exit code and the memory that it held last."""
-    if code == -signal.SIGKILL and memory:
-        held = f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.0f} MB"
-        return f"was killed by SIGKILL (it held {held} of memory)"
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def _advice(name: str, code: int) -> str:
-    """What to do about a process that nobody but the kernel had a reason to kill."""
-    if code != -signal.SIGKILL:
-        return ""
-    less = "lower harness.concurrency or engine.max_num_seqs"
-    if name.startswith("trainer"):
-        less = LESS_MEMORY
-    return f"Most likely this machine ran out of memory (`dmesg` tells): free some, or {less}."
 
 
 def _resident_bytes(process: int) -> int:

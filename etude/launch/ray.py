@@ -22,6 +22,7 @@ from etude.core.clock import AwakeClock, SystemClock
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessHeard, ProcessRestarted
 from etude.core.liveness import Liveness
+from etude.launch.endings import exit_message, how_ended
 from etude.launch.launcher import (
     CREDENTIALS,
     LOOK_EVERY_S,
@@ -31,8 +32,6 @@ from etude.launch.launcher import (
     Program,
     Restarts,
     common_environment,
-    exit_message,
-    how_ended,
 )
 from etude.launch.ray_host import ProgramHost
 from etude.launch.ray_plan import (
@@ -160,12 +159,13 @@ class RayLauncher:
             if ended.code is not None and not restarts.allow():
                 raise EtudeError(
                     exit_message(
-                        ended.program,
+                        ended.program.name,
                         ended.code,
                         ended.lines,
                         "its log",
                         self.resume,
                         how=how_ended(ended.code),
+                        restarts=ended.program.restarts,
                     )
                 )
             self._died[ended.program.name] = self._clock.now()

@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 
-from etude.launch.launcher import CREDENTIALS, LAST_LINES, STOP_S
+from etude.launch.endings import LAST_LINES
+from etude.launch.launcher import CREDENTIALS, STOP_S
 from etude.run.process import die_with_parent
 from etude.serve import heartbeat
 

@@ -24,8 +24,8 @@ from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessHeard, ProcessRestarted, ProcessSilent
 from etude.core.placement import LESS_MEMORY
+from etude.launch.endings import LAST_LINES
 from etude.launch.launcher import (
-    LAST_LINES,
     RESTARTS,
     LocalLauncher,
     Program,

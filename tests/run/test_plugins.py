@@ -82,3 +82,10 @@ def test_a_file_that_is_not_there_is_told_before_anything_starts(key: str) -> No
         EtudeError, match=f"{key} = 'nowhere.py:A': there is no file /.*/nowhere.py; relative paths"
     ):
         check_stage_files(config)
+
+
+def test_what_code_of_ones_own_is_refused_is_told_with_its_file(tmp_path: Path) -> None:
+    code = "def make():\n    raise EtudeError('no room')\n"
+    (tmp_path / "mine.py").write_text(f"from etude.core.errors import EtudeError\n{code}")
+    with pytest.raises(EtudeError, match=r"^key = '.*mine\.py:make': no room$"):
+        build(f"{tmp_path / 'mine.py'}:make", "key")
