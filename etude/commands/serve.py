@@ -95,6 +95,11 @@ def create_server(
     adapters: tuple[str, ...] = (),
 ) -> ASGIApp:
     """The public API over one engine, with these adapters."""
+    if name in adapters:
+        raise EtudeError(
+            f"--adapter {name}: the model itself is called so: give another name, or --name to the "
+            f"model"
+        )
     longest = engine.engine.max_context
     if (options.max_context or 0) > longest:
         raise EtudeError(
@@ -131,7 +136,7 @@ async def _serve(options: Options) -> None:
     if options.invariant:
         loaded.model.compute_with(INVARIANT)
     adapters = read_adapters(options.adapter)
-    inner = _engine(loaded, adapters, options)
+    inner = make_engine(loaded, adapters, options)
     engine = EngineThread(inner, no_other_version, loaded.files)
     name, files = options.name or loaded.name, loaded.files
     version = f" (version {loaded.version})" if is_run(options.target) else ""
@@ -150,7 +155,7 @@ async def _serve(options: Options) -> None:
     engine.close()
 
 
-def _engine(loaded: LoadedModel, adapters: Mapping[str, Adapter], options: Options) -> Engine:
+def make_engine(loaded: LoadedModel, adapters: Mapping[str, Adapter], options: Options) -> Engine:
     if adapters and loaded.is_merged:
         raise EtudeError(
             f"version {loaded.version} of {options.target} is an adapter, and served as part of "

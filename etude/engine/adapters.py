@@ -117,7 +117,7 @@ class EngineAdapters:
         self._runner = runner
         self._named: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count(1)
-        self._base: dict[str, Tensor] = {}  # under the last adapter that came with weights
+        self._base: dict[str, Tensor] = {}  # in place, under an adapter that came with weights
 
     def find(self, name: str | None) -> LoadedAdapter | None:
         """Raises ValueError for a name that is not there. Any thread may call it."""
@@ -156,11 +156,11 @@ class EngineAdapters:
         puts = [] if stays else [self._runner.prepare_weights(base)]
         adapter = Adapter(self._limits.own, own) if own else None
         puts.append(self._runner.prepare_adapter(OWN_SLOT, adapter))
-        self._base = base if own else {}
 
         def put_in_place() -> None:
             for put in puts:
                 put()
+            self._base = base if own else {}
 
         return put_in_place
 

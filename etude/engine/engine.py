@@ -259,7 +259,7 @@ class Engine:
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Prepare new weights, which is the slow part; any thread may do it while the engine runs.
         Hand the result to `swap_weights`. Tensors of an adapter among them are put in its slot, and
-        the others are left alone if they are those of the last call, in the same memory."""
+        the others are left alone if they are those in place, in the same memory."""
         return self._adapters.prepare_weights(tensors)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:

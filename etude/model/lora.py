@@ -40,6 +40,7 @@ UNSUPPORTED = (
     "layers_to_transform",
     "fan_in_fan_out",
     "lora_bias",
+    "alora_invocation_tokens",
 )
 """Keys of adapter_config.json that change what is computed, and are refused where they are set."""
 
@@ -76,9 +77,12 @@ class LoraConfig:
         targets = said.get("target_modules")
         if not isinstance(targets, list):
             raise ValueError(f"{CONFIG_FILE}: target_modules must be a list of names")
+        rank, alpha = int(said["r"]), float(said["lora_alpha"])
+        if rank < 1 or not math.isfinite(alpha):
+            raise ValueError(f"{CONFIG_FILE}: r = {rank} and lora_alpha = {alpha} scale nothing")
         return cls(
-            rank=int(said["r"]),
-            alpha=float(said["lora_alpha"]),
+            rank=rank,
+            alpha=alpha,
             targets=tuple(sorted(targets)),
             by_root=bool(said.get("use_rslora")),
         )

@@ -102,6 +102,8 @@ def check_training(config: RunConfig, *, resumed: bool) -> None:
             from etude.train.context_parallel import check_context_parallel
 
             check_context_parallel(shape, invariant=config.batch_invariant)
+        if config.trainer.lora is not None:
+            _check_adapter(config.trainer.lora, shape)
     import_from(config.folder)
     for stage in config.stage:
         if isinstance(stage, RlConfig) and stage.loss not in LOSSES:
@@ -110,6 +112,17 @@ def check_training(config: RunConfig, *, resumed: bool) -> None:
             objective_of(stage)
         if isinstance(stage, DistillConfig):
             _check_teacher(stage, config)
+
+
+def _check_adapter(lora: LoraTable, shape: ModelConfig) -> None:
+    """The stage that trains it may be the last."""
+    import torch
+
+    from etude.model.lora import check_targets
+    from etude.model.transformer import Transformer
+
+    with torch.device("meta"):
+        check_targets(Transformer(shape), lora.targets)
 
 
 def model_shape(config: RunConfig) -> ModelConfig:

@@ -162,3 +162,21 @@ def test_tiles_are_neighbours_of_one_slot() -> None:
         "adapter_count": [16, 4, 1, 3],
         "adapter_slot": [2, 2, 0, 2],
     }
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_weights_that_were_prepared_and_never_put_in_place_are_not_taken_for_served(
+    max_num_seqs: int,
+) -> None:
+    own = random_adapter(FIT_FOR_C, 1)
+    weights = hf_state_dict(sharp(FIT_FOR_C, 0), torch.float32) | dict(own.tensors)
+
+    def answer(num_dropped: int) -> tuple[int, ...]:
+        limits = AdapterLimits(own=own.config)
+        engine = Engine(sharp(FIT_FOR_C, 5), max_num_seqs=max_num_seqs, adapters=limits)
+        for _ in range(num_dropped):
+            engine.prepare_weights(weights)
+        engine.load_weights(1, weights)
+        return answers(engine, [request(0, None)])[0].tokens
+
+    assert answer(1) == answer(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +104,9 @@ def test_an_adapter_directory_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"peft_type": "IA3"}, "does not describe a LoRA"),
         ({"target_modules": "all-linear"}, "target_modules"),
+        ({"r": 0}, "r = 0"),
+        ({"lora_alpha": math.nan}, "lora_alpha = nan"),
+        ({"alora_invocation_tokens": [7]}, "alora_invocation_tokens"),
     ],
 )
 def test_other_adapters_are_refused_by_name(

@@ -164,6 +164,7 @@ def die_in_step(world: World, victim: int) -> None:
 
 OBJECTIVES = {
     "dense": RlObjective(kl_coef=0.1),
+    "lora": RlObjective(kl_coef=0.1),
     # both of these add up over whole rows, which no rank has
     "windowed": RlObjective(
         loss=LOSS["gspo"], clip=LOSS["gspo"].clip, correction="sequence_truncated"
@@ -177,7 +178,7 @@ def divide(world: World, sizes: Sequence[int]) -> dict[tuple[str, int], Curve]:
     for model, objective in OBJECTIVES.items():
         for size in sizes:
             learner = Learner(
-                init_from_scratch(MODELS[model], 0),
+                fresh(model, 0),
                 world,
                 published_dtype=torch.float32,
                 context_parallel=size,

@@ -17,7 +17,7 @@ from etude.model.lora import LoraConfig, merged, read_adapter
 from etude.model.transformer import ModelConfig
 from etude.store import checkpoints
 from etude.store.runs import Run
-from etude.trainer.prepare import adapter_config, store_files
+from etude.trainer.prepare import adapter_config, check_training, store_files
 from etude.trainer.trainer import Trainer
 from etude.weights.collect import collect
 from etude.weights.follow import Follower, fetch
@@ -166,3 +166,9 @@ def test_what_does_not_go_together_is_refused(settings: list[str], said: str) ->
         parse(TOML, ["model.path=x", *settings])
     with pytest.raises(EtudeError, match="would adapt fresh weights"):
         parse(TOML)
+
+
+def test_targets_that_the_model_lacks_are_refused_before_any_stage(tmp_path: Path) -> None:
+    _, config = open_run(tmp_path, "run", 'trainer.lora.targets=["q_proj", "w1"]')
+    with pytest.raises(EtudeError, match="is called w1; there are"):
+        check_training(config, resumed=False)
