@@ -228,7 +228,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient_TX,) = gradients
-        parts = ctx.division.by_rank(gradient_TX).contiguous()
+        parts = ctx.division.by_rank(gradient_TX)
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=ctx.group)
         return own, None, None

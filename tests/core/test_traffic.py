@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,3 +129,10 @@ def test_no_pool_ever_goes_back(words: list[str]) -> None:
         assert now.traffic.version in now.traffic.pools.values()
         arms = {now.traffic.arm(user).pool for user in USERS[:50]}
         assert arms <= now.traffic.serving
+
+
+def test_whoever_asks_without_a_name_is_answered_live() -> None:
+    now = after("canary")[-1].traffic
+    for traffic_now in (now, replace(now, heldout_share=1.0), replace(now, share=1.0)):
+        arm = traffic_now.arm("")
+        assert (arm.pool, arm.version, arm.propensity) == (now.live, now.version, 1.0)
