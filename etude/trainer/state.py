@@ -93,7 +93,8 @@ class TrainerState:
         names = run.checkpoints()
         newest = checkpoints.read(run, names[-1]) if names else None
         self._adapted = {span.name: span for span in adapted_spans(config)}
-        self.learner = self._make_learner(newest.stage if newest else config.stage[0].name, newest)
+        first = config.stage[0].name if config.stage else ""
+        self.learner = self._make_learner(newest.stage if newest else first, newest)
         self.stage = ""
         self.version = 0
         self.step = 0

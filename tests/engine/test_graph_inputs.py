@@ -62,6 +62,7 @@ def test_a_decode_graph_gets_the_sequences_that_have_one_new_token() -> None:
         seq_lens_B=np.array([4, 6, 2]),
         block_table_BM=np.array([[2], [3], [4]]),
         num_decode=2,
+        adapters_B=np.array([0, 0, 0]),
         logits_indices_R=np.array([0, 1, 3]),
         sampling=SamplingBatch(
             params_R=[SamplingParams(temperature=t) for t in (0.5, 1.0, 0.0)],

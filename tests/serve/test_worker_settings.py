@@ -77,7 +77,12 @@ async def test_an_engine_is_made_as_the_run_says(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, settings = await engine_of(store, config(), monkeypatch)
-    assert settings == {"max_num_seqs": 5, "version": -1, "prefix_cache": True}
+    assert settings == {
+        "max_num_seqs": 5,
+        "version": -1,
+        "prefix_cache": True,
+        "adapters": None,
+    }
     assert not model.invariant and next(model.parameters()).dtype == torch.float32
     model, _ = await engine_of(store, config(engine='dtype = "bfloat16"'), monkeypatch)
     assert next(model.parameters()).dtype == torch.bfloat16
@@ -89,7 +94,12 @@ async def test_a_deterministic_run_is_served_one_request_at_a_time(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, settings = await engine_of(store, config(top="deterministic = true"), monkeypatch)
-    assert settings == {"max_num_seqs": 1, "version": -1, "prefix_cache": False}
+    assert settings == {
+        "max_num_seqs": 1,
+        "version": -1,
+        "prefix_cache": False,
+        "adapters": None,
+    }
 
 
 @pytest.mark.parametrize(
