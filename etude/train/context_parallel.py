@@ -36,7 +36,7 @@ from etude.train.distributed import World
 PLAIN = Scoring()
 
 
-class Piece(NamedTuple):
+class QuerySpan(NamedTuple):
     """Consecutive queries of one sequence, and the keys that they see."""
 
     first: int
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Division:
+class ContextSharding:
     """How the tokens of a microbatch are divided. Pure: every rank knows all parts."""
 
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ class Division:
     """How many ranks."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], size: int) -> Division:
+    def of(cls, lengths: Sequence[int], size: int) -> ContextSharding:
         missing = -sum(lengths) % (2 * size)
         return cls((*lengths, missing) if missing else tuple(lengths), size)
 
@@ -81,14 +81,14 @@ class Division:
     def places_of(self, rank: int) -> list[int]:
         return [place for chunk in self.chunks_of(rank) for place in chunk]
 
-    def pieces_of(self, rank: int) -> Iterator[Piece]:
+    def pieces_of(self, rank: int) -> Iterator[QuerySpan]:
         """The tokens of a rank by sequence."""
         first = 0
         for chunk in self.chunks_of(rank):
             for start, end in pairwise(accumulate(self.lengths, initial=0)):
                 low, high = max(start, chunk.start), min(end, chunk.stop)
                 if low < high:
-                    yield Piece(first, start, low, high)
+                    yield QuerySpan(first, start, low, high)
                     first += high - low
 
     def in_order(self, parts_StX: Tensor) -> Tensor:
@@ -122,10 +122,10 @@ class ContextGroup:
         ]
         self._group: Any = groups[world.rank // size]
 
-    def gather(self, own_tX: Tensor, division: Division) -> Tensor:
+    def gather(self, own_tX: Tensor, sharding: ContextSharding) -> Tensor:
         """What all ranks have of their tokens, in the order of the tokens. The gradient of a
         rank's own is the sum over the ranks."""
-        gathered: Tensor = _Gather.apply(own_tX, division, self._group)  # type: ignore[no-untyped-call]
+        gathered: Tensor = _Gather.apply(own_tX, sharding, self._group)  # type: ignore[no-untyped-call]
         return gathered
 
     def assemble(self, own_n: Tensor, places_n: Tensor, count: int) -> Tensor:
@@ -153,10 +153,10 @@ class ContextParallelAttention:
 
     latent = False
 
-    def __init__(self, division: Division, group: ContextGroup) -> None:
-        self._division = division
+    def __init__(self, sharding: ContextSharding, group: ContextGroup) -> None:
+        self._sharding = sharding
         self._group = group
-        self._pieces = list(division.pieces_of(group.rank))
+        self._pieces = list(sharding.pieces_of(group.rank))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks exchange in there
     def __call__(
@@ -168,8 +168,8 @@ class ContextParallelAttention:
         scale: float | None = None,
         scoring: Scoring | None = None,
     ) -> Tensor:
-        k_TKD = self._group.gather(k_tKD, self._division)
-        v_TKV = self._group.gather(v_tKV, self._division)
+        k_TKD = self._group.gather(k_tKD, self._sharding)
+        v_TKV = self._group.gather(v_tKV, self._sharding)
         if scoring is None and _is_for_kernel(q_tHD, v_TKV):
             return self._together(q_tHD.to(v_TKV.dtype), k_TKD.to(v_TKV.dtype), v_TKV, scale)
         return torch.cat(
@@ -219,16 +219,16 @@ def _is_for_kernel(q: Tensor, v: Tensor) -> bool:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own_tX: Tensor, division: Division, group: Any) -> Tensor:
-        ctx.division, ctx.group = division, group
-        gathered = own_tX.new_empty(division.size * len(own_tX), *own_tX.shape[1:])
+    def forward(ctx: Any, own_tX: Tensor, sharding: ContextSharding, group: Any) -> Tensor:
+        ctx.sharding, ctx.group = sharding, group
+        gathered = own_tX.new_empty(sharding.size * len(own_tX), *own_tX.shape[1:])
         dist.all_gather_into_tensor(gathered, own_tX.contiguous(), group=group)
-        return division.in_order(gathered.view(division.size, *own_tX.shape))
+        return sharding.in_order(gathered.view(sharding.size, *own_tX.shape))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient_TX,) = gradients
-        parts = ctx.division.by_rank(gradient_TX)
+        parts = ctx.sharding.by_rank(gradient_TX)
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=ctx.group)
         return own, None, None

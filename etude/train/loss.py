@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from etude.model.attention import CausalAttention
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Routing, Transformer
-from etude.train.context_parallel import ContextGroup, ContextParallelAttention, Division
+from etude.train.context_parallel import ContextGroup, ContextParallelAttention, ContextSharding
 from etude.train.head import TokenDistributionStats, head_logprobs
 from etude.train.packing import PackedMicrobatch
 
@@ -175,17 +175,17 @@ def _divided_logprobs(
 ) -> tuple[Tensor, TokenDistributionStats]:
     """`token_logprobs` of a microbatch whose tokens are divided among ranks (`context_parallel`):
     each computes those that its own tokens predict, and all get all."""
-    division = Division.of(packed.lengths, group.size)
+    sharding = ContextSharding.of(packed.lengths, group.size)
     device = packed.tokens_T.device
-    own_t = torch.tensor(division.places_of(group.rank), device=device)
-    missing = (0, division.num_tokens - len(packed.tokens_T))
+    own_t = torch.tensor(sharding.places_of(group.rank), device=device)
+    missing = (0, sharding.num_tokens - len(packed.tokens_T))
     tokens_t, positions_t = (
         F.pad(each_T, missing).index_select(0, own_t)
         for each_T in (packed.tokens_T, packed.positions_T)
     )
-    hidden_tE = model(tokens_t, positions_t, ContextParallelAttention(division, group))
+    hidden_tE = model(tokens_t, positions_t, ContextParallelAttention(sharding, group))
     # where each token of the microbatch stands among this rank's own
-    there_T = torch.full((division.num_tokens,), -1, device=device)
+    there_T = torch.full((sharding.num_tokens,), -1, device=device)
     there_T[own_t] = torch.arange(len(own_t), device=device)
     there_N = there_T[packed.logits_indices_N]
     places_n = (there_N >= 0).nonzero().squeeze(1)

@@ -126,8 +126,6 @@ def dpo(trainer: TrainerState, span: StageSpan) -> None:
 
 def rl(trainer: TrainerState, span: StageSpan) -> None:
     assert isinstance(span.stage, RlConfig)
-    if span.stage.kl_coef and trainer.version == span.start:
-        trainer.learner.snapshot()  # the reference
     run_steps(trainer, span, span.stage, objective=objective_of(span.stage))
 
 

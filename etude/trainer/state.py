@@ -130,6 +130,12 @@ class TrainerState:
             context_parallel=config.trainer.context_parallel,
         )
 
+    def _replace_learner(self, stage: str, resumed: Checkpoint | None) -> None:
+        """Whoever watches the learner watches the new one."""
+        on_rows = self.learner.on_rows
+        self.learner = self._make_learner(stage, resumed)
+        self.learner.on_rows = on_rows
+
     def _base_version(self) -> int:
         """The version that the run's adapter is to."""
         return min(span.start for span in self._adapted.values())
@@ -170,8 +176,10 @@ class TrainerState:
             self.batches_digest = hashlib.sha256().hexdigest()
             if span.name in self._adapted and self.adapter_of is None:
                 self.world.barrier()  # what it starts from is published, by all
-                self.learner = self._make_learner(span.name, None)
+                self._replace_learner(span.name, None)
             self.learner.begin_stage()
+            if isinstance(span.stage, RlConfig) and span.stage.kl_coef:
+                self.learner.snapshot()  # the reference
         self.world.activity = f"the start of {span.name}"
 
     @property
@@ -195,7 +203,7 @@ class TrainerState:
         batch = self.run.wait_batch(step)
         base = step - 1 if batch.base is None else batch.base
         if base != self.version:
-            self.rewind(base)
+            self.rewind(base, span)
         self.saver.kept = version_name(base)
         self.world.activity = f"step {step} of {self.stage}"
         self.batches_digest = hashlib.sha256(
@@ -292,9 +300,9 @@ class TrainerState:
         )
         self.saver.save(checkpoint, to_bytes(self.learner.state()), then)
 
-    def rewind(self, version: int) -> None:
+    def rewind(self, version: int, span: StageSpan) -> None:
         """Go back to the state in which a version was made: what was learnt since is not built
-        on."""
+        on. If that is the last one of the stage before, this stage starts anew from it."""
         name = version_name(version)
         if not self.run.has_checkpoint(name):
             raise EtudeError(
@@ -302,7 +310,12 @@ class TrainerState:
                 f"is no checkpoints/{name} of it any more: bring it back from a copy"
             )
         self.saver.wait()
-        self.load(checkpoints.read(self.run, name))
+        checkpoint = checkpoints.read(self.run, name)
+        if (checkpoint.stage in self._adapted) != (self.adapter_of is not None):
+            self._replace_learner(checkpoint.stage, checkpoint)
+        self.load(checkpoint)
+        if self.stage != span.name:
+            self.enter_stage(span)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self.load(checkpoint)

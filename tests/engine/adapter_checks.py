@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from etude.engine.adapters import AdapterLimits
 from etude.engine.graph_inputs import ADAPTER_FIELDS, adapter_inputs
-from etude.engine.kernels.lora import AdapterTiles, LayerAdapters
+from etude.engine.kernels.lora import AdapterTiles, LinearAdapters
 from etude.model.lora import Pair
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def check_adapters(
     """Rows of these slots, of which 0 is empty and the second lacks a pair; the first two parts are
     a gated pair too. `company`: how many numbers change when a row is computed alone."""
     weight = new.normal(sum(parts.values()), inputs)
-    layer = LayerAdapters(parts, weight, AdapterLimits(num_named=max(slots), max_rank=rank))
+    layer = LinearAdapters(parts, weight, AdapterLimits(num_named=max(slots), max_rank=rank))
     scales = torch.zeros(1 + max(slots), device=new.device)
     pairs: dict[int, Pair] = {}
     for slot in range(1, 1 + max(slots)):

@@ -17,7 +17,7 @@ from etude.model.attention import CausalAttention
 from etude.model.transformer import init_from_scratch
 from etude.train.context_parallel import (
     ContextParallelAttention,
-    Division,
+    ContextSharding,
     check_context_parallel,
 )
 from etude.train.distributed import SINGLE_PROCESS
@@ -31,15 +31,15 @@ from tests.train.together import together
 def test_every_token_is_of_one_rank_and_sees_its_sequence_up_to_itself(
     lengths: list[int], size: int
 ) -> None:
-    division = Division.of(lengths, size)
-    assert division.num_tokens - sum(lengths) in range(2 * size)
-    parts = [division.places_of(rank) for rank in range(size)]
-    assert sorted(place for part in parts for place in part) == list(range(division.num_tokens))
-    assert {len(part) for part in parts} == {2 * division.chunk}
-    start_of = np.repeat(np.cumsum([0, *division.lengths])[:-1], division.lengths)
+    sharding = ContextSharding.of(lengths, size)
+    assert sharding.num_tokens - sum(lengths) in range(2 * size)
+    parts = [sharding.places_of(rank) for rank in range(size)]
+    assert sorted(place for part in parts for place in part) == list(range(sharding.num_tokens))
+    assert {len(part) for part in parts} == {2 * sharding.chunk}
+    start_of = np.repeat(np.cumsum([0, *sharding.lengths])[:-1], sharding.lengths)
     for rank, part in enumerate(parts):
         queries = []
-        for piece in division.pieces_of(rank):
+        for piece in sharding.pieces_of(rank):
             assert len(queries) == piece.first
             queries += range(piece.low, piece.high)
             assert (start_of[piece.low : piece.high] == piece.start).all()
@@ -49,8 +49,8 @@ def test_every_token_is_of_one_rank_and_sees_its_sequence_up_to_itself(
 @given(st.integers(1, 6), st.integers(1, 5))
 def test_every_rank_has_the_same_work(size: int, chunk: int) -> None:
     """A long row: to a token belong all before it."""
-    division = Division.of([2 * size * chunk], size)
-    work = {sum(place + 1 for place in division.places_of(rank)) for rank in range(size)}
+    sharding = ContextSharding.of([2 * size * chunk], size)
+    work = {sum(place + 1 for place in sharding.places_of(rank)) for rank in range(size)}
     assert len(work) == 1
 
 
@@ -61,7 +61,7 @@ class _Gathered:
     rank: int
     whole_TX: list[Tensor]
 
-    def gather(self, own_tX: Tensor, division: Division) -> Tensor:
+    def gather(self, own_tX: Tensor, sharding: ContextSharding) -> Tensor:
         return self.whole_TX.pop(0)
 
 
@@ -80,15 +80,15 @@ class _Gathered:
 )
 def test_the_parts_attend_as_the_whole_does(device: str, dtype: torch.dtype, error: float) -> None:
     generator = torch.Generator(device).manual_seed(0)
-    division = Division.of([700, 1, 130, 65], 3)
+    sharding = ContextSharding.of([700, 1, 130, 65], 3)
     q, k, v = (
-        torch.randn(division.num_tokens, heads, 64, device=device, generator=generator).to(dtype)
+        torch.randn(sharding.num_tokens, heads, 64, device=device, generator=generator).to(dtype)
         for heads in (4, 2, 2)
     )
-    whole = CausalAttention(division.lengths, torch.device(device))(0, q, k, v)
+    whole = CausalAttention(sharding.lengths, torch.device(device))(0, q, k, v)
     for rank in range(3):
-        own = torch.tensor(division.places_of(rank), device=device)
-        attend = ContextParallelAttention(division, cast(Any, _Gathered(rank, [k, v])))
+        own = torch.tensor(sharding.places_of(rank), device=device)
+        attend = ContextParallelAttention(sharding, cast(Any, _Gathered(rank, [k, v])))
         mixed = attend(0, q[own], k[own], v[own])
         assert (mixed.flatten(1) - whole[own].flatten(1)).abs().max() < error
 

@@ -249,3 +249,9 @@ def fingerprint(run: Run) -> str:
     lineage = tuple(replace(origin, code="") for origin in checkpoint.lineage)
     told = f"{replace(checkpoint, lineage=lineage)} {newest.version} {newest.root}"
     return hashlib.sha256(told.encode()).hexdigest()
+
+
+def of_version_1(made: Batch) -> Batch:
+    """With tokens of version 1, and beginning with it."""
+    rows = [replace(row, versions=version_spans([1] * sum(row.mask))) for row in made.rows]
+    return replace(made, rows=tuple(rows), oldest=1, base=1)

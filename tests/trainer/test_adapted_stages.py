@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from etude.weights.collect import collect
 from etude.weights.follow import Follower, fetch
 from etude.weights.manifest import Chain, read_manifest
 from tests.small_model import sharp, small_files
-from tests.trainer.lives import batch
+from tests.trainer.lives import batch, of_version_1
 
 TOML = """
 name = "adapted"
@@ -47,7 +48,7 @@ kl_coef = 0.1
 """
 
 
-def open_run(tmp_path: Path, name: str, *settings: str) -> tuple[Run, RunConfig]:
+def open_run(tmp_path: Path, name: str, *settings: str, batches: int = 4) -> tuple[Run, RunConfig]:
     files, model = small_files(), tmp_path / "model"
     if not model.exists():
         shape = ModelConfig.from_json(files["config.json"])
@@ -58,7 +59,7 @@ def open_run(tmp_path: Path, name: str, *settings: str) -> tuple[Run, RunConfig]
     told = adapter_config(config.trainer.lora).to_json(str(model))
     store_files(run, files | {"adapter_config.json": told})
     run.put_config(config)
-    for step in range(1, 5):
+    for step in range(1, batches + 1):
         run.put_batch(batch(step))
     return run, config
 
@@ -120,6 +121,25 @@ def test_a_run_of_an_adapter_from_the_start(tmp_path: Path) -> None:
     collected = collect(Chain(run.objects), keep=1, grace_s=0.0)
     collect(Chain(run.objects), keep=1, grace_s=0.0)
     assert fetch(run.objects, 4).keys() == newest.keys(), collected
+
+
+@pytest.mark.parametrize("adapter", ["from_stage=first", "from_stage=rl"])
+def test_a_stage_that_is_taken_back_whole_starts_anew(tmp_path: Path, adapter: str) -> None:
+    """Version 2 is refused, and 3 is made from the last one of the stage before: weights,
+    optimizer, reference and lineage are those of a stage that has just begun."""
+    settings = (f"trainer.lora.{adapter}", "stage.rl.warmup_steps=0")
+    back = of_version_1(batch(3))
+    refused, config = open_run(tmp_path, "refused", *settings, "stage.rl.steps=2", batches=2)
+    refused.put_batch(back)
+    plain, once = open_run(tmp_path, "plain", *settings, "stage.rl.steps=1", batches=1)
+    plain.put_batch(replace(back, step=2, base=None))
+    trainers = [train(refused, config), train(plain, once)]
+    found, expected = fetch(refused.objects, 3), fetch(plain.objects, 2)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert not all(torch.equal(fetch(refused.objects, 2)[n], t) for n, t in expected.items())
+    lineages = [[origin.stage for origin in trainer.lineage] for trainer in trainers]
+    assert lineages == [["first", "rl"]] * 2
 
 
 def test_an_adapter_is_exported_merged_and_alone(tmp_path: Path) -> None:

@@ -141,6 +141,8 @@ def test_the_reference_is_what_the_stage_began_with(
     trainer = started(run)
     trainer.config = parse(TOML, [f"stage.rl.kl_coef={kl_coef}"])
     _, span = stage_spans(trainer.config.stage)
+    if done:
+        trainer.enter_stage(span)
     trainer.version = span.start + done
     taken: list[int] = []
     ran: list[float] = []
@@ -150,6 +152,7 @@ def test_the_reference_is_what_the_stage_began_with(
 
     monkeypatch.setattr(trainer.learner, "snapshot", lambda: taken.append(trainer.version))
     monkeypatch.setattr(stages, "run_steps", run_steps)
+    trainer.enter_stage(span)
     stages.rl(trainer, span)
     assert bool(taken) == expected and ran == [kl_coef]
 

@@ -8,14 +8,13 @@ import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.sampling import version_spans
 from etude.core.types import Batch
 from etude.store.runs import Run
 from etude.trainer.prepare import store_files
 from etude.trainer.trainer import Trainer
 from etude.weights.manifest import read_manifest
 from tests.small_model import small_files
-from tests.trainer.lives import batch
+from tests.trainer.lives import batch, of_version_1
 
 TOML = """
 name = "rewind"
@@ -27,12 +26,6 @@ steps = STEPS
 max_lag = 0
 warmup_steps = 0
 """
-
-
-def of_version_1(made: Batch) -> Batch:
-    """With tokens of version 1, and beginning with it."""
-    rows = [replace(row, versions=version_spans([1] * sum(row.mask))) for row in made.rows]
-    return replace(made, rows=tuple(rows), oldest=1, base=1)
 
 
 def run_with(*batches: Batch, steps: int) -> Run:

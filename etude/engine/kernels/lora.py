@@ -148,8 +148,8 @@ class AdapterTiles:
     slot_T: Tensor
 
 
-class LayerAdapters:
-    """The adapters of all slots in one layer."""
+class LinearAdapters:
+    """The adapters of all slots in one linear layer."""
 
     def __init__(self, parts: dict[str, int], weight_MC: Tensor, limits: AdapterLimits) -> None:
         self.parts = parts
@@ -237,7 +237,7 @@ class CudaAdapters:
     def __init__(self, model: Transformer, limits: AdapterLimits) -> None:
         self._model = model
         self._layers = {
-            path: LayerAdapters(parts_of(path, layer), layer.weight.detach(), limits)
+            path: LinearAdapters(parts_of(path, layer), layer.weight.detach(), limits)
             for path, layer in adaptable_layers(model).items()
         }
         weight = model.model.embed_tokens.weight
@@ -258,7 +258,7 @@ class CudaAdapters:
         assert self.tiles is not None
         return self._layers[path].gated(x_NC, y_NM, self.tiles, self._scales_S, pdl)
 
-    def _added(self, own: LayerAdapters, layer: Linear, x_NC: Tensor, y_NM: Tensor) -> Tensor:
+    def _added(self, own: LinearAdapters, layer: Linear, x_NC: Tensor, y_NM: Tensor) -> Tensor:
         if self.tiles is not None:
             own.add(x_NC, y_NM, self.tiles, self._scales_S, pdl=False)
         return y_NM
