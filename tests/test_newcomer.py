@@ -74,7 +74,7 @@ def test_a_run_with_environment_agent_loss_and_sink_of_ones_own(tmp_path: Path) 
         "stage.rl.kl_coef=0.01",
         "engine.regions=['here']",
     ]
-    keys += ["stage.rl.effort={scale=0.01, tokens=0.1}"]
+    keys += ["stage.rl.effort_penalty={scale=0.01, tokens=0.1}"]
     argv = [
         sys.executable,
         "-m",

@@ -56,7 +56,7 @@ steps = 3
 groups_per_step = 2
 group_size = 5
 max_lag = 0
-explore = 1.0
+fresh_frac = 1.0
 lr = 3e-4
 """
 

@@ -114,5 +114,5 @@ def metrics(stamped: Sequence[Stamped[Event]]) -> dict[str, float]:
             sum(lag * count for lag, count in enumerate(lags)) / sum(lags) for lags in late
         ),
         "k3": fmean(step.k3_mean for step in steps),
-        "capped": fmean(step.truncated_frac for step in steps),
+        "capped": fmean(step.corrected_frac for step in steps),
     }

@@ -1,7 +1,7 @@
 """The curriculum: which task the next group is given, by what is known of its difficulty.
 
 A group teaches something only if its attempts differ: tasks that the policy always solves, or never
-does, are dropped for lack of signal. So a share of the groups (`explore`) goes to tasks in turn,
+does, are dropped for lack of signal. So a share of the groups (`fresh_frac`) goes to tasks in turn,
 each once before any twice, families first whose groups tend to differ; the others go back to tasks
 whose last group differed. What is solved by now, or cannot be solved yet, waits for its next turn.
 
@@ -74,7 +74,7 @@ class Curriculum:
         families: Mapping[str, str],
         *,
         seed: int,
-        explore: float,
+        fresh_frac: float,
         max_lag: int,
         past: Iterable[AskedTask] = (),
     ) -> None:
@@ -82,7 +82,7 @@ class Curriculum:
         before, if the run is resumed."""
         self._families = dict(families)
         self._seed = seed
-        self._explore = explore
+        self._fresh_frac = fresh_frac
         self._max_lag = max_lag
         self._asked: list[AskedTask] = list(past)
         self._chosen: dict[tuple[str, int], int] = {
@@ -111,7 +111,7 @@ class Curriculum:
         again = [(task, asked[task]) for task in weighted_shuffle(self._again(version), rng)]
         in_turn = self._in_turn(asked, families)
         for choice in again:
-            while rng.random() < self._explore:
+            while rng.random() < self._fresh_frac:
                 yield next(in_turn)
             yield choice
         yield from in_turn
@@ -130,7 +130,7 @@ class Curriculum:
     def _again(self, version: int) -> dict[str, float]:
         """The tasks that may be asked before their turn, with the chance that they differ. What is
         asked at this moment is not among them."""
-        if self._explore == 1.0:
+        if self._fresh_frac == 1.0:
             return {}
         families = self._family_chances(version)
         under_way = {
@@ -157,7 +157,7 @@ class Curriculum:
 
     def _family_chances(self, version: int) -> dict[str, float]:
         """Of each family, the chance that a group of a task of it differs."""
-        if self._explore == 1.0:
+        if self._fresh_frac == 1.0:
             return dict.fromkeys(self._families.values(), 1.0)
         differed: dict[str, deque[bool]] = {
             family: deque(maxlen=FAMILY_MEMORY) for family in self._families.values()

@@ -151,7 +151,7 @@ class StepDone:
     """Mean over all attempts at the tasks of its batch."""
     lr: float = 0.0
     k1_p99: float = 0.0
-    truncated_frac: float = 0.0
+    corrected_frac: float = 0.0
     """Share of the tokens whose importance weight was cut or taken away."""
     zero_grad_frac: float = 0.0
     """Share of the tokens with zero gradient although their advantage was not 0."""

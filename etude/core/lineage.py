@@ -74,7 +74,7 @@ def estimator_of(
             max_lag=max_lag,
             quarantine=quarantine,
         )
-    effort = Effort(**stage.effort.model_dump()) if stage.effort else None
+    effort = Effort(**stage.effort_penalty.model_dump()) if stage.effort_penalty else None
     return replace(
         ADVANTAGE[stage.advantage],
         effort=effort,

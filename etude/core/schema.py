@@ -79,6 +79,8 @@ OLD_KEYS: dict[str, str] = {
     "stage.aggregate": "loss_aggregation",
     "stage.ratio_cap": "correction_cap",
     "stage.credit": "advantage",
+    "stage.explore": "fresh_frac",
+    "stage.effort": "effort_penalty",
     "stage.separate": "document_mask",
     "stage.held_out": "heldout_frac",
     "stage.held_out_path": "heldout_path",

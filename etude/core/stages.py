@@ -259,25 +259,26 @@ class RlConfig(RolloutStageConfig):
     kind: Literal["rl"]
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
-    explore: Annotated[float, Field(gt=0, le=1)] = 0.5
+    fresh_frac: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of the groups that go to tasks in turn, each once before any twice. The others go back
     to tasks whose last attempts differed, so that there is something to learn from them
     (docs/training.md). 1: all tasks alike, in random order."""
     advantage: str = "dr_grpo"
     """The advantage estimator: how the rewards of a group become advantages. One of dr_grpo, rloo,
     grpo, reinforce_plus_plus_baseline, self_imitation (docs/glossary.md)."""
-    effort: EffortConfig | None = None
+    effort_penalty: EffortConfig | None = None
     """A penalty on what an attempt used, subtracted from its reward before advantages are
     estimated."""
     loss: Annotated[str, Place.CODE] = "reinforce"
     """The policy loss: reinforce, ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, or your own as
-    "file.py:name" or "module:name" (docs/your-own-loss.md)."""
+    "file.py:name" or "module:name" (docs/your-own-loss.md). `advantage` is a key of its own: a
+    paper's method needs both."""
     loss_aggregation: Literal["token", "sequence", "constant"] | None = None
     """How token losses are aggregated: the mean of all, the mean of attempts' means, or a sum over
     a constant. None: the loss's own."""
     clip_low: NonNegative | None = None
-    """Ratios below 1 - clip_low and above 1 + clip_high are clipped, by the losses that do. None:
-    the loss's own."""
+    """Ratios below 1 - clip_low and above 1 + clip_high are clipped. None: the loss's own. Refused
+    where it could not act: `reinforce` clips nothing, and a correction takes the ratio's place."""
     clip_high: NonNegative | None = None
     """See clip_low."""
     correction: (
@@ -307,3 +308,16 @@ class RlConfig(RolloutStageConfig):
         if loss not in LOSSES and ":" not in loss:
             raise ValueError(f"must be one of {', '.join(LOSSES)}, or your own as file.py:name")
         return loss
+
+    @model_validator(mode="after")
+    def _clip_acts(self) -> RlConfig:
+        if self.clip_low is None and self.clip_high is None:
+            return self
+        if self.loss == "reinforce":
+            raise ValueError('loss = "reinforce" does not clip: remove clip_low and clip_high')
+        if self.correction not in (None, "none"):
+            raise ValueError(
+                f'correction = "{self.correction}" weighs tokens by their ratio, so that nothing '
+                'is left to clip: remove clip_low and clip_high, or set correction = "none"'
+            )
+        return self

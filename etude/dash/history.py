@@ -38,7 +38,7 @@ STEP_CURVES = (
     "grad_norm",
     "tokens",
     "tokens_per_s",
-    "truncated_frac",
+    "corrected_frac",
     "zero_grad_frac",
     "seconds",
     "wait_s",

@@ -95,7 +95,7 @@ LEGEND = {
     "slots": "groups that may be under way or wait for the trainer",
     "k3": "how far trainer and engine are apart; above 0.01 is alarming",
     "entropy": "how freely the model chooses its words, in nats a token",
-    "truncated": "share of tokens whose importance weight was cut",
+    "corrected": "share of tokens whose importance weight was cut or masked",
 }
 """The most important first: a small screen shows only some."""
 
@@ -301,8 +301,8 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
         )
         yield Line(
             "policy",
-            f"entropy {step.entropy:.3f}   k3 {step.k3_mean:.5f}   truncated "
-            f"{step.truncated_frac:.1%}, zero gradient {step.zero_grad_frac:.1%}{routers}",
+            f"entropy {step.entropy:.3f}   k3 {step.k3_mean:.5f}   corrected "
+            f"{step.corrected_frac:.1%}, zero gradient {step.zero_grad_frac:.1%}{routers}",
         )
 
 

@@ -27,8 +27,8 @@ from etude.engine.adapters import OWN_SLOT, AdapterLimits
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.graph_inputs import (
     ADAPTER_FIELDS,
+    GraphInputs,
     GraphShape,
-    HostGraphInputs,
     InputLayout,
     PinnedBuffers,
     adapter_inputs,
@@ -39,9 +39,9 @@ from etude.engine.graph_inputs import (
 )
 from etude.engine.kernels import attention, batch_invariant
 from etude.engine.kernels.delta import DecodeRecurrence
+from etude.engine.kernels.fused import ForwardContext, FusedForward, unsupported
 from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
-from etude.engine.kernels.modules import ModuleNetwork
-from etude.engine.kernels.network import ForwardContext, KernelNetwork, unsupported
+from etude.engine.kernels.modules import ModuleForward
 from etude.engine.runner import block_size
 from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
@@ -100,8 +100,8 @@ class CudaRunner:
         self._max_rows = max_num_seqs + MAX_DRAFT_TOKENS
         self._model = model.eval()
         self._adapters = CudaAdapters(model, adapters) if adapters else None
-        self._network = _network(model, invariant)
-        self._network.adapters = self._adapters
+        self._forward = _forward_of(model, invariant)
+        self._forward.adapters = self._adapters
         self._invariant = invariant
         weight = model.model.embed_tokens.weight.detach()
         shape = (
@@ -153,7 +153,7 @@ class CudaRunner:
 
     def _prefill_shape(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """The shape of a prefill graph, with the most tiles that such a batch can have."""
-        params = self._network.layers[0].attention_params
+        params = self._forward.layers[0].attention_params
         tiles = tokens // attention.tile_tokens(params) + sequences
         return GraphShape(tokens, sequences, rows, tiles)
 
@@ -226,7 +226,7 @@ class CudaRunner:
         )
         return lambda: sampled
 
-    def _add_adapters(self, parts: list[HostGraphInputs], batch: ForwardBatch) -> None:
+    def _add_adapters(self, parts: list[GraphInputs], batch: ForwardBatch) -> None:
         """Tell the parts of a batch which adapters their rows have, if any has one. Rows without
         have the same bits either way only in graphs that are the same: so in batch-invariant mode
         all are told."""
@@ -269,13 +269,13 @@ class CudaRunner:
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None:
+    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
         if begin == len(batch.query_starts_B):
             return None
         starts_B = batch.query_starts_B[begin:] - begin
         ends_B = np.append(starts_B[1:], len(batch.tokens_N) - begin)
-        step = attention.tile_tokens(self._network.layers[0].attention_params)
+        step = attention.tile_tokens(self._forward.layers[0].attention_params)
         tiles = [
             (b, n)
             for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
@@ -290,7 +290,7 @@ class CudaRunner:
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
         packed = as_words(values) | sampling_inputs(batch, row_R)
-        return HostGraphInputs(
+        return GraphInputs(
             packed,
             batch.block_table_BM[begin:],
             len(batch.tokens_N) - begin,
@@ -299,7 +299,7 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, part: HostGraphInputs, host: PinnedBuffers) -> GraphShape:
+    def _upload(self, part: GraphInputs, host: PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles,
@@ -325,19 +325,19 @@ class CudaRunner:
             places = got["lengths"], got["blocks"], got["stride"]
             recur = DecodeRecurrence(self._states, *places, self.block_size)
             context = replace(context, recur=recur)
-        hidden_NE = self._network.hidden(
+        hidden_NE = self._forward.hidden(
             got["tokens"], got["slot_mapping"], self._results[0], context, self.expert_ids, pdl
         )
         if shape.tiles:
             hidden_NE = hidden_NE.index_select(0, got["logits_indices"])
         rows = slice(which * self.max_num_seqs, which * self.max_num_seqs + shape.rows)
-        self._network.sample(
+        self._forward.sample(
             hidden_NE, got["temperature"], got["u"], self._logits[rows],
             self._results[0, rows], self._results[1, rows].view(torch.float32), pdl,
         )  # fmt: skip
 
     def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        first, rows = self._network.layers[0].attention_params, len(got["tokens"])
+        first, rows = self._forward.layers[0].attention_params, len(got["tokens"])
         decode = (
             batch_invariant.decode
             if self._invariant
@@ -345,7 +345,7 @@ class CudaRunner:
         )
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            layer = self._network.layers[number]
+            layer = self._forward.layers[number]
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
                 layer.attention_params, qkv, self._k[number], self._v[number], got["blocks"],
@@ -373,7 +373,7 @@ class CudaRunner:
         prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads = self._network.layers[number].attention_params
+            heads = self._forward.layers[number].attention_params
             k = self._k[number]
             v = self._v[number]
             attention.write(
@@ -420,8 +420,8 @@ class CudaRunner:
         return own or hf_state_dict(self._model)
 
 
-def _network(model: Transformer, invariant: bool) -> KernelNetwork | ModuleNetwork:
+def _forward_of(model: Transformer, invariant: bool) -> FusedForward | ModuleForward:
     """The one that fuses the most of the model's layers."""
     if invariant:
-        return batch_invariant.BatchInvariantNetwork(model)
-    return ModuleNetwork(model) if unsupported(model.config) else KernelNetwork(model)
+        return batch_invariant.BatchInvariantForward(model)
+    return ModuleForward(model) if unsupported(model.config) else FusedForward(model)

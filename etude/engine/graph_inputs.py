@@ -100,7 +100,7 @@ class InputLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class HostGraphInputs:
+class GraphInputs:
     """The inputs of one graph, still on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
@@ -174,7 +174,7 @@ def adapter_inputs(slots_N: Ints) -> dict[str, NDArray[np.int32]]:
     return as_words(dict(zip(ADAPTER_FIELDS, (first_T, count_T, slots_N[first_T]), strict=True)))
 
 
-def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None:
+def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
     count = batch.num_decode
     if not count:
         return None
@@ -185,7 +185,7 @@ def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> HostGraphInputs | None
         "slot_mapping": batch.slot_mapping_N[:count],
         "lengths": batch.seq_lens_B[:count],
     }
-    return HostGraphInputs(
+    return GraphInputs(
         as_words(values) | sampling_inputs(batch, row_R),
         batch.block_table_BM[:count],
         count,

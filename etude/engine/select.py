@@ -63,9 +63,9 @@ def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> b
     if not model.model.embed_tokens.weight.is_cuda or dtype != torch.bfloat16:
         return False
     # brings Triton, which is there only with a CUDA build of torch
-    from etude.engine.kernels import modules, network
+    from etude.engine.kernels import fused, modules
 
-    unfused = network.unsupported(model.config, network.INVARIANT_CAN if invariant else network.CAN)
+    unfused = fused.unsupported(model.config, fused.INVARIANT_CAN if invariant else fused.CAN)
     found = unfused if invariant or not unfused else modules.unsupported(model.config)
     _say_once("our CUDA kernels do", found)
     return not found

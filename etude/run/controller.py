@@ -177,7 +177,7 @@ class Controller:
             curriculum=Curriculum(
                 families,
                 seed=self.config.seed,
-                explore=stage.explore if isinstance(stage, RlConfig) else 1.0,
+                fresh_frac=stage.fresh_frac if isinstance(stage, RlConfig) else 1.0,
                 max_lag=stage.max_lag,
                 past=recovered.past,
             ),

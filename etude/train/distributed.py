@@ -53,7 +53,7 @@ class World:
         self.world_size = world_size
         self.activity = "the start"
         """The present activity of this rank, for the message when another one is lost."""
-        self._liveness = RankWatchdog(store, self) if store else None
+        self._liveness = RankLiveness(store, self) if store else None
 
     @classmethod
     def on_one_machine(
@@ -207,7 +207,7 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     return hasattr(tensor, "to_local")
 
 
-class RankWatchdog:
+class RankLiveness:
     """A check of which ranks are still alive; a thread of every rank answers it. Checks are
     numbered. A rank that waits for a lost one ends its process."""
 

@@ -52,7 +52,7 @@ from etude.train.packing import (
     pack_rollouts,
     plan_microbatches,
 )
-from etude.train.routers import RouterManager, experts_to_replay
+from etude.train.routers import ExpertRouters, experts_to_replay
 from etude.train.stats import RlStats, SupervisedStats, recomputed_rows
 from etude.train.supervised import Metrics, SupervisedLoss, cross_entropy
 
@@ -139,7 +139,7 @@ class Learner:
         with. `microbatch_tokens = 0`: row after row in their order; None: what suits the device. An
         objective with a `kl_coef` takes the snapshot for its reference. `fetch_experts` reads the
         experts that a row names; without it none are replayed. The rest: see `routers`."""
-        routers = RouterManager(
+        routers = ExpertRouters(
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
         rows, divisor = self._weighed(batch, objective.aggregate, temperature)
@@ -164,13 +164,13 @@ class Learner:
         norm = self._update(lr, weight_decay)  # goes on while figures are made
         sums_M4, seen_N5 = (copy.wait() for copy in copies)
         loss_sum, *others_sum = self.world.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
-        truncated_frac, zero_grad_frac, entropy = (each / num_loss_tokens for each in others_sum)
+        corrected_frac, zero_grad_frac, entropy = (each / num_loss_tokens for each in others_sum)
         seen_N5 = self.world.all_gather(seen_N5.flatten()).view(-1, 5)
         return RlStats(
             recomputed=recomputed_rows(seen_N5, len(rows)),
             loss=loss_sum,
             mismatch=mismatch_stats(seen_N5[:, 1].numpy(), seen_N5[:, 2].numpy()),
-            truncated_frac=truncated_frac,
+            corrected_frac=corrected_frac,
             zero_grad_frac=zero_grad_frac,
             entropy=entropy,
             lr=lr,
@@ -192,7 +192,7 @@ class Learner:
     def _backward(
         self,
         micro: PackedRollouts,
-        routers: RouterManager,
+        routers: ExpertRouters,
         objective: RlObjective,
         ref_logp_N: Tensor | None,
         *,
@@ -212,7 +212,7 @@ class Learner:
         loss.backward()  # type: ignore[no-untyped-call]
         parts = (
             loss.detach(),
-            losses.truncated_N.sum(),
+            losses.corrected_N.sum(),
             losses.zero_grad_N.sum(),
             others.entropy_N.sum(),
         )
@@ -257,7 +257,7 @@ class Learner:
     ) -> SupervisedStats:
         """Take one step of a supervised loss, averaged over the loss terms of all items
         together."""
-        routers = RouterManager(self.model, router_balance=router_balance)
+        routers = ExpertRouters(self.model, router_balance=router_balance)
         count = sum(item.num_loss_terms for item in items)
         num_loss_tokens = sum(item.num_loss_tokens for item in items)
         totals, metrics = [], Metrics()

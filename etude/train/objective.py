@@ -69,7 +69,7 @@ class TokenLosses:
     """The loss of each token, and which tokens were truncated or have zero gradient."""
 
     loss_N: Tensor
-    truncated_N: Tensor
+    corrected_N: Tensor
     """True where the correction changed the importance weight."""
     zero_grad_N: Tensor
     """True where a token has zero gradient although its advantage is not 0: masked, or clipped."""
@@ -108,12 +108,12 @@ class RlObjective:
             adv_N = adv_N - self.kl_coef * (own_N - ref_logp_N)
         old_N = engine_logp_N
         weighed_N = adv_N
-        truncated_N = torch.zeros_like(adv_N, dtype=torch.bool)
+        corrected_N = torch.zeros_like(adv_N, dtype=torch.bool)
         if self.correction != "none":
             correction = CORRECTION[self.correction]
             ratio_N = correction.ratio(own_N - engine_logp_N, row_N)
             weight_N = correction.bound(ratio_N, self.correction_cap)
-            old_N, weighed_N, truncated_N = own_N, weight_N * adv_N, weight_N != ratio_N
+            old_N, weighed_N, corrected_N = own_N, weight_N * adv_N, weight_N != ratio_N
 
         def losses(logp_N: Tensor) -> Tensor:
             tokens = LossInputs(logp_N=logp_N, old_logp_N=old_N, adv_N=weighed_N, row_N=row_N)
@@ -121,7 +121,7 @@ class RlObjective:
 
         return TokenLosses(
             loss_N=losses(logp_N),
-            truncated_N=truncated_N,
+            corrected_N=corrected_N,
             zero_grad_N=(_gradient(losses, own_N) == 0) & (adv_N != 0),
         )
 

@@ -29,7 +29,7 @@ BIAS_STEP = 1e-3
 """The step of a bias, as in DeepSeek-V3; scores lie between 0 and 1."""
 
 
-class RouterManager:
+class ExpertRouters:
     """The routers of a sparse model during one step: replay, mismatches and load balancing. For
     each microbatch `begin_microbatch`, the forward pass, `end_microbatch`; then `end_step`."""
 

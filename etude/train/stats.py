@@ -19,7 +19,7 @@ class RlStats:
     loss: float
     mismatch: MismatchStats
     """Train/inference mismatch of the sampled tokens."""
-    truncated_frac: float
+    corrected_frac: float
     """Share of the sampled tokens whose importance weight the correction cut or took away."""
     zero_grad_frac: float
     """Share of them with zero gradient although their advantage was not 0."""

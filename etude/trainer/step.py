@@ -132,7 +132,7 @@ class StepReporter:
             k1_p99=stats.mismatch.k1_p99,
             k3_mean=stats.mismatch.k3,
             k3_p99=stats.mismatch.k3_p99,
-            truncated_frac=stats.truncated_frac,
+            corrected_frac=stats.corrected_frac,
             zero_grad_frac=stats.zero_grad_frac,
             router_mismatch_frac=stats.router_mismatch_frac,
             experts_replaced_frac=stats.experts_replaced_frac,

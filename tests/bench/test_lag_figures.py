@@ -17,7 +17,7 @@ from etude.train.correction import CORRECTION
 def step(number: int, lags: tuple[int, ...], k3: float, capped: float) -> StepDone:
     zero = dict.fromkeys(("loss", "k1", "k3_p99", "entropy", "grad_norm", "wait_s", "seconds"), 0.0)
     return StepDone(
-        step=number, lag=2, lags=lags, tokens=10, k3_mean=k3, truncated_frac=capped, **zero
+        step=number, lag=2, lags=lags, tokens=10, k3_mean=k3, corrected_frac=capped, **zero
     )
 
 

@@ -238,10 +238,16 @@ def test_a_model_from_a_directory() -> None:
         ),
         (
             "max_lag = 1",
-            "effort = {scale = 0.1, turn = 1}",
-            r"unknown key stage.rl.effort.turn .*did you mean turns",
+            "effort_penalty = {scale = 0.1, turn = 1}",
+            r"unknown key stage.rl.effort_penalty.turn .*did you mean turns",
         ),
-        ("max_lag = 1", "effort = {turns = 1}", "stage.rl.effort.scale is missing"),
+        ("max_lag = 1", "clip_low = 0.1", r'loss = "reinforce" does not clip: remove clip_low'),
+        (
+            "max_lag = 1",
+            'loss = "dapo"\nclip_high = 0.1\ncorrection = "masked"',
+            r'correction = "masked" weighs tokens .* or set correction = "none"',
+        ),
+        ("max_lag = 1", "effort_penalty = {turns = 1}", "stage.rl.effort_penalty.scale is missing"),
         (
             "lr = 1",
             '[[stage.sources]]\npath = "*.py"\nwieght = 2.0',
@@ -361,7 +367,7 @@ path = "pairs.jsonl"
 [[stage]]
 kind = "rl"
 steps = 1
-effort = {scale = 0.1}
+effort_penalty = {scale = 0.1}
 [[stage]]
 kind = "distill"
 steps = 1

@@ -21,8 +21,8 @@ def asked(task: str, solved: int, *, epoch: int = 0, version: int = 0) -> AskedT
     )
 
 
-def plan(explore: float = 0.5, *past: AskedTask, max_lag: int = 0) -> Curriculum:
-    return Curriculum(FAMILIES, seed=1, explore=explore, max_lag=max_lag, past=past)
+def plan(fresh_frac: float = 0.5, *past: AskedTask, max_lag: int = 0) -> Curriculum:
+    return Curriculum(FAMILIES, seed=1, fresh_frac=fresh_frac, max_lag=max_lag, past=past)
 
 
 def test_without_second_chances_every_task_has_its_turn_before_any_has_two() -> None:
@@ -115,7 +115,7 @@ def hash_of(task: str, epoch: int) -> int:
 
 
 def test_fewer_tasks_than_one_step_needs_are_asked_several_times() -> None:
-    curriculum = Curriculum({"a": "", "b": ""}, seed=0, explore=0.5, max_lag=0)
+    curriculum = Curriculum({"a": "", "b": ""}, seed=0, fresh_frac=0.5, max_lag=0)
     choices = [curriculum.choose(0) for _ in range(6)]
     assert sorted(choices) == [(task, epoch) for task in "ab" for epoch in range(3)]
 
@@ -123,10 +123,10 @@ def test_fewer_tasks_than_one_step_needs_are_asked_several_times() -> None:
 def test_most_groups_teach_something_where_few_would_in_a_uniform_order() -> None:
     """A policy whose tasks are mostly solved always or never."""
 
-    def dropped(explore: float) -> float:
+    def dropped(fresh_frac: float) -> float:
         rng = Random(5)
         rates = {task: rng.choice((0.0, 0.0, 0.02, 0.3, 0.6, 1.0)) for task in TASKS}
-        curriculum, lost, count = plan(explore, max_lag=1), 0, 0
+        curriculum, lost, count = plan(fresh_frac, max_lag=1), 0, 0
         for version in range(40):
             for _ in range(12):
                 task, epoch = curriculum.choose(version)

@@ -62,7 +62,7 @@ LATER = {
             "reward",
             "lr",
             "k1_p99",
-            "truncated_frac",
+            "corrected_frac",
             "zero_grad_frac",
             "lags",
             "router_mismatch_frac",

@@ -17,7 +17,7 @@ kind = "rl"
 steps = 3
 max_lag = 2
 advantage = "rloo"
-[stage.effort]
+[stage.effort_penalty]
 tokens = 0.5
 scale = 2.0
 [[stage]]

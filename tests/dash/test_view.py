@@ -386,14 +386,14 @@ def test_the_page_says_all_of_it() -> None:
 
 def test_the_page_shows_how_the_policy_is_and_what_is_alarming() -> None:
     far = dataclasses.replace(
-        step(3), k3_mean=0.5, truncated_frac=0.25, mfu=0.125, router_mismatch_frac=0.01
+        step(3), k3_mean=0.5, corrected_frac=0.25, mfu=0.125, router_mismatch_frac=0.01
     )
     text = printed(
         draw(view_of((0.0, StageStarted(stage="rl", steps=4)), (2.0, far)), "etude", lag_bound=2)
     )
     for words in (
         "k3 0.50000",
-        "truncated 25.0%",
+        "corrected 25.0%",
         "12.5% MFU",
         "mismatch 1.00%",
         "step 3: k3 is 0.5000",

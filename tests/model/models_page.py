@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from etude.engine.kernels.fused import CAN as KERNELS_CAN
 from etude.engine.kernels.modules import CAN as MODULES_CAN
-from etude.engine.kernels.network import CAN as KERNELS_CAN
 from etude.engine.native import CAN as NATIVE_CAN
 from etude.model.config import Facts, ModelConfig
 from etude.model.families import FAMILIES

@@ -152,7 +152,7 @@ async def stage(
     solves: float = 0.4,
     spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
     troubled: Callable[[], float] = lambda: -math.inf,
-    explore: float = 0.5,
+    fresh_frac: float = 0.5,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
     rng, estimator = (
@@ -184,7 +184,7 @@ async def stage(
         curriculum=Curriculum(
             {task.id: task.family for task in TASKS},
             seed=1,
-            explore=explore,
+            fresh_frac=fresh_frac,
             max_lag=max_lag,
             past=recovered.past,
         ),

@@ -47,9 +47,9 @@ def test_an_objective_has_every_setting_of_the_stage() -> None:
     )
     assert (told.clip.low, told.correction_cap, told.kl_coef) == (0.1, 3.0, 0.25)
     assert told.clip == Clip(0.1, objective_of(rl('loss = "ppo_clip"')).clip.high)
-    assert objective_of(rl("clip_low = 0.0", "clip_high = 0.0")).clip == Clip(0.0, 0.0), (
-        "0 is not nothing"
-    )
+    assert objective_of(rl('loss = "dapo"', "clip_low = 0.0", "clip_high = 0.0")).clip == Clip(
+        0.0, 0.0
+    ), "0 is not nothing"
     plain = objective_of(rl())
     assert (plain.correction_cap, plain.kl_coef, plain.distills) == (2.0, 0.0, False)
 
@@ -68,7 +68,7 @@ def test_an_event_of_a_step_has_each_figure_in_its_place() -> None:
     reporter = StepReporter(Learner(init_from_scratch(config(), 0)))
     event = asdict(reporter.report(reporter.check(BATCH, "here"), stats, teacher_kl=0.5))
     same = (
-        *("loss", "lr", "truncated_frac", "zero_grad_frac"),
+        *("loss", "lr", "corrected_frac", "zero_grad_frac"),
         *("router_mismatch_frac", "entropy", "grad_norm"),
     )
     assert {name: event[name] for name in same} == {name: getattr(stats, name) for name in same}

@@ -121,7 +121,7 @@ async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None
     assert set(first.seeds[:6]) == set(second.seeds[:6])
     issued = [entry.task for entry in Run(broken).ledger.records() if isinstance(entry, Issued)]
     curriculum = Curriculum(
-        dict.fromkeys((t.id for t in TASKS), ""), seed=1, explore=0.5, max_lag=0
+        dict.fromkeys((t.id for t in TASKS), ""), seed=1, fresh_frac=0.5, max_lag=0
     )
     order = [curriculum.choose(FIRST)[0] for _ in range(2)]
     assert issued[:4] == order * 2

@@ -17,7 +17,7 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.train import distributed
-from etude.train.distributed import SINGLE_PROCESS, RankWatchdog, World, shard_rows
+from etude.train.distributed import SINGLE_PROCESS, RankLiveness, World, shard_rows
 from tests.train import distributed_work
 from tests.train.distributed_work import Curve, joined
 from tests.train.together import together
@@ -128,7 +128,7 @@ def test_somebody_who_is_missing_is_not_waited_for_longer_because_others_ask_too
     monkeypatch.setattr(distributed.threading, "Event", Ended)
     monkeypatch.setattr(distributed.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(distributed.os, "_exit", sys.exit)
-    check = RankWatchdog(shared, World(rank=0, world_size=2))  # type: ignore[arg-type]
+    check = RankLiveness(shared, World(rank=0, world_size=2))  # type: ignore[arg-type]
     with pytest.raises(SystemExit, match="2"):
         check._answer()
     assert 3 * distributed.LIVENESS_S <= now[0] < 4 * distributed.LIVENESS_S
@@ -146,7 +146,7 @@ def test_a_store_that_is_gone_was_kept_by_rank_0(
     monkeypatch.setattr(distributed, "POLL_S", 0.0)
     monkeypatch.setattr(distributed.os, "_exit", sys.exit)
     store = SimpleNamespace(add=gone, set=gone, check=gone)
-    check = RankWatchdog(store, World(rank=1, world_size=2))  # type: ignore[arg-type]
+    check = RankLiveness(store, World(rank=1, world_size=2))  # type: ignore[arg-type]
     assert check.missing_ranks() == [0]
     with pytest.raises(SystemExit, match="2"):
         check._answer()
@@ -172,7 +172,7 @@ def test_a_rank_is_waited_for_with_pauses(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(distributed.threading, "Thread", lambda **told: SimpleNamespace(start=str))
     monkeypatch.setattr(distributed, "time", Clock())
     store = SimpleNamespace(add=lambda key, one: 7, set=lambda key, value: None, check=check)
-    watchdog = RankWatchdog(store, World(rank=0, world_size=2))  # type: ignore[arg-type]
+    watchdog = RankLiveness(store, World(rank=0, world_size=2))  # type: ignore[arg-type]
     assert watchdog.missing_ranks() == [1]
     assert now[0] >= distributed.LIVENESS_S
     assert len(asked) < 300  # a few times a second, of two ranks
@@ -181,7 +181,7 @@ def test_a_rank_is_waited_for_with_pauses(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_check_that_is_closed_answers_nobody_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "POLL_S", 0.001)
     store = SimpleNamespace(check=lambda keys: False)
-    check = RankWatchdog(store, World(rank=0, world_size=2))  # type: ignore[arg-type]
+    check = RankLiveness(store, World(rank=0, world_size=2))  # type: ignore[arg-type]
     assert check._thread.is_alive()
     check.close()
     assert not check._thread.is_alive()

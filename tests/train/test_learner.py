@@ -328,9 +328,9 @@ def test_shares_of_what_a_correction_did() -> None:
     stats = learner().rl_step(
         batch(1), lr=1e-3, objective=RlObjective(correction="masked", correction_cap=1.01)
     )
-    assert 0.5 < stats.truncated_frac == stats.zero_grad_frac <= 1.0
+    assert 0.5 < stats.corrected_frac == stats.zero_grad_frac <= 1.0
     stats = learner().rl_step(batch(1), lr=1e-3, objective=RlObjective(correction_cap=1.0))
-    assert 0.0 < stats.truncated_frac < 1.0 and stats.zero_grad_frac == 0.0
+    assert 0.0 < stats.corrected_frac < 1.0 and stats.zero_grad_frac == 0.0
 
 
 def test_a_resumed_learner_is_the_same_to_the_bit() -> None:

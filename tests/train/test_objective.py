@@ -33,7 +33,7 @@ def test_the_default_by_hand() -> None:
     losses = RlObjective(correction_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
     expected = [-2 * 1 * math.log(0.5), -3 * -2 * math.log(0.9), -0.5 * 3 * math.log(0.2)]
     assert losses.loss_N.tolist() == pytest.approx(expected)
-    assert losses.truncated_N.tolist() == [False, True, False] and not losses.zero_grad_N.any()
+    assert losses.corrected_N.tolist() == [False, True, False] and not losses.zero_grad_N.any()
     assert slopes(RlObjective(correction_cap=3.0)) == pytest.approx([-2.0, 6.0, -1.5])
 
 
@@ -50,7 +50,7 @@ def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
 
 def test_masked_tokens_are_silent() -> None:
     losses = RlObjective(correction="masked", correction_cap=3.0).token_losses(NEW, OLD, ADV, ROW_N)
-    assert losses.truncated_N.tolist() == losses.zero_grad_N.tolist() == [False, True, False]
+    assert losses.corrected_N.tolist() == losses.zero_grad_N.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from etude.model.files import hf_state_dict
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.learner import MICROBATCH_TOKENS, Learner
 from etude.train.packing import RolloutSequence, TokenSequence, pack_batch, pack_rollouts
-from etude.train.routers import RouterManager, balance_loss
+from etude.train.routers import ExpertRouters, balance_loss
 from etude.train.stats import RlStats
 from tests.small_model import add, config, drain, request, sharp
 
@@ -179,7 +179,7 @@ def test_biases_are_nudged_until_the_load_is_even() -> None:
     router.e_score_correction_bias[:2] += 0.1
     loads = []
     for _ in range(150):
-        routers = RouterManager(model, router_balance=True)
+        routers = ExpertRouters(model, router_balance=True)
         routing = routers.begin_microbatch(pack_batch(TEXTS))
         assert routing is not None
         loads.append(most_loaded(model, routing))

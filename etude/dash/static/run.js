@@ -161,7 +161,7 @@ function Charts({ found, order }) {
     <${Chart} title="Busy share" series=${regionCurves(found, order)} unit=${percent} range=${() => [0, 1]} />
     <${Chart} title="Trainer tokens/s" series=${all([["tokens_per_s", "tokens/s"]])} />
     <${Chart} title="Gradient norm" series=${all([["grad_norm", "norm"]])} />
-    <${Chart} title="Truncated and zero-gradient tokens" series=${all([["truncated_frac", "truncated"], ["zero_grad_frac", "zero gradient"]])} unit=${(v) => percent(v, 1)} range=${share} />
+    <${Chart} title="Corrected and zero-gradient tokens" series=${all([["corrected_frac", "corrected"], ["zero_grad_frac", "zero gradient"]])} unit=${(v) => percent(v, 1)} range=${share} />
     ${supervised}
   </div>`;
 }

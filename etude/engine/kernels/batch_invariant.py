@@ -10,11 +10,11 @@ is summed where no product does it. So
   the weights of a block are summed as whole numbers, for which no order matters;
 - the sums of the softmax over the vocabulary come from tiles of one size.
 
-What is left of `network` works row by row already, and the products of experts have one split.
+What is left of `fused` works row by row already, and the products of experts have one split.
 
 `tests/engine/invariance_checks.py` says whether it holds on a device.
 
-Shapes as in `network`: N new tokens, C what goes into a product, M what comes out, S splits, R rows
+Shapes as in `fused`: N new tokens, C what goes into a product, M what comes out, S splits, R rows
 that are sampled.
 """
 
@@ -36,8 +36,8 @@ from etude.engine.kernels.attention import (
     _rotated,
     group_rows,
 )
+from etude.engine.kernels.fused import INVARIANT_CAN, ForwardContext, FusedForward, expert_parts
 from etude.engine.kernels.linear import GemmConfig
-from etude.engine.kernels.network import INVARIANT_CAN, ForwardContext, KernelNetwork, expert_parts
 from etude.model.experts import SparseMoE
 
 BLOCK = 64
@@ -281,7 +281,7 @@ def router_logits(x_NE: Tensor, layer: SparseMoE, pdl: bool = False) -> Tensor:
     return logits_NX
 
 
-class BatchInvariantNetwork(KernelNetwork):
+class BatchInvariantForward(FusedForward):
     """The forward pass on batch-invariant kernels."""
 
     can = INVARIANT_CAN

@@ -1,8 +1,8 @@
 """The forward pass of a `Transformer` by its own modules, with attention on our kernels: for models
-whose layers are not those that `network` fuses.
+whose layers are not those that `fused` fuses.
 
 Products and norms are torch's, one after the other; a captured graph takes from them what they cost
-most at small batches, the launches. Shapes as in `network`.
+most at small batches, the launches. Shapes as in `fused`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from torch import Tensor
 
 from etude.core.errors import EtudeError
 from etude.engine.kernels import attention, head
+from etude.engine.kernels.fused import ANY, ForwardContext, odd_heads
 from etude.engine.kernels.lora import CudaAdapters
-from etude.engine.kernels.network import AnyValue, ForwardContext, odd_heads
 from etude.model.experts import Routing
 from etude.model.heads import GroupedQueryAttention
 from etude.model.recurrence import Recur
 from etude.model.scoring import Scoring
 from etude.model.transformer import Block, ModelConfig, Transformer
 
-ANY = AnyValue()
 CAN = {
     **dict.fromkeys(
         ("linear", "gated_attention", "qkv_bias", "out_bias", "sinks", "partial_rotary"), ANY
@@ -60,7 +59,7 @@ class _Layer:
         )
 
 
-class ModuleNetwork:
+class ModuleForward:
     """The forward pass of a `Transformer` by its own modules."""
 
     adapters: CudaAdapters | None = None
@@ -90,7 +89,7 @@ class ModuleNetwork:
         record: Tensor | None,
         pdl: bool,
     ) -> Tensor:
-        """As `KernelNetwork.hidden`; `record` has one slot more, for tokens that belong to
+        """As `FusedForward.hidden`; `record` has one slot more, for tokens that belong to
         nobody."""
         known = sampled.index_select(0, (-1 - tokens_N).clamp(min=0))
         tokens_N = torch.where(tokens_N < 0, known, tokens_N)

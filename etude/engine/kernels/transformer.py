@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from etude.engine.kernels import attention, head, norm
 from etude.engine.kernels import batch_invariant as invariant
-from etude.engine.kernels.network import KernelNetwork, LayerWeights, expert_parts
+from etude.engine.kernels.fused import FusedForward, LayerWeights, expert_parts
 from etude.model.attention import CausalAttention
 from etude.model.experts import Routing, SparseMoE
 from etude.model.heads import AttentionBackend, GroupedQueryAttention
@@ -32,7 +32,7 @@ PAGE_SIZE = 64
 
 
 class BatchInvariantTransformer(Transformer):
-    """A trainable transformer whose forward pass has the bits of `BatchInvariantNetwork`, with the
+    """A trainable transformer whose forward pass has the bits of `BatchInvariantForward`, with the
     usual gradients. It takes packed sequences only, with causal attention."""
 
     @property
@@ -47,10 +47,10 @@ class BatchInvariantTransformer(Transformer):
         routing: Routing | None = None,
     ) -> Tensor:
         assert isinstance(attend, TiledCausalAttention), "which says how long the sequences are"
-        network = KernelNetwork(self)
+        fused = FusedForward(self)
         paged = _PagedCausalAttention(self, attend.lengths, positions_N)
         x_NE = F.embedding(tokens_N, self.model.embed_tokens.weight)
-        for block, layer in zip(self.model.layers, network.layers, strict=True):
+        for block, layer in zip(self.model.layers, fused.layers, strict=True):
             assert isinstance(block, Block) and isinstance(block.self_attn, GroupedQueryAttention)
             qkv = _linear(_normed(x_NE, block.input_layernorm), layer.qkv.weight, layer.qkv.bias)
             x_NE = x_NE + _summed(

@@ -47,7 +47,7 @@ class ForwardContext:
     """Of recurrent layers."""
 
 
-class AnyValue(Collection[Any]):
+class _Anything(Collection[Any]):
     """A collection that contains every value, the wildcard of a `Can` table. It has no length: do
     not iterate over it."""
 
@@ -61,10 +61,11 @@ class AnyValue(Collection[Any]):
         return 0
 
 
+ANY = _Anything()
 INVARIANT_CAN: Can = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
 """What these kernels, and those of `batch_invariant` and `transformer`, compute beyond a plain
 layer; a model with any other fact is not run on them."""
-CAN: Can = {**INVARIANT_CAN, "window": AnyValue()}
+CAN: Can = {**INVARIANT_CAN, "window": ANY}
 """The same without the batch-invariant ones."""
 
 
@@ -91,7 +92,7 @@ class LayerWeights:
     mlp: MLP | SparseMoE
 
 
-class KernelNetwork:
+class FusedForward:
     """The forward pass of a `Transformer` on Triton kernels, on the parameters of that model."""
 
     can = CAN
