@@ -4,6 +4,7 @@ loads no torch."""
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import inspect
 import json
@@ -36,6 +37,8 @@ NOBODY_READS = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    if not faulthandler.is_enabled():
+        faulthandler.enable()  # a crash of native code says where it was
     args = parse_arguments(argv)
     try:
         code = COMMANDS[args.command](args)

@@ -140,6 +140,7 @@ def common_environment(threads: int) -> dict[str, str]:
         # A thread that waits for its fellows spins for some microseconds and then sleeps: the core
         # is wanted by other processes of the run. The default spins for milliseconds.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
+        "PYTHONFAULTHANDLER": "1",  # a crash of native code says where it was
         "PYTHONUNBUFFERED": "1",
     }
 
