@@ -32,7 +32,7 @@ OPERATIONAL: dict[str, set[str]] = {
     "sandbox": {
         "isolation",
         "hosts",
-        "tier",
+        "min_isolation",
         "mounts",
         "cpus",
         "memory_mib",

@@ -69,7 +69,7 @@ class EngineConfig(Config):
     relays: dict[Name, Url] = {}
     """Regions with a relay, which downloads weights once for all workers there, and its URL
     (docs/clusters.md)."""
-    quarantine_k3: NonNegative = 10.0
+    quarantine_k3_ratio: NonNegative = 10.0
     """A region whose k3 is more than so many times that of the others, over the last steps, is sent
     no more requests; 0: never."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

@@ -39,8 +39,8 @@ class ToolConfig(Config):
     """What it is said to do."""
     parameters: dict[str, ToolName] = {}
     """Our name of a parameter -> the one that the model knows."""
-    limit: Count | None = None
-    """Characters of its answers, instead of `output_chars`."""
+    output_chars: Count | None = None
+    """Characters of its answers, instead of the harness's `output_chars`."""
 
 
 class PromptConfig(Config):
@@ -80,9 +80,11 @@ class CodeConfig(Config):
     """The command that runs tests; what the model asks for is added."""
     test_timeout_s: Positive = 120.0
     """Time for it."""
-    answers: dict[str, str] = {}
+    user_replies: dict[str, str] = {}
     """Regular expression -> what the user answers to a question in which it is found."""
-    answer: str = "Nobody can be asked now. Decide for yourself, and say what you assumed."
+    default_user_reply: str = (
+        "Nobody can be asked now. Decide for yourself, and say what you assumed."
+    )
     """What the user answers otherwise."""
     diagnostics: dict[str, tuple[str, ...]] = Field(
         default={"ruff": ("ruff", "server"), "ty": ("ty", "server")}, validate_default=False
@@ -104,15 +106,15 @@ class CodeConfig(Config):
             return servers
         return {name: tuple(v) if isinstance(v, list) else v for name, v in servers.items()}
 
-    @field_validator("answers")
+    @field_validator("user_replies")
     @classmethod
-    def _patterns(cls, answers: dict[str, str]) -> dict[str, str]:
-        for pattern in answers:
+    def _patterns(cls, replies: dict[str, str]) -> dict[str, str]:
+        for pattern in replies:
             try:
                 re.compile(pattern)
             except re.error as e:
                 raise ValueError(f"{pattern!r} is no regular expression: {e}") from e
-        return answers
+        return replies
 
     @model_validator(mode="after")
     def _names_differ(self) -> CodeConfig:
@@ -130,7 +132,7 @@ class CodeConfig(Config):
 
     def limit_of(self, kind: ToolKind) -> int:
         """Characters of its answers."""
-        return (self.tool[kind].limit if kind in self.tool else None) or self.output_chars
+        return (self.tool[kind].output_chars if kind in self.tool else None) or self.output_chars
 
     def name_of(self, kind: ToolKind) -> str:
         """As the model knows it."""

@@ -33,7 +33,7 @@ class SandboxConfig(Config):
     """URLs of sandbox hosts (`etude sandboxes serve`) that sandboxes are opened at, instead of on
     this machine, each at the one with the fewest of this run. Their token is taken from
     ETUDE_SANDBOX_TOKEN."""
-    tier: Tier = "process"
+    min_isolation: Tier = "process"
     """The weakest isolation that this run accepts, whatever `isolation` says: it does not start
     where the sandboxes of a machine hold less."""
     mounts: Annotated[tuple[str, ...], Field(strict=False), Place.PATH] = ()
@@ -63,10 +63,10 @@ class SandboxConfig(Config):
 
     @model_validator(mode="after")
     def _isolation_holds_the_tier(self) -> SandboxConfig:
-        if TIERS.index(self.isolation) < TIERS.index(self.tier):
+        if TIERS.index(self.isolation) < TIERS.index(self.min_isolation):
             raise ValueError(
-                f'isolation "{self.isolation}" holds less than tier "{self.tier}": choose another '
-                "isolation, or a lower tier"
+                f'isolation "{self.isolation}" holds less than min_isolation '
+                f'"{self.min_isolation}": choose another isolation, or a lower min_isolation'
             )
         return self
 

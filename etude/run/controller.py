@@ -90,7 +90,7 @@ class Controller:
         self.runner: RolloutRunner | None = None
         self._check_spec = check_spec
         self._tasks: dict[str, Sequence[Task]] = {}
-        self.drift = DriftWatch(run, config.engine.quarantine_k3, emit)
+        self.drift = DriftWatch(run, config.engine.quarantine_k3_ratio, emit)
         self.trouble = DisturbanceTracker(config.heartbeat_timeout_s, time.monotonic())
 
     async def run_stages(self) -> None:
@@ -420,7 +420,7 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
     )
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(pool.close)
-        check_tier(pool, config.sandbox.tier)
+        check_tier(pool, config.sandbox.min_isolation)
         reference = config.tasks.environment
         counts: dict[str, int] = {
             split: getattr(config.tasks, split) for split in ("train", *EVAL_SPLITS)

@@ -105,6 +105,6 @@ def check_tier(pool: SandboxPool, lowest: Tier) -> None:
     """Raise EtudeError if sandboxes of this pool hold less."""
     if TIERS.index(pool.tier) < TIERS.index(lowest):
         raise EtudeError(
-            f"the sandboxes of this machine hold no more than tier {pool.tier}, and sandbox.tier "
-            f"accepts none below {lowest}: etude doctor says what is missing"
+            f"the sandboxes of this machine hold no more than tier {pool.tier}, and "
+            f"sandbox.min_isolation accepts none below {lowest}: etude doctor says what is missing"
         )

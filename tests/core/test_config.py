@@ -8,6 +8,7 @@ import pytest
 from etude.core.advantage import ADVANTAGE
 from etude.core.config import STAGES, EngineConfig, RunConfig, parse
 from etude.core.errors import EtudeError
+from etude.core.harness_config import CodeConfig
 from etude.core.sandbox_config import SandboxConfig
 from etude.core.schema import OLD_ESTIMATORS, OLD_KEYS
 from etude.core.stages import DistillConfig, DpoConfig, MidtrainConfig, RlConfig, SftConfig
@@ -203,8 +204,8 @@ def test_a_model_from_a_directory() -> None:
         ),
         (
             "[model]",
-            '[sandbox]\nisolation = "process"\ntier = "namespaces"\n[model]',
-            'sandbox: isolation "process" holds less than tier "namespaces"',
+            '[sandbox]\nisolation = "process"\nmin_isolation = "namespaces"\n[model]',
+            'sandbox: isolation "process" holds less than min_isolation "namespaces"',
         ),
         (
             "[model]",
@@ -586,7 +587,7 @@ def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
 
 
 def test_every_old_key_is_gone_and_every_new_one_is_there() -> None:
-    tables = (RunConfig, EngineConfig, SandboxConfig, TrainerConfig, *STAGES.values())
+    tables = (RunConfig, EngineConfig, SandboxConfig, TrainerConfig, CodeConfig, *STAGES.values())
     known = {key for table in tables for key in table.model_fields}
     for old, new in OLD_KEYS.items():
         assert old.rpartition(".")[2] not in known - {"weights"} and new.rpartition(".")[2] in known

@@ -203,7 +203,9 @@ async def test_tests_and_then_the_debugger(sandbox: Sandbox) -> None:
 
 
 async def test_what_is_said(sandbox: Sandbox) -> None:
-    call = Session(sandbox, answers={"python.*version": "3.11"}, answer="as you like")
+    call = Session(
+        sandbox, user_replies={"python.*version": "3.11"}, default_user_reply="as you like"
+    )
     items = [{"text": "look", "state": "done"}, {"text": "mend", "state": "open"}]
     assert await call("todo", items=items) == "[x] look\n[ ] mend\n1 of 2 not done"
     assert call.tools.carried().todos == ("mend",)  # into the next window, if there is a summary
@@ -232,7 +234,12 @@ def test_what_a_tool_takes_for_granted_may_be_said(kind: ToolKind) -> None:
 
 
 async def test_names_and_limits_are_configuration(sandbox: Sandbox) -> None:
-    view = {"name": "view", "description": "Look.", "parameters": {"path": "file"}, "limit": 300}
+    view: dict[str, Any] = {
+        "name": "view",
+        "description": "Look.",
+        "parameters": {"path": "file"},
+        "output_chars": 300,
+    }
     call = Session(sandbox, tools=("read", "submit"), tool={"read": view})
     first, second = (schema["function"] for schema in call.tools.schemas)
     assert (first["name"], first["description"], second["name"]) == ("view", "Look.", "submit")

@@ -44,10 +44,10 @@ class AskUser(Tool):
     required = ("question",)
 
     async def call(self, question: str) -> str:
-        for pattern, answer in self.config.answers.items():
+        for pattern, reply in self.config.user_replies.items():
             if re.search(pattern, question, re.IGNORECASE):
-                return answer
-        return self.config.answer
+                return reply
+        return self.config.default_user_reply
 
 
 class Submit(Tool):
