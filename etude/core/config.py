@@ -466,7 +466,8 @@ def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
     table: type[BaseModel]
     table, rest = (STAGES[str(loc[2])], loc[3:]) if loc[:1] == ("stage",) else (RunConfig, loc)
     for key in rest:
-        if isinstance(key, str):
+        # a number of a list, or a name that the file chose, has no field of its own
+        if isinstance(key, str) and key in table.model_fields:
             table = _model_in(table.model_fields[key].annotation)
     return table
 

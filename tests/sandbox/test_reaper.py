@@ -71,8 +71,9 @@ def _reap_what_it_left(owner: subprocess.Popen[bytes], footprint: reaper.Footpri
     owner.kill()
     owner.wait()
     left = footprint.left()
-    assert left["processes"] == 4 and left["files"] == 1 and left["namespaces"] > 0
-    assert reaper.sweep() >= 4
+    # the zygote dies with its owner, stopped or not, when the kernel gets to it
+    assert left["processes"] in (3, 4) and left["files"] == 1 and left["namespaces"] > 0
+    assert reaper.sweep() >= 3
     while footprint.left()["processes"]:  # the kernel takes its time
         time.sleep(0.02)
 

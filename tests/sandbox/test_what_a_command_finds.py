@@ -88,7 +88,8 @@ def test_larger_copies_have_room_for_more_files_and_small_ones_for_no_fewer() ->
 
 async def test_its_names_and_places(walled: NamespaceSandboxPool) -> None:
     found = await seen(walled)
-    path = f"{sys.base_prefix}/bin:/usr/local/bin:/usr/bin:/bin"
+    places = (f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin")
+    path = ":".join(dict.fromkeys(places))  # Python may be the system's own
     assert found["env"] == {"PATH": path, "HOME": "/tmp", "LANG": "C.UTF-8"}
     assert (found["cwd"], found["host"]) == ("/work", "localhost")
     assert found["etc"] == {

@@ -58,11 +58,12 @@ def test_a_loss_brings_what_it_goes_with_and_the_config_has_the_last_word() -> N
         rl(
             'loss = "dapo"',
             'loss_aggregation = "constant"',
-            "clip_high = 0.4",
             'correction = "masked"',
         )
     )
-    assert (mine.correction, mine.aggregate, mine.clip) == ("masked", "constant", Clip(0.2, 0.4))
+    assert (mine.correction, mine.aggregate, mine.clip) == ("masked", "constant", Clip(0.2, 0.28))
+    wide = objective_of(rl('loss = "dapo"', "clip_high = 0.4", 'correction = "none"'))
+    assert (wide.correction, wide.clip) == ("none", Clip(0.2, 0.4))
 
 
 def of(losses: str, *parts: str) -> str:
