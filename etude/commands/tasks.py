@@ -38,7 +38,7 @@ def build(
     console: Console,
 ) -> int:
     options = Options(
-        limit=limit, kinds=kinds or KINDS, heldout=heldout, jobs=jobs or os.cpu_count() or 1
+        limit=limit, kinds=kinds or KINDS, heldout=heldout, jobs=jobs or len(os.sched_getaffinity(0))
     )
     with _progress(console) as progress:
         bar = progress.add_task("", total=limit)
@@ -96,7 +96,7 @@ def _print_splits(splits: dict[str, int], console: Console) -> None:
 
 def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Console) -> int:
     total = len(checking.task_folders(dir))
-    jobs = jobs or os.cpu_count() or 1
+    jobs = jobs or len(os.sched_getaffinity(0))
 
     async def run() -> checking.Checked:
         async with open_workshop(dir, Options(jobs=jobs)) as workshop:
