@@ -350,10 +350,10 @@ def test_stays_without_torch(name: str) -> None:
     assert run_python("-c", f"import sys, {name}; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_a_model_stays_without_a_compiler() -> None:
-    """It takes seconds to load, and brings Triton, which tests want to set up first."""
+def test_a_trainer_starts_without_a_compiler() -> None:
+    """It takes as long to load as torch, and brings Triton, which tests want to set up first."""
     script = (
-        "import sys, etude.model.attention; print(*{'torch._dynamo', 'triton'} & "
+        "import sys, etude.trainer.trainer; print(*{'torch._dynamo', 'triton'} & "
         "sys.modules.keys())"
     )
     assert run_python("-c", script).strip() == ""

@@ -38,7 +38,10 @@ def build(
     console: Console,
 ) -> int:
     options = Options(
-        limit=limit, kinds=kinds or KINDS, heldout=heldout, jobs=jobs or len(os.sched_getaffinity(0))
+        limit=limit,
+        kinds=kinds or KINDS,
+        heldout=heldout,
+        jobs=jobs or len(os.sched_getaffinity(0)),
     )
     with _progress(console) as progress:
         bar = progress.add_task("", total=limit)

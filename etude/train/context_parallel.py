@@ -157,8 +157,10 @@ class ContextParallelAttention:
         self._sharding = sharding
         self._group = group
         self._pieces = list(sharding.pieces_of(group.rank))
+        # Ranks exchange in there. Not a decorator: that would load the compiler with this module,
+        # which takes as long as torch itself.
+        self._attend_uncompiled = torch.compiler.disable(self._attend)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # ranks exchange in there
     def __call__(
         self,
         layer: int,
@@ -167,6 +169,18 @@ class ContextParallelAttention:
         v_tKV: Tensor,
         scale: float | None = None,
         scoring: Scoring | None = None,
+    ) -> Tensor:
+        attended: Tensor = self._attend_uncompiled(layer, q_tHD, k_tKD, v_tKV, scale, scoring)
+        return attended
+
+    def _attend(
+        self,
+        layer: int,
+        q_tHD: Tensor,
+        k_tKD: Tensor,
+        v_tKV: Tensor,
+        scale: float | None,
+        scoring: Scoring | None,
     ) -> Tensor:
         k_TKD = self._group.gather(k_tKD, self._sharding)
         v_TKV = self._group.gather(v_tKV, self._sharding)
