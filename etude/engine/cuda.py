@@ -38,7 +38,7 @@ from etude.engine.graph_inputs import (
     sampling_inputs,
 )
 from etude.engine.kernels import attention, batch_invariant
-from etude.engine.kernels.delta import DecodeRecurrence
+from etude.engine.kernels.delta import DecodeRecurrence, delta_chunks
 from etude.engine.kernels.fused import ForwardContext, FusedForward, unsupported
 from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
 from etude.engine.kernels.modules import ModuleForward
@@ -254,7 +254,7 @@ class CudaRunner:
                 strict=True,
             )
         ]
-        return Recurrence(spans[begin:], self._states)
+        return Recurrence(spans[begin:], self._states, delta_chunks)
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.trace is None:
