@@ -89,10 +89,10 @@ class DeltaRule:
         count = len(rows_RC) - self.weight_CW.shape[-1] + 1
         taps = self.weight_CW.float().unbind(-1)
         # A convolution of this shape is slow on a GPU.
-        return sum(  # type: ignore[return-value]
-            (rows_RC[n : n + count] * tap_C for n, tap_C in enumerate(taps[1:], 1)),
-            rows_RC[:count] * taps[0],
-        )
+        convolved = rows_RC[:count] * taps[0]
+        for place, tap_C in enumerate(taps[1:], 1):
+            convolved = convolved + rows_RC[place : place + count] * tap_C
+        return convolved
 
     def heads(self, mixed_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """NHK, NHK, NHV in float32: queries and keys of length 1, the former scaled; all heads that
@@ -165,7 +165,8 @@ def _on(device: torch.device, arrays: dict[str, Ints]) -> dict[str, Tensor]:
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]))
     if device.type == "cuda":
         flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([array.size for array in arrays.values()])
+    sizes = [array.size for array in arrays.values()]
+    parts = flat.to(device, non_blocking=True).split_with_sizes(sizes)
     shaped = zip(arrays.items(), parts, strict=True)
     return {name: part.view(array.shape) for (name, array), part in shaped}
 

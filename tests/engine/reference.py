@@ -109,6 +109,7 @@ class Overlapping:
         self._runner = runner
         self._before = SamplerOutput(tokens=[], logprobs=[])
         self.num_blocks = runner.num_blocks
+        self.num_windowed_blocks = runner.num_windowed_blocks
         self.block_size = runner.block_size
 
     def launch(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:
