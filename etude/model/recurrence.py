@@ -92,7 +92,7 @@ class DeltaRule:
         convolved = rows_RC[:count] * taps[0]
         for place, tap_C in enumerate(taps[1:], 1):
             convolved = convolved + rows_RC[place : place + count] * tap_C
-        return convolved
+        return convolved.float()
 
     def heads(self, mixed_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """NHK, NHK, NHV in float32: queries and keys of length 1, the former scaled; all heads that
@@ -192,7 +192,7 @@ class _Wave:
         start_B = begins_B + np.arange(len(spans)) * len(tail)
         ends_N = token_N + sequence_N * len(tail)
         rows = np.empty(len(token_N) + len(spans) * len(tail), np.int64)
-        rows[start_B[:, None] + tail] = np.arange(len(spans) * len(tail)).reshape(-1, len(tail))
+        rows[start_B[:, None] + tail] = np.arange(len(spans) * len(tail)).reshape(len(spans), -1)
         rows[ends_N + len(tail)] = len(spans) * len(tail) + token_N
         starts_B = np.array([span.start for span in spans])
         numbers = _on(

@@ -33,6 +33,7 @@ SERVED = [
     *("llama biases", "llama longrope", "qwen2 window", "mistral", "mixtral window", "qwen2_moe"),
     *("smollm3 window", "phi3 window", "granite", "olmo3 yarn", "gemma2", "gemma3_text linear"),
     *("glm4_moe large", "gpt_oss", "deepseek_v2 groups", "olmo2", "seed_oss", "qwen3_next"),
+    *("qwen3_moe window", "deepseek_v3"),
 ]
 BIT_BY_BIT = ["olmo3 yarn", "gemma2", "gemma3_text", "gpt_oss"]
 

@@ -449,6 +449,7 @@ def test_bf16_stays_near_fp32(theirs: Any, tmp_path: Path) -> None:
         ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "topk_method", "noaux_tc"),
         ("glm4_moe", "num_experts_per_tok", 9),
+        ("qwen3_moe", "decoder_sparse_step", 0),
         ("deepseek_v3", "scoring_func", "softmax"),
         ("gpt2", "n_ctx", 5),
     ],
