@@ -26,6 +26,7 @@ from etude.model.rounding import StepwiseCausal
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.run.operators import SingleRowAttention
 from tests.engine.invariance_checks import Watching, differing, serve, trained
+from tests.engine.reference import Overlapping
 from tests.model.test_families import MODELS, SHAPE
 from tests.small_model import ROUNDING, Asked, add, request
 
@@ -194,9 +195,11 @@ def test_blocks_that_no_window_reaches_are_given_up(name: str, prefix_cache: boo
         assert list(done[each.id].logprobs) == pytest.approx(found, abs=ROUNDING)
 
 
-@pytest.mark.parametrize(("name", "seed"), [("gpt_oss", 0), ("gemma3_text", 1)])
+@pytest.mark.parametrize(
+    ("name", "seed", "overlaps"), [("gpt_oss", 0, False), ("gemma3_text", 1, True)]
+)
 def test_bits_are_the_same_whether_or_not_layers_with_a_window_give_up_blocks(
-    name: str, seed: int
+    name: str, seed: int, overlaps: bool
 ) -> None:
     """Under random schedules: shared beginnings, forks, drafts, preemption, priorities, requests
     that are aborted, and new versions in between, whose weights are the same: a hit less moves the
@@ -205,7 +208,8 @@ def test_bits_are_the_same_whether_or_not_layers_with_a_window_give_up_blocks(
     def served(num_windowed_blocks: int) -> tuple[dict[str, list[object]], EngineStats]:
         model, rng = random_model(name).compute_with(INVARIANT), Random(seed)
         own = BatchInvariantTorchRunner(model, 12, num_windowed_blocks=num_windowed_blocks)
-        engine = Engine(model, runner=own, max_num_seqs=4, max_batched_tokens=23)
+        runner = Overlapping(own) if overlaps else own
+        engine = Engine(model, runner=runner, max_num_seqs=4, max_batched_tokens=23)
         waiting = [
             request(
                 str(10 * id + fork), [1 + n % (2 + id % 3) for n in range(rng.randint(1, 70))],
