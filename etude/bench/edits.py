@@ -161,6 +161,7 @@ class ScriptedRunner:
         self.num_blocks, self.block_size = (
             (runner.num_blocks, runner.block_size) if runner else (1 << 16, 16)
         )
+        self.num_windowed_blocks = runner.num_windowed_blocks if runner else 0
         self.overlaps = runner is not None and runner.overlaps
         self.num_passes = 0
         """That drew."""

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from etude.core.sampling import Request
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
+from etude.engine.blocks import num_windowed_blocks
 from etude.engine.cuda import CudaRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.engine.runner import block_size, state_bytes
@@ -183,6 +184,7 @@ class CountingRunner:
         self.runner = runner
         self.config = config
         self.num_blocks = runner.num_blocks
+        self.num_windowed_blocks = runner.num_windowed_blocks
         self.block_size = runner.block_size
         self.passes = self.bytes_read = 0
         self.slot_mapping: Ints = np.zeros(0, np.int64)
@@ -304,11 +306,16 @@ def engine_figures(
 ) -> dict[str, float]:
     size = max(CudaRunner.block_size, block_size(model.config))
     blocks = 2 * batch * ((prompt_tokens + NEW) // size + 1) + 64
-    counting = CountingRunner(CudaRunner(model, blocks, batch), model.config)
+    batched, window = batch + 1024, model.config.sliding_window
+    windowed = 0
+    if window is not None:
+        windowed = num_windowed_blocks(window, size, max_num_seqs=batch, max_batched_tokens=batched)
+    runner = CudaRunner(model, blocks, batch, num_windowed_blocks=windowed)
+    counting = CountingRunner(runner, model.config)
     engine = Engine(
         model,
         max_num_seqs=batch,
-        max_batched_tokens=batch + 1024,
+        max_batched_tokens=batched,
         prefix_cache=False,
         runner=counting,
     )

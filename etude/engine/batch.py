@@ -7,9 +7,11 @@ with a draft, which are sampled after their last token and after every token of 
 chunk of their prompt; what stands before that chunk may be shared with another sequence, and
 computed in this very pass. Keys and values live in blocks: token i of a sequence lies in slot
 `block * block_size + i % block_size`, where `block` is entry i // block_size of the sequence's row
-of the block table.
+of the block table. Where layers with a window have blocks of their own, there are two groups of
+layers: the second one has these, and a table of its own.
 
-Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that are sampled.
+Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that are sampled, G
+groups of layers.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class ForwardBatch:
     """Token ids; -1 - r stands for the token that row r of the batch before this one sampled, which
     need not have been read back."""
     positions_N: Ints
-    slot_mapping_N: Ints
+    slot_mapping_GN: Ints
     """The slots that the keys and values of the new tokens are written to, before any is read."""
     seq_ids_B: Ints
     """A unique number of each sequence, the same in every pass."""
@@ -72,8 +74,9 @@ class ForwardBatch:
     """The start of each sequence's new tokens."""
     seq_lens_B: Ints
     """The length of each sequence after this pass, new tokens included."""
-    block_table_BM: Ints
-    """The block table, padded with 0."""
+    block_table_GBM: Ints
+    """The block tables, padded with 0. Of windowed blocks only those within the window mean
+    anything."""
     num_decode: int
     adapters_B: Ints
     """The slot of each sequence's adapter (`adapters`)."""
@@ -81,6 +84,18 @@ class ForwardBatch:
     """Positions in `tokens` whose logits are sampled, in order: the last token of each sequence
     whose tokens are all computed; with a draft, the token before it and all of the draft."""
     sampling: SamplingBatch
+
+    @property
+    def slot_mapping_N(self) -> Ints:
+        """The slots of the first group, in which tokens keep what they have."""
+        own: Ints = self.slot_mapping_GN[0]
+        return own
+
+    @property
+    def block_table_BM(self) -> Ints:
+        """The block table of the first group."""
+        own: Ints = self.block_table_GBM[0]
+        return own
 
     @property
     def adapters_N(self) -> Ints:
@@ -106,6 +121,8 @@ class ModelRunner(Protocol):
     """A model on a device, with its KV cache."""
 
     num_blocks: int
+    num_windowed_blocks: int
+    """Blocks of layers with a window; 0: these use the same blocks as the others."""
     block_size: int
     overlaps: bool
     """True if `launch` returns before the pass is computed. The engine then plans the next pass

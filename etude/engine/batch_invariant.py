@@ -34,13 +34,23 @@ class BatchInvariantTorchRunner:
     overlaps = False
     block_size = BLOCK_SIZE
 
-    def __init__(self, model: Transformer, num_blocks: int, *, with_adapters: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        num_blocks: int,
+        *,
+        num_windowed_blocks: int = 0,
+        with_adapters: bool = False,
+    ) -> None:
         self.num_blocks = num_blocks
+        self.num_windowed_blocks = num_windowed_blocks
         self._adapters = TorchAdapters(model) if with_adapters else None
         self._model = model
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
-        self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
+        self._cache = KVCache(
+            model.config, num_blocks, BLOCK_SIZE, weight, self.num_windowed_blocks
+        )
         self._used = RoutedExpertsCache(model.config, num_blocks, BLOCK_SIZE, self._device)
 
     @torch.inference_mode()
@@ -48,10 +58,10 @@ class BatchInvariantTorchRunner:
         attend = TiledPagedAttention(
             self._cache,
             self._model.config.num_attention_heads,
-            slot_mapping_N=batch.slot_mapping_N,
+            slot_mapping_GN=batch.slot_mapping_GN,
             starts_B=batch.query_starts_B,
             lengths_B=batch.seq_lens_B,
-            block_table_BM=batch.block_table_BM,
+            block_table_GBM=batch.block_table_GBM,
         )
         tokens_N, positions_N, slot_mapping_N, rows_R = (
             torch.from_numpy(x).to(self._device)

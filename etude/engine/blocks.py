@@ -3,14 +3,18 @@ prefix reuse. Pure: no tensor.
 
 A block holds the keys and values of `block_size` neighbouring tokens of a sequence. A full one is
 identified by its tokens, all tokens before them, and the weight version and adapter that computed
-them; a
-sequence with the same beginning uses the same block. Only full blocks are shared, and only the last
-block of a sequence is ever written, so nothing needs copying.
+them; a sequence with the same beginning uses the same block. Only full blocks are shared, and only
+the last block of a sequence is ever written, so nothing needs copying.
 
 A block nobody uses stays known until its place is needed; the one that was given up first goes
 first. A sequence gives up its blocks from the last to the first, so that what remains known is
-always a beginning. Where no layer sees further back than a window, a sequence gives up what it has
-left behind while it goes on.
+always a beginning.
+
+Layers with a window may keep theirs in windowed blocks, a pool of their own. A sequence holds as
+many of those as its next tokens see, gives up the others while it goes on, and takes new ones pass
+by pass: the pool is large enough for all that may run at once (`num_windowed_blocks`), so nobody
+ever waits for one. Whoever begins behind a cached prefix needs all of its blocks, and of the
+windowed ones those within the window.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 _Key = tuple[int, int, int, bytes]
@@ -35,34 +39,88 @@ class BlockTable:
     adapter: int = 0
     """The number of the adapter that computes it beside the weights; 0: none."""
     blocks: list[int] = field(default_factory=list)
+    windowed: list[int] = field(default_factory=list)
+    """The windowed blocks, in the same places."""
     num_passed: int = 0
-    """How many blocks, from the first, were given up because no token sees them any more; their
-    numbers mean nothing."""
+    """How many windowed blocks, from the first, were given up because no token sees them any more;
+    their numbers mean nothing."""
     num_cached_blocks: int = 0
     """How many blocks, from the first, are cached for prefix reuse."""
     last_cached: int | None = 0
     """The number of the last cached block; None when the sequence shares no further blocks."""
 
 
-class BlockManager:
-    """The blocks of the KV cache, with reference counts and a prefix cache."""
+class _Pool:
+    """Blocks with reference counts, and what those that hold something shareable are known by."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._prefix_cache = prefix_cache
+    def __init__(self, num_blocks: int) -> None:
         # hold nothing that is known; used from the end
         self._free_blocks = list(range(num_blocks - 1, -1, -1))
         # known, but used by nobody; the first goes first
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
-        self._cached: dict[_Key, tuple[int, int]] = {}  # -> block, number
-        self._keys: dict[int, _Key] = {}  # block -> what it is known by
-        self._numbers = itertools.count(1)
+        self.known: dict[Hashable, int] = {}
+        self._keys: dict[int, Hashable] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._free_blocks) + len(self._evictable)
+
+    def allocate(self) -> int:
+        if self._free_blocks:
+            block = self._free_blocks.pop()
+        else:
+            block, _ = self._evictable.popitem(last=False)
+            del self.known[self._keys.pop(block)]
+        self._ref_counts[block] = 1
+        return block
+
+    def publish(self, block: int, key: Hashable) -> None:
+        self.known[key] = block
+        self._keys[block] = key
+
+    def share(self, block: int) -> None:
+        self._evictable.pop(block, None)
+        self._ref_counts[block] += 1
+
+    def give_up(self, block: int) -> None:
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            if block in self._keys:
+                self._evictable[block] = None
+            else:
+                self._free_blocks.append(block)
+
+
+class BlockManager:
+    """The blocks of the KV cache, with reference counts and a prefix cache."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool = True,
+        window: int | None = None,
+        num_windowed_blocks: int = 0,
+    ) -> None:
+        """`window`: of the layers that have one; of no meaning without windowed blocks."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_cache = prefix_cache
+        self._pool = _Pool(num_blocks)
+        self._numbers = [0] * num_blocks  # of the blocks that are known
+        self._next_number = itertools.count(1)
+        self._window = window if num_windowed_blocks else None
+        self._windowed = _Pool(num_windowed_blocks)  # known by the numbers of the others
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_windowed_free(self) -> int:
+        return self._windowed.num_free
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -75,19 +133,43 @@ class BlockManager:
         if not self._prefix_cache:
             table.last_cached = None
             return table
-        data, width = _packed(tokens), _WIDTH * size
+        found: list[int] = []
+        data, width, number = _packed(tokens), _WIDTH * size, 0
         for start in range(0, (len(tokens) - 1) // size * width, width):
-            assert table.last_cached is not None
-            key = (version, adapter, table.last_cached, data[start : start + width])
-            found = self._cached.get(key)
-            if found is None:
+            block = self._pool.known.get((version, adapter, number, data[start : start + width]))
+            if block is None:
                 break
-            block, table.last_cached = found
-            self._evictable.pop(block, None)
-            self._ref_counts[block] += 1
-            table.blocks.append(block)
-        table.num_cached_blocks = len(table.blocks)
+            number = self._numbers[block]
+            found.append(block)
+        if self._window is not None:
+            self._match_windowed(table, found)
+        for block in found:
+            self._pool.share(block)
+        table.blocks = found
+        table.num_cached_blocks = len(found)
+        table.last_cached = self._numbers[found[-1]] if found else 0
         return table
+
+    def _match_windowed(self, table: BlockTable, found: list[int]) -> None:
+        """Cut off what is found behind the last place from which all of the window is known, too,
+        and hold that."""
+        windowed = [self._windowed.known.get(self._numbers[block]) for block in found]
+        end = length = 0  # of what is known without a gap
+        for place, block in enumerate(windowed, 1):
+            length = 0 if block is None else length + 1
+            if length >= place - self._num_passed(place * self.block_size):
+                end = place
+        del found[end:]
+        table.num_passed = self._num_passed(end * self.block_size)
+        table.windowed = [block or 0 for block in windowed[:end]]
+        for block in table.windowed[table.num_passed :]:
+            self._windowed.share(block)
+
+    def _num_passed(self, num_tokens: int) -> int:
+        """The number of blocks that no token behind the first `num_tokens` sees, itself being the
+        last of the window."""
+        assert self._window is not None
+        return max(0, num_tokens - self._window + 1) // self.block_size
 
     def allocate(self, table: BlockTable, total_tokens: int) -> bool:
         """Extend a table to blocks for so many tokens in all, those that it has included. False,
@@ -96,12 +178,20 @@ class BlockManager:
         if missing > self.num_free:
             return False
         for _ in range(missing):
-            table.blocks.append(self._allocate_block())
+            table.blocks.append(self._pool.allocate())
         return True
 
     def max_tokens_for(self, table: BlockTable) -> int:
         """The most tokens that a table could be extended to now."""
         return (len(table.blocks) + self.num_free) * self.block_size
+
+    def allocate_windowed(self, table: BlockTable, total_tokens: int) -> None:
+        """Extend a table to windowed blocks for so many tokens in all, which the next pass
+        computes."""
+        if self._window is not None:
+            for _ in range(self.num_blocks_for(total_tokens) - len(table.windowed)):
+                assert self._windowed.num_free, "too few windowed blocks for those that run"
+                table.windowed.append(self._windowed.allocate())
 
     def cache_full_blocks(
         self, table: BlockTable, tokens: Sequence[int], num_computed_tokens: int
@@ -110,16 +200,18 @@ class BlockManager:
         are written from now on. Of what somebody else already has, ours stays a private copy."""
         size = self.block_size
         while table.last_cached is not None:
-            start = table.num_cached_blocks * size
-            if start + size > num_computed_tokens:
+            place = table.num_cached_blocks
+            if (place + 1) * size > num_computed_tokens:
                 break
-            block = table.blocks[table.num_cached_blocks]
-            written = _packed(tokens[start : start + size])
+            written = _packed(tokens[place * size : (place + 1) * size])
             key = (table.version, table.adapter, table.last_cached, written)
-            if key not in self._cached:
-                self._cached[key] = block, next(self._numbers)
-                self._keys[block] = key
-            table.last_cached = self._cached[key][1]
+            if key not in self._pool.known:
+                self._pool.publish(table.blocks[place], key)
+                self._numbers[table.blocks[place]] = next(self._next_number)
+            number = self._numbers[self._pool.known[key]]
+            if self._window is not None and number not in self._windowed.known:
+                self._windowed.publish(table.windowed[place], number)
+            table.last_cached = number
             table.num_cached_blocks += 1
 
     def stop_sharing(self, table: BlockTable) -> None:
@@ -127,38 +219,39 @@ class BlockManager:
         them."""
         table.last_cached = None
 
-    def pass_window(self, table: BlockTable, num_computed_tokens: int, window: int) -> None:
-        """Give up the blocks that no token behind the first `num_computed_tokens` sees, itself
-        being the last of `window` tokens. Passes that see them must have been started."""
-        end = max(0, num_computed_tokens - window + 1) // self.block_size
+    def pass_window(self, table: BlockTable, num_computed_tokens: int) -> None:
+        """Give up the windowed blocks that no token behind the first `num_computed_tokens` sees,
+        and those behind these tokens, which a draft left. Passes that see them must have been
+        started."""
+        if self._window is None:
+            return
+        end = self._num_passed(num_computed_tokens)
         if table.last_cached is not None:
             # A full block may wait to be cached until its last token is read back.
             end = min(end, table.num_cached_blocks)
         for place in range(table.num_passed, end):
-            self._give_up(table.blocks[place])
+            self._windowed.give_up(table.windowed[place])
         table.num_passed = max(table.num_passed, end)
+        while len(table.windowed) > self.num_blocks_for(num_computed_tokens):
+            self._windowed.give_up(table.windowed.pop())
 
     def free(self, table: BlockTable) -> None:
-        for block in reversed(table.blocks[table.num_passed :]):
-            self._give_up(block)
+        for block in reversed(table.blocks):
+            self._pool.give_up(block)
+        for block in reversed(table.windowed[table.num_passed :]):
+            self._windowed.give_up(block)
         table.blocks.clear()
+        table.windowed.clear()
 
-    def _give_up(self, block: int) -> None:
-        self._ref_counts[block] -= 1
-        if self._ref_counts[block] == 0:
-            if block in self._keys:
-                self._evictable[block] = None
-            else:
-                self._free_blocks.append(block)
 
-    def _allocate_block(self) -> int:
-        if self._free_blocks:
-            block = self._free_blocks.pop()
-        else:
-            block, _ = self._evictable.popitem(last=False)
-            del self._cached[self._keys.pop(block)]
-        self._ref_counts[block] = 1
-        return block
+def num_windowed_blocks(
+    window: int, block_size: int, *, max_num_seqs: int, max_batched_tokens: int
+) -> int:
+    """The most windowed blocks that sequences can hold at once. Each has those of its window, which
+    need not begin or end where a block does, and one that waits to be cached; beyond that there are
+    the new tokens of a pass, and those of the one before it whose output is awaited."""
+    batched = max(max_batched_tokens, max_num_seqs + 1)
+    return max_num_seqs * (-(-window // block_size) + 3) + 2 * -(-batched // block_size)
 
 
 _WIDTH = array("i").itemsize

@@ -27,6 +27,8 @@ from etude.engine.adapters import OWN_SLOT, AdapterLimits
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.graph_inputs import (
     ADAPTER_FIELDS,
+    BLOCKS,
+    SLOTS,
     GraphInputs,
     GraphShape,
     InputLayout,
@@ -36,9 +38,10 @@ from etude.engine.graph_inputs import (
     decode_inputs,
     fits,
     sampling_inputs,
+    slot_inputs,
 )
 from etude.engine.kernels import attention, batch_invariant
-from etude.engine.kernels.delta import DecodeRecurrence
+from etude.engine.kernels.delta import DecodeRecurrence, delta_chunks
 from etude.engine.kernels.fused import ForwardContext, FusedForward, unsupported
 from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
 from etude.engine.kernels.modules import ModuleForward
@@ -87,13 +90,14 @@ class CudaRunner:
 
     def __init__(
         self, model: Transformer, num_blocks: int, max_num_seqs: int, *, invariant: bool = False,
-        adapters: AdapterLimits | None = None,
+        adapters: AdapterLimits | None = None, num_windowed_blocks: int = 0,
     ) -> None:  # fmt: skip
         """Capture the graphs. `invariant`: with batch-invariant kernels, which give a token the
         same bits in any batch. `adapters`: room for them, and graphs with them beside those
         without."""
         c = model.config
         self.num_blocks = num_blocks
+        self.num_windowed_blocks = num_windowed_blocks
         if c.linear:
             self.block_size = max(self.block_size, block_size(c))
         self.max_num_seqs = max_num_seqs
@@ -104,15 +108,12 @@ class CudaRunner:
         self._forward.adapters = self._adapters
         self._invariant = invariant
         weight = model.model.embed_tokens.weight.detach()
-        shape = (
-            len(c.cached_layers),
-            num_blocks,
-            c.num_key_value_heads,
-            self.block_size,
-            c.head_dim,
-        )
-        self._k = weight.new_zeros(shape)
-        self._v = weight.new_zeros(shape)
+        windowed = c.windowed_layers if num_windowed_blocks else ()
+        self._group_of = [int(layer in windowed) for layer in c.cached_layers]
+        counts = [(num_blocks, num_windowed_blocks)[group] for group in self._group_of]
+        of_block = (c.num_key_value_heads, self.block_size, c.head_dim)
+        self._k = [weight.new_zeros(count, *of_block) for count in counts]
+        self._v = [weight.new_zeros(count, *of_block) for count in counts]
         # One block more, for rows that belong to nobody.
         self._states = StateCache(c, num_blocks + 1, weight) if c.linear else None
         self._recurrence: Recurrence | None = None  # of the prefill part of a pass
@@ -146,10 +147,12 @@ class CudaRunner:
     def _num_words(self) -> int:
         largest = max(*PREFILL_GRAPH_SIZES, self._model.config.max_position_embeddings)
         shape = self._prefill_shape(largest, self.max_num_seqs, self._max_rows)
-        fixed = InputLayout(replace(shape, adapters=self._adapters is not None)).fixed
-        return fixed + self.max_num_seqs * -(
-            -self._model.config.max_position_embeddings // self.block_size
-        )
+        return self._layout(replace(shape, adapters=self._adapters is not None)).num_words
+
+    def _layout(self, shape: GraphShape) -> InputLayout:
+        blocks = -(-self._model.config.max_position_embeddings // self.block_size)
+        groups = 2 if self.num_windowed_blocks else 1
+        return InputLayout(shape, self.max_num_seqs * blocks, groups)
 
     def _prefill_shape(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """The shape of a prefill graph, with the most tiles that such a batch can have."""
@@ -254,7 +257,7 @@ class CudaRunner:
                 strict=True,
             )
         ]
-        return Recurrence(spans[begin:], self._states)
+        return Recurrence(spans[begin:], self._states, delta_chunks)
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.trace is None:
@@ -284,7 +287,7 @@ class CudaRunner:
         sequence_T, first_T = np.array(tiles, np.int32).T
         row_R = np.flatnonzero(batch.logits_indices_R >= begin)
         values = {
-            "tokens": tokens_N[begin:], "slot_mapping": batch.slot_mapping_N[begin:],
+            "tokens": tokens_N[begin:], **slot_inputs(batch, slice(begin, None)),
             "positions": batch.positions_N[begin:], "lengths": batch.seq_lens_B[begin:],
             "ends": ends_B, "logits_indices": batch.logits_indices_R[row_R] - begin,
             "sequence": sequence_T, "first": first_T,
@@ -292,7 +295,7 @@ class CudaRunner:
         packed = as_words(values) | sampling_inputs(batch, row_R)
         return GraphInputs(
             packed,
-            batch.block_table_BM[begin:],
+            batch.block_table_GBM[:, begin:],
             len(batch.tokens_N) - begin,
             len(starts_B),
             len(tiles),
@@ -308,13 +311,14 @@ class CudaRunner:
         shape = next((shape for shape in self._shapes if fits(wanted, shape)), wanted)
         which = 1 if part.num_tiles else 0
         words = host.words[which]
-        count = InputLayout(shape).fill(words.numpy(), part.values, part.block_table_BM)
-        self._words[which, :count].copy_(words[:count], non_blocking=True)
+        layout = self._layout(shape)
+        for written in layout.fill(words.numpy(), part.values, part.block_table_GBM):
+            self._words[which, written].copy_(words[written], non_blocking=True)
         return shape
 
     def _compute(self, shape: GraphShape) -> None:
         which = 1 if shape.tiles else 0
-        got = InputLayout(shape).views(self._words[which])
+        got = self._layout(shape).views(self._words[which])
         pdl = self._words.is_cuda
         if self._adapters:
             tiles = (got[name] for name in ADAPTER_FIELDS)
@@ -345,11 +349,11 @@ class CudaRunner:
         )
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            layer = self._forward.layers[number]
+            layer, group = self._forward.layers[number], self._group_of[number]
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
-                layer.attention_params, qkv, self._k[number], self._v[number], got["blocks"],
-                got["stride"], got["lengths"], got["slot_mapping"], out, page_size=self.block_size,
+                layer.attention_params, qkv, self._k[number], self._v[number], got[BLOCKS[group]],
+                got["stride"], got["lengths"], got[SLOTS[group]], out, page_size=self.block_size,
                 pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
@@ -373,7 +377,7 @@ class CudaRunner:
         prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads = self._forward.layers[number].attention_params
+            heads, group = self._forward.layers[number].attention_params, self._group_of[number]
             k = self._k[number]
             v = self._v[number]
             attention.write(
@@ -382,13 +386,13 @@ class CudaRunner:
                 k,
                 v,
                 got["positions"],
-                got["slot_mapping"],
+                got[SLOTS[group]],
                 page_size=self.block_size,
                 pdl=qkv.is_cuda,
             )
             out = qkv.new_empty(len(qkv), heads.num_q_heads * heads.head_dim)
             prefill(
-                heads, qkv, k, v, got["blocks"], got["stride"], got["ends"], got["lengths"],
+                heads, qkv, k, v, got[BLOCKS[group]], got["stride"], got["ends"], got["lengths"],
                 got["sequence"], got["first"], out, page_size=self.block_size, pdl=qkv.is_cuda,
             )  # fmt: skip
             return out

@@ -134,18 +134,21 @@ class Engine:
         self.max_context = c.max_position_embeddings
         self.vocab_size = c.vocab_size
         self._is_recurrent = c.linear is not None
-        self._runner = runner or select_runner(model, max_num_seqs, kv_cache_bytes, adapters)
+        # Chunks are for the others' sake; where there are none, a prompt is computed at once.
+        batched = max_batched_tokens if max_num_seqs > 1 else self.max_context
+        self._runner = runner or select_runner(
+            model, max_num_seqs, kv_cache_bytes, adapters, max_batched_tokens=batched
+        )
         self._adapters = EngineAdapters(adapters, self._runner)
         self._block_manager = BlockManager(
-            self._runner.num_blocks, self._runner.block_size, prefix_cache=prefix_cache
+            self._runner.num_blocks,
+            self._runner.block_size,
+            prefix_cache=prefix_cache,
+            window=c.sliding_window,
+            num_windowed_blocks=self._runner.num_windowed_blocks,
         )
-        # Chunks are for the others' sake; where there are none, a prompt is computed at once.
         self._scheduler = Scheduler(
-            self._block_manager,
-            max_num_seqs=max_num_seqs,
-            max_batched_tokens=max_batched_tokens if max_num_seqs > 1 else self.max_context,
-            # The experts of all tokens are read when a request is finished.
-            window=None if c.experts else c.window,
+            self._block_manager, max_num_seqs=max_num_seqs, max_batched_tokens=batched
         )
         self._arrivals = itertools.count()
         self._in_flight: _InFlightPass | None = None
@@ -381,9 +384,14 @@ def build_batch(
     counts_B = np.array([count for _, count in scheduled])
     lengths_B = np.array([s.num_computed_tokens for s in sequences])
     ends_B = counts_B.cumsum()
-    tables = [sequence.block_table.blocks for sequence in sequences if sequence.block_table]
-    longest = max(map(len, tables))
-    block_table_BM = np.array([table + [0] * (longest - len(table)) for table in tables])
+    tables = [sequence.block_table for sequence in sequences if sequence.block_table]
+    groups = [[table.blocks for table in tables]]
+    if tables[0].windowed:
+        groups.append([table.windowed for table in tables])
+    longest = max(map(len, groups[0]))
+    block_table_GBM = np.array(
+        [[blocks + [0] * (longest - len(blocks)) for blocks in group] for group in groups]
+    )
     sequence_N = np.arange(len(scheduled)).repeat(counts_B)
     from_end_N = ends_B[sequence_N] - np.arange(ends_B[-1])  # 1 is a sequence's last
     positions_N = lengths_B[sequence_N] - from_end_N
@@ -395,12 +403,12 @@ def build_batch(
             [token for sequence, count in scheduled for token in new_tokens(sequence, count)]
         ),
         positions_N=positions_N,
-        slot_mapping_N=block_table_BM[sequence_N, positions_N // block_size] * block_size
+        slot_mapping_GN=block_table_GBM[:, sequence_N, positions_N // block_size] * block_size
         + positions_N % block_size,
         seq_ids_B=np.array([sequence.arrival for sequence in sequences]),
         query_starts_B=ends_B - counts_B,
         seq_lens_B=lengths_B,
-        block_table_BM=block_table_BM,
+        block_table_GBM=block_table_GBM,
         num_decode=num_decode,
         adapters_B=np.array(
             [sequence.adapter.slot if sequence.adapter else OWN_SLOT for sequence in sequences]

@@ -1,7 +1,7 @@
 """The inputs of a captured graph: what it reads from the host, packed into one buffer.
 
 Shapes as in `cuda`: N new tokens, B sequences, M blocks of the longest of them, R rows that are
-sampled, T tiles.
+sampled, T tiles, G groups of layers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 
 NOWHERE = 1 << 30
+SLOTS = ("slot_mapping", "windowed_slot_mapping")
+BLOCKS = ("blocks", "windowed_blocks")
+"""Where each group of layers has its keys and values."""
 ADAPTER_TILE_ROWS = 16
 """As many as one instruction of the tensor cores takes."""
 ADAPTER_FIELDS = ("adapter_first", "adapter_count", "adapter_slot")
@@ -48,7 +51,10 @@ class InputLayout:
     """The layout of a graph's inputs in a buffer of 32-bit words; every field begins at a multiple
     of 16 bytes."""
 
-    def __init__(self, shape: GraphShape) -> None:
+    def __init__(self, shape: GraphShape, table_words: int, num_groups: int = 1) -> None:
+        """`table_words`: the most words of a block table."""
+        self._table_words = table_words
+        self._num_groups = num_groups
         n = shape.tokens
         b = shape.sequences
         r = shape.rows
@@ -56,7 +62,7 @@ class InputLayout:
         fields = {
             "tokens": n,
             "positions": n,
-            "slot_mapping": n,
+            **dict.fromkeys(SLOTS[:num_groups], n),
             "lengths": b,
             "temperature": r,
             "u": 2 * r,
@@ -68,30 +74,43 @@ class InputLayout:
             fields |= dict.fromkeys(ADAPTER_FIELDS, shape.adapter_tiles)
         self._spans: dict[str, slice] = {}
         self.fixed = 0
-        """The offset of the block table, which is of any width."""
+        """The offset of the block tables, which are of any width."""
         for name, count in fields.items():
             self._spans[name] = slice(self.fixed, self.fixed + count)
             self.fixed += -(-count // 4) * 4
 
+    @property
+    def num_words(self) -> int:
+        return self.fixed + self._num_groups * self._table_words
+
     def fill(
-        self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], block_table_BM: Ints
-    ) -> int:
-        """Write the inputs into the buffer, and return the number of words. Padding is 0; but
-        padded tokens have slot -1, and padded tiles begin behind everything."""
+        self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], block_table_GBM: Ints
+    ) -> list[slice]:
+        """Write the inputs into the buffer, and return where. Padding is 0; but padded tokens have
+        slot -1, and padded tiles begin behind everything."""
         words[: self.fixed] = 0
-        words[self._spans["slot_mapping"]] = -1
+        for name in SLOTS[: self._num_groups]:
+            words[self._spans[name]] = -1
         if "first" in self._spans:
             words[self._spans["first"]] = NOWHERE
         for name, value in values.items():
             start = self._spans[name].start
             words[start : start + value.nbytes // 4] = value.view(np.int32)
-        words[self._spans["stride"]] = block_table_BM.shape[1]
-        words[self.fixed : self.fixed + block_table_BM.size] = block_table_BM.reshape(-1)
-        return self.fixed + block_table_BM.size
+        words[self._spans["stride"]] = block_table_GBM.shape[2]
+        tables = [slice(begin, begin + block_table_GBM[0].size) for begin in self._tables]
+        for span, block_table_BM in zip(tables, block_table_GBM, strict=True):
+            words[span] = block_table_BM.reshape(-1)
+        return [slice(0, tables[0].stop), *tables[1:]]
+
+    @property
+    def _tables(self) -> range:
+        return range(self.fixed, self.num_words, self._table_words)
 
     def views(self, words: Tensor) -> dict[str, Tensor]:
-        found = {name: words[span] for name, span in self._spans.items()} | {
-            "blocks": words[self.fixed :]
+        found = {name: words[span] for name, span in self._spans.items()}
+        found |= {
+            name: words[begin:]
+            for name, begin in zip(BLOCKS[: self._num_groups], self._tables, strict=True)
         }
         return found | {
             "temperature": found["temperature"].view(torch.float32),
@@ -104,7 +123,7 @@ class GraphInputs:
     """The inputs of one graph, still on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
-    block_table_BM: Ints
+    block_table_GBM: Ints
     num_tokens: int
     num_sequences: int
     num_tiles: int
@@ -162,6 +181,11 @@ def sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]]
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
 
+def slot_inputs(batch: ForwardBatch, own: slice) -> dict[str, NDArray[Any]]:
+    """The slots of some of the tokens, for each group of layers."""
+    return dict(zip(SLOTS, batch.slot_mapping_GN[:, own], strict=False))
+
+
 def adapter_inputs(slots_N: Ints) -> dict[str, NDArray[np.int32]]:
     """Tiles of neighbouring rows of the same slot."""
     borders = np.flatnonzero(np.diff(slots_N)) + 1
@@ -182,12 +206,11 @@ def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
     values = {
         "tokens": tokens_N[:count],
         "positions": batch.positions_N[:count],
-        "slot_mapping": batch.slot_mapping_N[:count],
         "lengths": batch.seq_lens_B[:count],
-    }
+    } | slot_inputs(batch, slice(count))
     return GraphInputs(
         as_words(values) | sampling_inputs(batch, row_R),
-        batch.block_table_BM[:count],
+        batch.block_table_GBM[:, :count],
         count,
         count,
         0,

@@ -127,6 +127,7 @@ class CpuRunner:
 
     overlaps = False
     block_size = BLOCK_SIZE
+    num_windowed_blocks = 0
 
     def __init__(self, model: Transformer, num_blocks: int, *, with_adapter: bool = False) -> None:
         """`with_adapter`: weights may bring one along."""

@@ -33,9 +33,17 @@ def block_size(config: ModelConfig) -> int:
 
 def kv_bytes(config: ModelConfig, element_size: int) -> int:
     """Of the keys and values of one token."""
+    return len(config.cached_layers) * _layer_bytes(config, element_size)
+
+
+def windowed_bytes(config: ModelConfig, element_size: int) -> int:
+    """The part of `kv_bytes` that layers with a window have."""
+    return len(config.windowed_layers) * _layer_bytes(config, element_size)
+
+
+def _layer_bytes(config: ModelConfig, element_size: int) -> int:
     heads, size = config.cached_heads
-    kinds = 1 if config.latent else 2
-    return len(config.cached_layers) * heads * size * kinds * element_size
+    return heads * size * (1 if config.latent else 2) * element_size
 
 
 def state_bytes(config: ModelConfig, element_size: int) -> int:
@@ -81,8 +89,16 @@ class TorchRunner:
 
     overlaps = False
 
-    def __init__(self, model: Transformer, num_blocks: int, *, with_adapters: bool = False) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        num_blocks: int,
+        *,
+        num_windowed_blocks: int = 0,
+        with_adapters: bool = False,
+    ) -> None:
         self.num_blocks = num_blocks
+        self.num_windowed_blocks = num_windowed_blocks
         self.block_size = block_size(model.config)
         self._adapters = TorchAdapters(model) if with_adapters else None
         self._plain = model
@@ -91,7 +107,9 @@ class TorchRunner:
         self._model = self._ready(model)
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
-        self._cache = KVCache(model.config, num_blocks, self.block_size, like=weight)
+        self._cache = KVCache(
+            model.config, num_blocks, self.block_size, weight, self.num_windowed_blocks
+        )
         self._used = RoutedExpertsCache(model.config, num_blocks, self.block_size, self._device)
 
     @torch.inference_mode()
@@ -99,10 +117,10 @@ class TorchRunner:
         attend = PagedAttention(
             self._cache,
             ids=batch.seq_ids_B.tolist(),
-            slot_mapping_N=batch.slot_mapping_N,
+            slot_mapping_GN=batch.slot_mapping_GN,
             starts=batch.query_starts_B.tolist(),
             lengths=batch.seq_lens_B.tolist(),
-            block_table_BM=batch.block_table_BM,
+            block_table_GBM=batch.block_table_GBM,
             num_decode=batch.num_decode,
         )
         order_N = attend.order_N

@@ -169,11 +169,8 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_batched_tokens: int,
-        window: int | None = None,
     ) -> None:
-        """`window`: no token sees further back than so many tokens, itself among them."""
         self.block_manager = block_manager
-        self._window = window
         self.max_num_seqs = max_num_seqs
         # when all but one decode, the last still gets on
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
@@ -263,6 +260,7 @@ class Scheduler:
     def _mark_computed(self, sequence: Sequence, count: int) -> None:
         assert sequence.block_table is not None
         sequence.num_computed_tokens += count
+        self.block_manager.allocate_windowed(sequence.block_table, sequence.num_computed_tokens)
         self.block_manager.cache_full_blocks(
             sequence.block_table,
             sequence.tokens,
@@ -272,10 +270,8 @@ class Scheduler:
     def _ensure_blocks(self, sequence: Sequence) -> None:
         """Allocate the blocks for its uncomputed tokens, preempting the last in rank if need be,
         which may be itself."""
-        if self._window is not None and sequence.block_table is not None:
-            self.block_manager.pass_window(
-                sequence.block_table, sequence.num_computed_tokens, self._window
-            )
+        if sequence.block_table is not None:
+            self.block_manager.pass_window(sequence.block_table, sequence.num_computed_tokens)
         while sequence.block_table is not None and not self.block_manager.allocate(
             sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 import torch
 
@@ -11,11 +12,25 @@ from etude.engine import native
 from etude.engine.adapters import AdapterLimits
 from etude.engine.batch import ModelRunner
 from etude.engine.batch_invariant import BatchInvariantTorchRunner
-from etude.engine.runner import BLOCK_SIZE, TorchRunner, block_size, kv_bytes, state_bytes
+from etude.engine.blocks import num_windowed_blocks
+from etude.engine.runner import (
+    BLOCK_SIZE,
+    TorchRunner,
+    block_size,
+    kv_bytes,
+    state_bytes,
+    windowed_bytes,
+)
 from etude.model.layers import ADAPTER_KINDS
 from etude.model.numerics import INVARIANT
 from etude.model.transformer import Transformer
 
+MAX_PLAIN_BLOCK_SIZE = 64
+"""Of the runners, for models without recurrent layers: windows are counted in the largest blocks,
+which suffices for smaller ones."""
+WINDOWED_SHARE = 0.25
+"""Of all tokens that the KV cache has room for, those beyond the running windows for which layers
+with a window have it too."""
 KV_MEMORY_FRACTION = 0.7
 """The share of the free device memory that the KV cache takes; the rest is for graphs and
 activations."""
@@ -41,10 +56,28 @@ def check_ranks(device: torch.device, ranks: int) -> None:
         )
 
 
-def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_cache_bytes: int | None) -> int:
-    """The number of tokens that the KV cache has room for: four times as many as can run at once,
-    so that sessions find what they said before; in any case within `kv_cache_bytes`, and in any
-    case one sequence. None: a GiB, or on a device most of what is free there."""
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """How many tokens the KV cache has room for; `windowed`: in layers with a window, 0 where they
+    use the same blocks as the others."""
+
+    tokens: int
+    windowed: int = 0
+
+
+def kv_cache_size(
+    model: Transformer,
+    max_num_seqs: int,
+    kv_cache_bytes: int | None,
+    max_batched_tokens: int | None = None,
+) -> CacheSize:
+    """The size of the KV cache: four times as many tokens as can run at once, so that sessions find
+    what they said before; in any case within `kv_cache_bytes`, and in any case one sequence. None:
+    a GiB, or on a device most of what is free there.
+
+    Layers with a window need what running sequences see; beyond that they get room for a share of
+    all tokens, for the windows at the ends of what is cached. Where that is no less than all
+    tokens, or nobody says how many tokens a pass has, they get no blocks of their own."""
     c, weight = model.config, model.model.embed_tokens.weight
     if kv_cache_bytes is None:
         kv_cache_bytes = (
@@ -52,10 +85,24 @@ def kv_cache_tokens(model: Transformer, max_num_seqs: int, kv_cache_bytes: int |
             if weight.is_cuda
             else 1 << 30
         )
-    width = weight.element_size()
+    width, context = weight.element_size(), c.max_position_embeddings
     token_bytes = kv_bytes(c, width) + state_bytes(c, width) // block_size(c)
-    context = c.max_position_embeddings
-    return max(context, min(4 * max_num_seqs * context, kv_cache_bytes // token_bytes))
+
+    def within(num_bytes: float, token_bytes: float) -> int:
+        return max(context, min(4 * max_num_seqs * context, int(num_bytes // token_bytes)))
+
+    if c.sliding_window is None or not c.windowed_layers or max_batched_tokens is None:
+        return CacheSize(within(kv_cache_bytes, token_bytes))
+    size, windowed = MAX_PLAIN_BLOCK_SIZE, windowed_bytes(c, width)
+    seen = size * num_windowed_blocks(
+        c.sliding_window, size, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
+    )
+    saved = windowed * (1 - WINDOWED_SHARE)
+    tokens = within(kv_cache_bytes - seen * windowed, token_bytes - saved)
+    in_windows = seen + int(tokens * WINDOWED_SHARE)
+    if in_windows >= tokens:
+        return CacheSize(within(kv_cache_bytes, token_bytes))
+    return CacheSize(tokens, in_windows)
 
 
 def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> bool:
@@ -109,32 +156,40 @@ def select_runner(
     max_num_seqs: int,
     kv_cache_bytes: int | None,
     adapters: AdapterLimits | None = None,
+    *,
+    max_batched_tokens: int | None = None,
 ) -> ModelRunner:
     """The fastest runner that supports the model on its device, with `adapters` if these are given;
     a batch-invariant one if the model's arithmetic is. With `max_num_seqs` 1 on a CPU it is the
     `TorchRunner`, whose bits anyone can reproduce with the model definition: deterministic runs are
     checked by that."""
-    weight, tokens = (
-        model.model.embed_tokens.weight,
-        kv_cache_tokens(model, max_num_seqs, kv_cache_bytes),
-    )
+    weight = model.model.embed_tokens.weight
+    room = kv_cache_size(model, max_num_seqs, kv_cache_bytes, max_batched_tokens)
+
+    def blocks(size: int) -> tuple[int, int]:
+        return -(-room.tokens // size), -(-room.windowed // size)
+
     if has_kernels(model, weight.dtype, invariant=model.invariant):
         from etude.engine.cuda import CudaRunner
 
-        blocks = -(-tokens // max(CudaRunner.block_size, block_size(model.config)))
-        return CudaRunner(model, blocks, max_num_seqs, invariant=model.invariant, adapters=adapters)
+        count, windowed = blocks(max(CudaRunner.block_size, block_size(model.config)))
+        return CudaRunner(
+            model, count, max_num_seqs, invariant=model.invariant, adapters=adapters,
+            num_windowed_blocks=windowed,
+        )  # fmt: skip
     with_adapters = adapters is not None
     if model.invariant:
         _check_invariant(model)
-        blocks = -(-tokens // BLOCK_SIZE)
-        return BatchInvariantTorchRunner(model, blocks, with_adapters=with_adapters)
+        count, windowed = blocks(BLOCK_SIZE)
+        return BatchInvariantTorchRunner(
+            model, count, num_windowed_blocks=windowed, with_adapters=with_adapters
+        )
     if not weight.is_cuda and max_num_seqs > 1:
         # It merges the adapter of the weights; in bf16 that would be another model.
         merges = adapters is not None and not adapters.num_named and weight.dtype == torch.float32
         missing = [] if adapters is None or merges else ["adapters"]
         if not missing and not native.unsupported(model.config, weight.dtype):
-            blocks = -(-tokens // native.BLOCK_SIZE)
-            return native.CpuRunner(model, blocks, with_adapter=merges)
+            return native.CpuRunner(model, blocks(native.BLOCK_SIZE)[0], with_adapter=merges)
         _say_once("native.c does", [*model.config.beyond(native.CAN), *missing])
-    blocks = -(-tokens // block_size(model.config))
-    return TorchRunner(model, blocks, with_adapters=with_adapters)
+    count, windowed = blocks(block_size(model.config))
+    return TorchRunner(model, count, num_windowed_blocks=windowed, with_adapters=with_adapters)

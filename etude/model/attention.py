@@ -2,8 +2,8 @@
 
 Shapes as in `heads`: H query heads, K key/value heads, D head size, V size of a value. Training: T
 tokens of all sequences, t of one. Inference: N new tokens of B sequences one after the other, S
-tokens that a sequence has in all, M blocks of the cache that hold them, G query heads that share a
-key head.
+tokens that a sequence has in all, M blocks of the cache that hold them, G groups of layers with
+blocks of their own.
 """
 
 from __future__ import annotations
@@ -125,17 +125,27 @@ class KVCache:
     values are the beginning of keys, and only those are kept. Recurrent layers have a state at the
     end of each block instead."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, like: Tensor) -> None:
-        """On the device and in the type of `like`."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        like: Tensor,
+        num_windowed_blocks: int = 0,
+    ) -> None:
+        """On the device and in the type of `like`. `num_windowed_blocks`: blocks of layers with a
+        window, which are a second group then; 0: all layers are one."""
         self.heads, self.size = config.cached_heads
         self.num_blocks = num_blocks
         self.block_size = block_size
-        shape = (num_blocks, block_size, self.heads, self.size)
-        layers = config.cached_layers
+        windowed = config.windowed_layers if num_windowed_blocks else ()
+        self.group_of = [int(layer in windowed) for layer in config.cached_layers]
+        counts = [(num_blocks, num_windowed_blocks)[group] for group in self.group_of]
+        shapes = [(count, block_size, self.heads, self.size) for count in counts]
         # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
         # NaN.
-        self.k = [like.new_zeros(shape) for _ in layers]
-        self.v = self.k if config.latent else [like.new_zeros(shape) for _ in layers]
+        self.k = [like.new_zeros(shape) for shape in shapes]
+        self.v = self.k if config.latent else [like.new_zeros(shape) for shape in shapes]
         self.contiguous: dict[int, ContiguousCache] = {}  # by capacity
         self.states = StateCache(config, num_blocks, like) if config.linear else None
 
@@ -164,7 +174,7 @@ class ContiguousCache:
         self.v: list[Tensor] = []
 
     def place(
-        self, ids: Sequence[int], lengths: Sequence[int], block_table_BM: Tensor
+        self, ids: Sequence[int], lengths: Sequence[int], block_table_GBM: Tensor
     ) -> list[int]:
         """Make sure that all but the newest token of each sequence is there. Returns the order of
         the sequences on rows 0, 1 and so on."""
@@ -182,7 +192,7 @@ class ContiguousCache:
         vacant = [row for row, place in enumerate(order) if place < 0]
         for row, place in zip(vacant, newcomers, strict=True):
             order[row] = place
-            self._fetch(row, block_table_BM[place], lengths[place] - 1)
+            self._fetch(row, block_table_GBM[:, place], lengths[place] - 1)
         self._held = {ids[place]: (row, lengths[place]) for row, place in enumerate(order)}
         return order
 
@@ -197,13 +207,15 @@ class ContiguousCache:
             else [layer.new_zeros(shape) for layer in self._cache.v]
         )
 
-    def _fetch(self, row: int, blocks_M: Tensor, length: int) -> None:
+    def _fetch(self, row: int, blocks_GM: Tensor, length: int) -> None:
         for shelved, cached in {
             id(self.k): (self.k, self._cache.k),
             id(self.v): (self.v, self._cache.v),
         }.values():
-            for to, by_block in zip(shelved, cached, strict=True):
-                to[row, :, :length] = self._cache.gather(by_block, blocks_M, length).transpose(0, 1)
+            groups = self._cache.group_of
+            for to, by_block, group in zip(shelved, cached, groups, strict=True):
+                found = self._cache.gather(by_block, blocks_GM[group], length)
+                to[row, :, :length] = found.transpose(0, 1)
 
 
 class PagedAttention:
@@ -218,13 +230,14 @@ class PagedAttention:
     latent = True
 
     def __init__(
-        self, cache: KVCache, *, ids: Sequence[int], slot_mapping_N: NDArray[np.int64],
-        starts: Sequence[int], lengths: Sequence[int], block_table_BM: NDArray[np.int64],
+        self, cache: KVCache, *, ids: Sequence[int], slot_mapping_GN: NDArray[np.int64],
+        starts: Sequence[int], lengths: Sequence[int], block_table_GBM: NDArray[np.int64],
         num_decode: int,
     ) -> None:  # fmt: skip
         self._cache = cache
         device = cache.k[0].device
-        blocks = torch.from_numpy(block_table_BM).to(device)
+        blocks = torch.from_numpy(block_table_GBM).to(device)
+        count = slot_mapping_GN.shape[1]
         by_capacity: dict[int, list[int]] = {}
         for place, length in enumerate(lengths[:num_decode]):
             by_capacity.setdefault(max(MIN_CONTIGUOUS, 1 << (length - 1).bit_length()), []).append(
@@ -240,16 +253,18 @@ class PagedAttention:
         for capacity, places in by_capacity.items():
             shelf = cache.contiguous[capacity]
             own = [lengths[place] for place in places]
-            rows = shelf.place([ids[place] for place in places], own, blocks[places])
+            rows = shelf.place([ids[place] for place in places], own, blocks[:, places])
             self._groups.append(_DecodeGroup(shelf, len(order), [own[row] for row in rows]))
             order += [places[row] for row in rows]
-        ends = [*starts[1:], len(slot_mapping_N)]
+        ends = [*starts[1:], count]
         for place in range(num_decode, len(starts)):
             self._groups.append(
-                _PrefillSequence(cache, starts[place], ends[place], lengths[place], blocks[place])
+                _PrefillSequence(
+                    cache, starts[place], ends[place], lengths[place], blocks[:, place]
+                )
             )
-        self.order_N = np.array([*order, *range(num_decode, len(slot_mapping_N))])
-        self._slot_mapping_N = torch.from_numpy(slot_mapping_N[self.order_N]).to(device)
+        self.order_N = np.array([*order, *range(num_decode, count)])
+        self._slot_mapping_GN = torch.from_numpy(slot_mapping_GN[:, self.order_N]).to(device)
         self._recurrence: Recurrence | None = None
         if cache.states is not None:
             spans = [
@@ -257,7 +272,7 @@ class PagedAttention:
                     starts[new],
                     ends[new],
                     lengths[place] - (ends[new] - starts[new]),
-                    block_table_BM[place].tolist(),
+                    block_table_GBM[0, place].tolist(),
                     cache.block_size,
                 )
                 for new, place in enumerate([*order, *range(num_decode, len(starts))])
@@ -278,9 +293,10 @@ class PagedAttention:
         scoring: Scoring | None = None,
     ) -> Tensor:
         k, v = self._cache.k[layer], self._cache.v[layer]
-        k.flatten(0, 1).index_copy_(0, self._slot_mapping_N, k_NKD)
+        slots_N = self._slot_mapping_GN[self._cache.group_of[layer]]
+        k.flatten(0, 1).index_copy_(0, slots_N, k_NKD)
         if v is not k:
-            v.flatten(0, 1).index_copy_(0, self._slot_mapping_N, v_NKV)
+            v.flatten(0, 1).index_copy_(0, slots_N, v_NKV)
         mixed = [
             group(layer, q_NHD[group.new], k_NKD[group.new], v_NKV[group.new], scale, scoring)
             for group in self._groups
@@ -341,11 +357,13 @@ class _DecodeGroup:
 class _PrefillSequence:
     """One sequence with any number of new tokens, T of them."""
 
-    def __init__(self, cache: KVCache, start: int, end: int, length: int, blocks_M: Tensor) -> None:
+    def __init__(
+        self, cache: KVCache, start: int, end: int, length: int, blocks_GM: Tensor
+    ) -> None:
         self.new = slice(start, end)
         self._cache = cache
         self._length = length
-        self._blocks_M = blocks_M
+        self._blocks_GM = blocks_GM
         num_new = end - start
         self._from_the_first = num_new == length
         self._mask: Tensor | None = None
@@ -366,7 +384,7 @@ class _PrefillSequence:
         k, v = k_TKD, v_TKV
         if not self._from_the_first:
             cached_k, cached_v = self._cache.k[layer], self._cache.v[layer]
-            blocks_M, length = self._seen(len(q_THD), scoring)
+            blocks_M, length = self._seen(layer, len(q_THD), scoring)
             k = self._cache.gather(cached_k, blocks_M, length)
             v = k if cached_v is cached_k else self._cache.gather(cached_v, blocks_M, length)
             v = v[..., : v_TKV.shape[-1]]
@@ -384,13 +402,14 @@ class _PrefillSequence:
         )
         return mixed[0].transpose(0, 1)
 
-    def _seen(self, num_new: int, scoring: Scoring | None) -> tuple[Tensor, int]:
+    def _seen(self, layer: int, num_new: int, scoring: Scoring | None) -> tuple[Tensor, int]:
         """The blocks that any of the new tokens sees, and how many tokens they hold."""
+        blocks_M = self._blocks_GM[self._cache.group_of[layer]]
         if scoring is None or scoring.window is None:
-            return self._blocks_M, self._length
+            return blocks_M, self._length
         size = self._cache.block_size
         passed = max(0, self._length - num_new - scoring.window + 1) // size
-        return self._blocks_M[passed:], self._length - passed * size
+        return blocks_M[passed:], self._length - passed * size
 
 
 def _mask(hidden: NDArray[np.bool_], like: Tensor) -> Tensor:

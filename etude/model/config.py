@@ -106,11 +106,11 @@ class ModelConfig:
         return tuple(n for n in range(self.num_hidden_layers) if n not in recurrent)
 
     @property
-    def window(self) -> int | None:
-        """No layer sees further back than so many tokens; None: some do."""
-        windows = [self.facts(layer).window for layer in self.cached_layers]
-        known = [window for window in windows if window is not None]
-        return max(known) if len(known) == len(windows) and not self.linear else None
+    def windowed_layers(self) -> tuple[int, ...]:
+        """Those of the cached layers that see no further back than the window."""
+        if self.sliding_window is None:
+            return ()
+        return tuple(n for n in self.cached_layers if n in self.sliding_layers)
 
     def facts(self, layer: int) -> Facts:
         family, windowed = self.family, layer in self.sliding_layers

@@ -401,6 +401,8 @@ def _experts(read: _Reader, family: Family) -> ExpertsConfig | None:
         layers = tuple(n for n in depth if n >= read("first_k_dense_replace"))
     elif keys.layers == "every":
         dense, step = read("mlp_only_layers") or (), read("decoder_sparse_step")
+        if step < 1:
+            raise ValueError(f"config.json: decoder_sparse_step = {step} is not supported")
         layers = tuple(n for n in depth if n not in dense and (n + 1) % step == 0)
     if not layers:
         read.asked |= {"num_experts_per_tok", *keys.number, keys.size, *keys.keys}

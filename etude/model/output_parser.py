@@ -49,7 +49,7 @@ class OutputParser(Protocol):
 
 
 class MarkedParser:
-    """Parser of the families that put marks around reasoning and around each call: all but Llama 3
+    """Parser of the families that put marks around reasoning and before each call: all but Llama 3
     and gpt-oss."""
 
     def __init__(
@@ -66,19 +66,24 @@ class MarkedParser:
 
     def push(self, piece: str) -> Iterator[Event]:
         if self._body is not None:
-            if isinstance(piece, Mark) and piece == self._format.end:
-                assert self._schemas is not None
-                body, self._body = "".join(self._body), None
-                yield from read_calls(self._format.read, body, self._schemas)
+            mark = piece if isinstance(piece, Mark) else None
+            if mark is not None and mark in self._format.ends:
+                yield from self._close()
+                self._body = [] if mark == self._format.begin else None
             else:
                 self._body.append(piece)
         elif not isinstance(piece, Mark) or not self._turns(piece):
             yield from self._say(piece)
 
+    def _close(self) -> Iterator[Event]:
+        assert self._schemas is not None and self._body is not None
+        body, self._body = "".join(self._body), None
+        yield from read_calls(self._format.read, body, self._schemas)
+
     def _turns(self, mark: Mark) -> bool:
         """Another part of the answer begins, or the mark is text."""
         calls = self._schemas is not None and mark in self._format.call_marks
-        if self._reasons and mark == (THINK_END if self._reasoning else THINK_START):
+        if self._reasons and mark == self._format.think[self._reasoning is not None]:
             self._reasoning = None if self._reasoning else _Trimmed(always=True)
         elif calls:
             self._reasoning = None
@@ -96,6 +101,8 @@ class MarkedParser:
             yield Content(text)
 
     def end(self, *, finished: bool) -> Iterator[Event]:
+        if self._body is not None and self._format.ends_with_answer and finished:
+            yield from self._close()
         if self._body is not None:  # never closed: content
             text = self._content.push(self._format.begin + "".join(self._body))
             self._body = None
@@ -228,16 +235,25 @@ class MarkedFormat:
 
     read: Read
     begin: str = TOOL_CALL_START
-    end: str = TOOL_CALL_END
+    end: str | None = TOOL_CALL_END
     section: tuple[str, ...] = ()
+    ends_with_answer: bool = False
+    """A call may also end where the next one begins, or the answer ends."""
+    think: tuple[str, str] = (THINK_START, THINK_END)
 
     @property
     def call_marks(self) -> tuple[str, ...]:
         return (self.begin, *self.section)
 
     @property
+    def ends(self) -> tuple[str | None, ...]:
+        """What ends a call."""
+        return (self.end, self.begin) if self.ends_with_answer else (self.end,)
+
+    @property
     def marks(self) -> tuple[str, ...]:
-        return (self.begin, self.end, *self.section, THINK_START, THINK_END)
+        end = () if self.end is None else (self.end,)
+        return (self.begin, *end, *self.section, *self.think)
 
     def parser(self, schemas: Schemas | None, *, reasons: bool, reasoning: bool) -> OutputParser:
         return MarkedParser(self, schemas, reasons=reasons, reasoning=reasoning)
@@ -249,6 +265,7 @@ class OwnFormat:
 
     make: Callable[[Schemas | None], OutputParser]
     marks: tuple[str, ...]
+    think: tuple[str, str] = (THINK_START, THINK_END)
 
     def parser(self, schemas: Schemas | None, *, reasons: bool, reasoning: bool) -> OutputParser:
         return self.make(schemas)
@@ -273,6 +290,25 @@ FORMATS: dict[str, Format] = {
         end="<|tool_call_end|>",
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
+    "mistral": MarkedFormat(
+        read=tool_calls.mistral,
+        begin="[TOOL_CALLS]",
+        end=None,
+        ends_with_answer=True,
+        think=("[THINK]", "[/THINK]"),
+    ),
+    "granite": MarkedFormat(
+        read=tool_calls.hermes, begin="<|tool_call|>", end="<|/tool_call|>", ends_with_answer=True
+    ),
+    "seed_oss": MarkedFormat(
+        read=tool_calls.qwen3_coder,
+        begin="<seed:tool_call>",
+        end="</seed:tool_call>",
+        think=("<seed:think>", "</seed:think>"),
+    ),
+    "olmo3": MarkedFormat(
+        read=tool_calls.olmo3, begin="<function_calls>", end="</function_calls>"
+    ),
     "llama3": OwnFormat(make=Llama3Parser, marks=(Llama3Parser.TAG,)),
     "harmony": OwnFormat(
         make=HarmonyParser,
@@ -282,10 +318,17 @@ FORMATS: dict[str, Format] = {
     ),
 }  # fmt: skip
 
+THINK_MARKS = tuple(dict.fromkeys(format.think for format in FORMATS.values()))
+
 SIGNS = {
     "<|channel|>": "harmony",
     "<|tool_calls_section_begin|>": "kimi_k2",
     "<｜tool▁calls▁begin｜>": "deepseek",
+    "[TOOL_CALLS]": "mistral",
+    "<seed:tool_call>": "seed_oss",
+    "<function_calls>": "olmo3",
+    "<|tool_call|>": "granite",
+    "<|/tool|>": "granite",
     "<arg_key>": "glm45",
     "<function=": "qwen3_coder",
     TOOL_CALL_START: "hermes",

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from etude.model.config import ModelConfig
 
+Ints = NDArray[np.int64]
 CHUNK = 64
 """Tokens that are taken together, at most."""
 NORM_EPS = 1e-6
@@ -82,6 +84,16 @@ class DeltaRule:
     value_size: int
     act: Callable[[Tensor], Tensor]
 
+    def convolved(self, rows_RC: Tensor) -> Tensor:
+        """What each of the rows from the W-th on is after the convolution, in float32."""
+        count = len(rows_RC) - self.weight_CW.shape[-1] + 1
+        taps = self.weight_CW.float().unbind(-1)
+        # A convolution of this shape is slow on a GPU.
+        convolved = rows_RC[:count] * taps[0]
+        for place, tap_C in enumerate(taps[1:], 1):
+            convolved = convolved + rows_RC[place : place + count] * tap_C
+        return convolved.float()
+
     def heads(self, mixed_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """NHK, NHK, NHV in float32: queries and keys of length 1, the former scaled; all heads that
         share a key have it."""
@@ -110,7 +122,13 @@ class Recurrence:
     """The sequences of a pass, as recurrent layers see them. A sequence that begins behind a block
     which another one writes in the same pass comes after it, in a wave of its own."""
 
-    def __init__(self, spans: Sequence[Span], states: StateCache | None = None) -> None:
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        states: StateCache | None = None,
+        rule_of_chunks: RuleOfChunks | None = None,
+    ) -> None:
+        """`rule_of_chunks`: what computes chunks; by default `delta_chunks`."""
         wave_of: dict[int, int] = {}
         waves: dict[tuple[int, bool], list[Span]] = {}
         for span in spans:
@@ -120,6 +138,7 @@ class Recurrence:
             waves.setdefault((wave, span.end - span.start > 1), []).append(span)
         self._states = states
         self._spans = [waves[key] for key in sorted(waves)]
+        self._rule_of_chunks = rule_of_chunks or delta_chunks
         self._waves: list[_Wave] = []
 
     def __call__(
@@ -128,7 +147,9 @@ class Recurrence:
         """As `Recur` says."""
         if not self._waves:
             width = rule.weight_CW.shape[-1]
-            self._waves = [_Wave(spans, width, mixed_NC.device) for spans in self._spans]
+            self._waves = [
+                _Wave(spans, width, mixed_NC.device, self._rule_of_chunks) for spans in self._spans
+            ]
         states = self._states
         tails, memories = (states.tails[place], states.memories[place]) if states else (None, None)
         read = [wave(rule, tails, memories, mixed_NC, decay_NH, beta_NH) for wave in self._waves]
@@ -139,42 +160,62 @@ class Recurrence:
         return torch.empty_like(joined).index_copy(0, order_N, joined)
 
 
+def _on(device: torch.device, arrays: dict[str, Ints]) -> dict[str, Tensor]:
+    """Numbers of the host on a device, in one copy that nobody waits for."""
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    sizes = [array.size for array in arrays.values()]
+    parts = flat.to(device, non_blocking=True).split_with_sizes(sizes)
+    shaped = zip(arrays.items(), parts, strict=True)
+    return {name: part.view(array.shape) for (name, array), part in shaped}
+
+
 class _Wave:
     """Sequences none of which waits for another."""
 
-    def __init__(self, spans: Sequence[Span], width: int, device: torch.device) -> None:
-        def numbers(values: Sequence[int] | list[list[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        counts = [span.end - span.start for span in spans]
-        begins = [0, *accumulate(counts)]
-        self.tokens = numbers([n for span in spans for n in range(span.start, span.end)])
-        self._before = numbers([span.before or 0 for span in spans])
-        self._is_first = numbers([span.before is None for span in spans]).bool()
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        width: int,
+        device: torch.device,
+        rule_of_chunks: RuleOfChunks,
+    ) -> None:
+        counts_B = np.array([span.end - span.start for span in spans])
+        begins_B = counts_B.cumsum() - counts_B
+        sequence_N = np.arange(len(spans)).repeat(counts_B)
+        token_N = np.arange(len(sequence_N))
+        written = [(b, block, upto) for b, span in enumerate(spans) for block, upto in span.written]
+        owner_Y, blocks_Y, upto_Y = np.array(written, np.int64).reshape(-1, 3).T
         # For the convolution each sequence stands behind the tail of what was there before.
-        tail, total = width - 1, len(spans) * (width - 1)
-        self._rows = numbers(
-            [
-                row
-                for b, (begin, end) in enumerate(pairwise(begins))
-                for row in (
-                    *range(b * tail, (b + 1) * tail),
-                    *range(total + begin, total + end),
-                )
-            ]
+        tail = np.arange(width - 1)
+        start_B = begins_B + np.arange(len(spans)) * len(tail)
+        ends_N = token_N + sequence_N * len(tail)
+        rows = np.empty(len(token_N) + len(spans) * len(tail), np.int64)
+        rows[start_B[:, None] + tail] = np.arange(len(spans) * len(tail)).reshape(len(spans), -1)
+        rows[ends_N + len(tail)] = len(spans) * len(tail) + token_N
+        starts_B = np.array([span.start for span in spans])
+        numbers = _on(
+            device,
+            {
+                "tokens": (starts_B - begins_B)[sequence_N] + token_N,
+                "before": np.array([span.before or 0 for span in spans]),
+                "is_first": np.array([span.before is None for span in spans], np.int64),
+                "rows": rows,
+                "ends": ends_N,
+                "blocks": blocks_Y,
+                "tails": (start_B[owner_Y] + upto_Y)[:, None] + tail,
+            },
         )
-        self._ends = numbers(
-            [n + b * tail for b, ends in enumerate(pairwise(begins)) for n in range(*ends)]
-        )
-        self._blocks = numbers([block for span in spans for block, _ in span.written])
-        self._tails = numbers(
-            [
-                [begins[b] + b * tail + upto + n for n in range(tail)]
-                for b, span in enumerate(spans)
-                for _, upto in span.written
-            ]
-        ).view(-1, tail)
-        self._chunks = _Chunks(spans, begins, numbers) if max(counts) > 1 else None
+        self.tokens = numbers["tokens"]
+        self._before = numbers["before"]
+        self._is_first = numbers["is_first"].bool()
+        self._rows = numbers["rows"]
+        self._ends = numbers["ends"]
+        self._blocks = numbers["blocks"]
+        self._tails = numbers["tails"]
+        self._chunks = Chunks(spans, device) if counts_B.max() > 1 else None
+        self._rule_of_chunks = rule_of_chunks
 
     def __call__(
         self,
@@ -196,19 +237,20 @@ class _Wave:
         rows = torch.cat((tail_BWC.flatten(0, 1), mixed_NC)).index_select(0, self._rows)
         if tails is not None:
             tails[self._blocks] = rows[self._tails]
-        weight_C1W = rule.weight_CW.unsqueeze(1).float()
-        all_C1 = F.conv1d(rows.T[None].float(), weight_C1W, groups=rows.shape[-1])[0]
-        q, k, v = rule.heads(rule.act(all_C1.T.index_select(0, self._ends)))
+        mixed_NC = rule.act(rule.convolved(rows).index_select(0, self._ends))
 
-        memory_BHKV = v.new_zeros(count, v.shape[1], q.shape[-1], v.shape[-1])
+        heads, key_size, value_size = decay_NH.shape[-1], rule.key_size, rule.value_size
+        memory_BHKV = mixed_NC.new_zeros(count, heads, key_size, value_size)
         if memories is not None:
             first = self._is_first[:, None, None, None]
             memory_BHKV = memories[self._before].masked_fill(first, 0)
         decay_NH, beta_NH = decay_NH.float(), beta_NH.float()
         if self._chunks is None:
-            read, kept = delta_step(q, k, v, decay_NH, beta_NH, memory_BHKV)
+            read, kept = delta_step(*rule.heads(mixed_NC), decay_NH, beta_NH, memory_BHKV)
         else:
-            read, kept = self._chunks(q, k, v, decay_NH, beta_NH, memory_BHKV)
+            read, kept = self._rule_of_chunks(
+                self._chunks, rule, mixed_NC, decay_NH, beta_NH, memory_BHKV
+            )
         if memories is not None:
             memories[self._blocks] = kept
         return read
@@ -225,71 +267,105 @@ def delta_step(
     return (memory * q_BHK.unsqueeze(-1)).sum(-2), memory
 
 
-class _Chunks:
+class Chunks:
     """Where the tokens of a wave stand in chunks. Chunks of a block begin where it does and are
-    filled up with tokens that neither change the memory nor let it fade."""
+    filled up with tokens that neither change the memory nor let it fade. First come the first
+    chunks of all sequences, longest sequence first, then the second ones, and so on."""
 
-    def __init__(
-        self,
-        spans: Sequence[Span],
-        begins: Sequence[int],
-        numbers: Callable[[Sequence[int] | list[list[int]]], Tensor],
-    ) -> None:
-        size, nobody = min(CHUNK, spans[0].block_size), begins[-1]
-        chunks: list[list[list[int]]] = []  # of each sequence
-        for span, (begin, end) in zip(spans, pairwise(begins), strict=True):
-            tokens = [nobody] * (span.first % size) + list(range(begin, end))
-            tokens += [nobody] * (-len(tokens) % size)
-            chunks.append([tokens[n : n + size] for n in range(0, len(tokens), size)])
-        longest_first = sorted(range(len(spans)), key=lambda b: -len(chunks[b]))
-        steps = [
-            [b for b in longest_first if len(chunks[b]) > step]
-            for step in range(len(chunks[longest_first[0]]))
+    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+        size = min(CHUNK, spans[0].block_size)
+        counts_B = np.array([span.end - span.start for span in spans])
+        offsets_B = np.array([span.first % size for span in spans])
+        chunks_B = -(-(offsets_B + counts_B) // size)
+        order_B = np.argsort(-chunks_B, kind="stable")
+        rank_B = np.argsort(order_B)
+        alive_S = np.array([(chunks_B > step).sum() for step in range(chunks_B.max())])
+        firsts_S = alive_S.cumsum() - alive_S
+        self.num_alive = alive_S.tolist()
+        """Of each step, how many sequences have a chunk."""
+
+        sequence_N = np.arange(len(spans)).repeat(counts_B)
+        begins_B = counts_B.cumsum() - counts_B
+        token_N = np.arange(len(sequence_N))
+        within_N = token_N - begins_B[sequence_N] + offsets_B[sequence_N]
+        places_N = (firsts_S[within_N // size] + rank_B[sequence_N]) * size + within_N % size
+        nobody = len(token_N)
+        tokens = np.full(alive_S.sum() * size, nobody)
+        tokens[places_N] = token_N
+        kept_Y = [
+            firsts_S[(span.first + upto - 1) // size - span.first // size] + rank_B[b]
+            for b, span in enumerate(spans)
+            for _, upto in span.written
         ]
-        self._counts = [len(alive) for alive in steps]
-        self._sequences = numbers(longest_first)
-        order = [(b, step) for step, alive in enumerate(steps) for b in alive]
-        number = {chunk: n for n, chunk in enumerate(order)}
-        self._tokens_UJ = numbers([chunks[b][step] for b, step in order])
-        self._places_N = self._tokens_UJ.flatten().argsort()[:nobody]
-        self._kept = numbers(
-            [
-                number[b, (span.first + upto - 1) // size - span.first // size]
-                for b, span in enumerate(spans)
-                for _, upto in span.written
-            ]
+        keep_U = np.full(alive_S.sum(), -1)
+        keep_U[kept_Y] = np.arange(len(kept_Y))
+        numbers = _on(
+            device,
+            {
+                "tokens": tokens.reshape(-1, size),
+                "places": places_N,
+                "sequences": order_B,
+                "num_chunks": chunks_B[order_B],
+                "firsts": firsts_S,
+                "keep": keep_U,
+                "kept": np.array(kept_Y, np.int64),
+            },
         )
+        self.tokens_UJ = numbers["tokens"]
+        """The token in each place; their number where there is none."""
+        self.places_N = numbers["places"]
+        self.sequences_B = numbers["sequences"]
+        self.num_chunks_B = numbers["num_chunks"]
+        """Of each sequence, in the order of `sequences_B`."""
+        self.firsts_S = numbers["firsts"]
+        """The first chunk of each step."""
+        self.keep_U = numbers["keep"]
+        """Which of the states to keep is the one after this chunk; -1: none."""
+        self.kept_Y = numbers["kept"]
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory_BHKV: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (self._cut(x).transpose(1, 2) for x in (q, k, v))
-        decay_UHJ, beta_UHJ = (self._cut(x).transpose(1, 2) for x in (decay, beta))
-        faded_UHJ, beta_UHJ1 = decay_UHJ.cumsum(-1), beta_UHJ.unsqueeze(-1)
-        between = faded_UHJ.unsqueeze(-1) - faded_UHJ.unsqueeze(-2)
-        later = torch.ones(between.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        left_UHJJ = between.masked_fill(later, -torch.inf).exp()
 
-        left_UHJ1 = faded_UHJ.exp().unsqueeze(-1)
-        both = torch.cat((v * beta_UHJ1, k * beta_UHJ1 * left_UHJ1), -1)
-        system = (k * beta_UHJ1) @ k.transpose(-1, -2) * left_UHJJ
-        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-        values, taken = solved.split_with_sizes((v.shape[-1], k.shape[-1]), -1)
-        within = q @ k.transpose(-1, -2) * left_UHJJ
-        q = q * left_UHJ1
-        k_UHKJ = (k * (faded_UHJ[..., -1:] - faded_UHJ).exp().unsqueeze(-1)).transpose(-1, -2)
-        whole = left_UHJ1[..., -1:, :]
+RuleOfChunks = Callable[[Chunks, DeltaRule, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(chunks, rule, mixed_NC, decay_NH, beta_NH, memory_BHKV) -> what every token reads, NHV, and the
+memories to keep, YHKV."""
 
-        memory, read, kept = memory_BHKV[self._sequences], [], []
-        parts = (x.split(self._counts) for x in (q, within, values, taken, k_UHKJ, whole))
-        for q_n, within_n, values_n, taken_n, k_n, whole_n in zip(*parts, strict=True):
-            memory = memory[: len(q_n)]
-            new = values_n - taken_n @ memory
-            read.append(q_n @ memory + within_n @ new)
-            memory = memory * whole_n + k_n @ new
-            kept.append(memory)
-        read_UJHV = torch.cat(read).transpose(1, 2)
-        return read_UJHV.flatten(0, 1)[self._places_N], torch.cat(kept)[self._kept]
 
-    def _cut(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[self._tokens_UJ]
+def delta_chunks(
+    chunks: Chunks,
+    rule: DeltaRule,
+    mixed_NC: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    memory_BHKV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `RuleOfChunks` says, on torch's operators."""
+
+    def cut(x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[chunks.tokens_UJ].transpose(1, 2)
+
+    q, k, v = map(cut, rule.heads(mixed_NC))
+    decay_UHJ, beta_UHJ = cut(decay_NH), cut(beta_NH)
+    faded_UHJ, beta_UHJ1 = decay_UHJ.cumsum(-1), beta_UHJ.unsqueeze(-1)
+    between = faded_UHJ.unsqueeze(-1) - faded_UHJ.unsqueeze(-2)
+    later = torch.ones(between.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    left_UHJJ = between.masked_fill(later, -torch.inf).exp()
+
+    left_UHJ1 = faded_UHJ.exp().unsqueeze(-1)
+    both = torch.cat((v * beta_UHJ1, k * beta_UHJ1 * left_UHJ1), -1)
+    system = (k * beta_UHJ1) @ k.transpose(-1, -2) * left_UHJJ
+    solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+    values, taken = solved.split_with_sizes((v.shape[-1], k.shape[-1]), -1)
+    within = q @ k.transpose(-1, -2) * left_UHJJ
+    q = q * left_UHJ1
+    k_UHKJ = (k * (faded_UHJ[..., -1:] - faded_UHJ).exp().unsqueeze(-1)).transpose(-1, -2)
+    whole = left_UHJ1[..., -1:, :]
+
+    memory, read, kept = memory_BHKV[chunks.sequences_B], [], []
+    parts = (x.split(chunks.num_alive) for x in (q, within, values, taken, k_UHKJ, whole))
+    for q_n, within_n, values_n, taken_n, k_n, whole_n in zip(*parts, strict=True):
+        memory = memory[: len(q_n)]
+        new = values_n - taken_n @ memory
+        read.append(q_n @ memory + within_n @ new)
+        memory = memory * whole_n + k_n @ new
+        kept.append(memory)
+    read_UJHV = torch.cat(read).transpose(1, 2)
+    return read_UJHV.flatten(0, 1)[chunks.places_N], torch.cat(kept)[chunks.kept_Y]

@@ -13,6 +13,7 @@ and gets the first that it shows in full.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,9 +73,13 @@ class CallForm:
     """The arguments, as JSON; otherwise as an object."""
     silent: str | None = ""
     """The content of a message that only calls."""
+    short_ids: bool = False
+    """Ids are nine letters and digits, as Mistral has them."""
 
     def shape(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message as clients send it, or as trainers write it, in this form."""
+        if self.short_ids and isinstance(message.get("tool_call_id"), str):
+            message = message | {"tool_call_id": _short(message["tool_call_id"])}
         if not message.get("tool_calls"):
             return message
         calls = []
@@ -84,11 +89,25 @@ class CallForm:
                 arguments = json.dumps(arguments, ensure_ascii=False)
             elif not self.as_text and isinstance(arguments, str):
                 arguments = json.loads(arguments)
-            calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+            call = call | {"function": call["function"] | {"arguments": arguments}}
+            if self.short_ids and isinstance(call.get("id"), str):
+                call["id"] = _short(call["id"])
+            calls.append(call)
         return message | {"tool_calls": calls, "content": message.get("content") or self.silent}
 
 
-FORMS = [CallForm(as_text, silent) for silent in ("", None) for as_text in (False, True)]
+def _short(id: str) -> str:
+    if len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    return hashlib.sha256(id.encode()).hexdigest()[:9]
+
+
+FORMS = [
+    CallForm(as_text, silent, short_ids)
+    for short_ids in (False, True)
+    for silent in ("", None)
+    for as_text in (False, True)
+]
 
 _TRIED = {"name": "some_tool", "arguments": {"some_key": "some_value"}}
 _TRIED_TOOL = {
@@ -103,7 +122,7 @@ _TRIED_TOOL = {
 
 def call_form(render: Callable[..., str], **special: str) -> CallForm:
     """The first form in which a template shows a call; the usual one if it shows none."""
-    calls = [{"id": "123456789", "type": "function", "function": _TRIED}]
+    calls = [{"id": "call_0123456789", "type": "function", "function": _TRIED}]
     asked = {"role": "user", "content": "Go on."}
 
     def shows(form: CallForm) -> bool:

@@ -217,25 +217,30 @@ class TiledPagedAttention:
         cache: KVCache,
         num_heads: int,
         *,
-        slot_mapping_N: Ints,
+        slot_mapping_GN: Ints,
         starts_B: Ints,
         lengths_B: Ints,
-        block_table_BM: Ints,
+        block_table_GBM: Ints,
     ) -> None:
         self._cache = cache
         device = cache.k[0].device
         size = cache.block_size
-        self._slot_mapping_N = torch.from_numpy(slot_mapping_N).to(device)
+        self._slot_mapping_GN = torch.from_numpy(slot_mapping_GN).to(device)
         # Whatever lies past the end of a sequence is hidden from it.
         places_S = np.arange(-(-int(lengths_B.max()) // KEYS) * KEYS).clip(
-            max=block_table_BM.shape[1] * size - 1
+            max=block_table_GBM.shape[2] * size - 1
         )
-        self._tiles = Tiles.lay_out(
-            starts_B=starts_B, ends_B=np.append(starts_B[1:], len(slot_mapping_N)),
-            lengths_B=lengths_B,
-            slot_mapping_BS=block_table_BM[:, places_S // size] * size + places_S % size,
-            width=tokens_of_a_tile(num_heads, cache.heads), device=device,
-        )  # fmt: skip
+        self._tiles = [
+            Tiles.lay_out(
+                starts_B=starts_B,
+                ends_B=np.append(starts_B[1:], slot_mapping_GN.shape[1]),
+                lengths_B=lengths_B,
+                slot_mapping_BS=block_table_BM[:, places_S // size] * size + places_S % size,
+                width=tokens_of_a_tile(num_heads, cache.heads),
+                device=device,
+            )
+            for block_table_BM in block_table_GBM
+        ]
 
     def __call__(
         self,
@@ -247,9 +252,10 @@ class TiledPagedAttention:
         scoring: Scoring | None = None,
     ) -> Tensor:
         k, v = (x.flatten(0, 1) for x in (self._cache.k[layer], self._cache.v[layer]))
-        k.index_copy_(0, self._slot_mapping_N, k_NKD)
+        group = self._cache.group_of[layer]
+        k.index_copy_(0, self._slot_mapping_GN[group], k_NKD)
         if self._cache.v is not self._cache.k:
-            v.index_copy_(0, self._slot_mapping_N, v_NKV)
+            v.index_copy_(0, self._slot_mapping_GN[group], v_NKV)
         values = v[..., : v_NKV.shape[-1]]
         factor = scale or q_NHD.shape[-1] ** -0.5
-        return attend_in_tiles(self._tiles, factor, q_NHD, k, values, scoring)
+        return attend_in_tiles(self._tiles[group], factor, q_NHD, k, values, scoring)

@@ -31,8 +31,6 @@ from etude.core.errors import EtudeError
 from etude.model.detokenizer import PieceStream
 from etude.model.output_parser import (
     FORMATS,
-    THINK_END,
-    THINK_START,
     AnswerParser,
     MarkScanner,
     detect_format,
@@ -131,7 +129,7 @@ class ChatTokenizer:
         tokens = set(self._controls.values())
         self._spelled_marks = [mark for mark in self._format.marks if mark not in tokens]
         self._knows_developer = "developer" in template
-        self._reasons = THINK_START in template or THINK_END in template
+        self._reasons = any(mark in template for mark in self._format.think)
         keys = (key for word, key in REASONING_KEYS.items() if word in template)
         self._reasoning_key = next(keys, None)
 
@@ -254,9 +252,10 @@ class ChatTokenizer:
             return message | {"thinking": f"{reasoning}\n\n{said}", "content": ""}
         if self._reasoning_key is not None:
             return message | {self._reasoning_key: reasoning}
-        if not self._reasons or THINK_END in said:
+        begin, end = self._format.think
+        if not self._reasons or end in said:
             return message
-        return message | {"content": f"{THINK_START}\n{reasoning}\n{THINK_END}\n\n{said}"}
+        return message | {"content": f"{begin}\n{reasoning}\n{end}\n\n{said}"}
 
     def _with_stand_ins(
         self, messages: list[Message], rest: dict[str, Any]
@@ -292,7 +291,9 @@ class ChatTokenizer:
     ) -> AnswerParser:
         """What reads the answer to a prompt, token by token. `tools`: None if what looks like a
         call is text."""
-        begun = self._reasons and self.decode(prompt[-_TAIL:]).rstrip().endswith(THINK_START)
+        begun = self._reasons and self.decode(prompt[-_TAIL:]).rstrip().endswith(
+            self._format.think[0]
+        )
         parser = self._format.parser(
             None if tools is None else schemas_of(tools), reasons=self._reasons, reasoning=begun
         )

@@ -8,6 +8,7 @@ learn.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ than here."""
 
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+MISTRAL_ARGUMENTS, MISTRAL_ID = "[ARGS]", "[CALL_ID]"
 
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>\s*)?$", re.DOTALL)
 _PARAMETER = re.compile(
@@ -158,6 +160,49 @@ def kimi_k2(body: str, schemas: Schemas) -> list[Call]:
     return [_call(found[1], _object(rest), id)]
 
 
+def mistral(body: str, schemas: Schemas) -> list[Call]:
+    """`edit[ARGS]{"line": 3}`, before the arguments perhaps `[CALL_ID]` and the id (Devstral); or a
+    list of objects with their ids (before it)."""
+    head, separator, rest = body.partition(MISTRAL_ARGUMENTS)
+    if not separator:
+        return hermes(body, schemas)
+    name, _, id = (part.strip() for part in head.partition(MISTRAL_ID))
+    return [_call(name, _object(rest), id or None)]
+
+
+def olmo3(body: str, schemas: Schemas) -> list[Call]:
+    """`edit(line=3, text="return a + b")`, each call on lines of its own; Python, or the words of
+    JSON in it."""
+    try:
+        said = [statement.value for statement in ast.parse(body.strip()).body]  # type: ignore[attr-defined]
+    except (SyntaxError, AttributeError, MemoryError) as e:
+        raise InvalidToolCall("a call is NAME(argument=value, ..)") from e
+    if not said:
+        raise InvalidToolCall("no call")
+    return [_from_python(call) for call in said]
+
+
+def _from_python(call: ast.expr) -> Call:
+    if not isinstance(call, ast.Call) or call.args:
+        raise InvalidToolCall("a call is NAME(argument=value, ..)")
+    arguments: dict[str, Any] = {}
+    for word in call.keywords:
+        if word.arg is None:
+            raise InvalidToolCall("a call is NAME(argument=value, ..)")
+        arguments[word.arg] = ast.literal_eval(_JsonWords().visit(word.value))
+    try:
+        return _call(ast.unparse(call.func), arguments)
+    except TypeError as e:  # a set, or bytes
+        raise InvalidToolCall(f"arguments are such as JSON has: {e}") from e
+
+
+class _JsonWords(ast.NodeTransformer):
+    WORDS = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self.WORDS[node.id]) if node.id in self.WORDS else node
+
+
 def harmony(name: str, body: str) -> list[Call]:
     """A message to `functions.NAME`; its text is the object of arguments."""
     return [_call(name, _object(body or "{}"))]
@@ -169,7 +214,8 @@ def _from_object(said: Any) -> Call:
     arguments = said.get("arguments", said.get("parameters", {}))
     if not isinstance(said["name"], str) or not isinstance(arguments, dict):
         raise InvalidToolCall("a tool call needs a name and an object of arguments")
-    return _call(said["name"], arguments)
+    id = said.get("id")
+    return _call(said["name"], arguments, id if isinstance(id, str) and id else None)
 
 
 def _json(text: str) -> Any:

@@ -35,7 +35,7 @@ from typing import Any
 
 from etude.core.sampling import Request, Sample, SamplingParams
 from etude.core.types import Segment, SegmentKind
-from etude.model.output_parser import THINK_END, THINK_START
+from etude.model.output_parser import THINK_MARKS
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.model.tool_calls import Call
 from etude.serve.segments import OpenSegment, RecordedTurn, RoutedExperts
@@ -339,11 +339,12 @@ def _echoes(echo: Message, answer: Message, *, reasoning: bool = False) -> bool:
 def _texts(message: Message) -> tuple[str, str]:
     """Reasoning and content without space; the reasoning may stand within the content."""
     content = "".join((message.get("content") or "").split())
+    begin, end = next((marks for marks in THINK_MARKS if marks[1] in content), THINK_MARKS[0])
+    thought, _, rest = content.rpartition(end)
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if isinstance(reasoning, str) and reasoning.strip():
-        return "".join(reasoning.split()), content.rpartition(THINK_END)[2]
-    reasoning, mark, rest = content.rpartition(THINK_END)
-    return (reasoning.removeprefix(THINK_START), rest) if mark else ("", content)
+        return "".join(reasoning.split()), rest
+    return thought.removeprefix(begin), rest
 
 
 def _call(said: Mapping[str, Any]) -> Call:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from etude.engine.blocks import num_windowed_blocks
 from etude.engine.cuda import CudaRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.model.attention import CausalAttention
@@ -77,11 +78,16 @@ def check_engine(config: ModelConfig) -> dict[str, float]:
         .requires_grad_(False)
         for _ in range(2)
     )
+    windowed = 0
+    if config.sliding_window is not None:
+        windowed = num_windowed_blocks(
+            config.sliding_window, 64, max_num_seqs=24, max_batched_tokens=200
+        )
     engine = Engine(
         before,
         max_num_seqs=24,
         max_batched_tokens=200,
-        runner=CudaRunner(before, num_blocks=200, max_num_seqs=24),
+        runner=CudaRunner(before, 200, max_num_seqs=24, num_windowed_blocks=windowed),
     )
     engine.load_weights(1, {name: tensor.cpu() for name, tensor in hf_state_dict(model).items()})
     prefix = torch.randint(0, 5000, (130,)).tolist()

@@ -45,6 +45,7 @@ class Watching:
         self._runner = runner
         self.overlaps = runner.overlaps
         self.num_blocks = runner.num_blocks
+        self.num_windowed_blocks = runner.num_windowed_blocks
         self.block_size = runner.block_size
         self.routed_experts = runner.routed_experts
         self.prepare_weights = runner.prepare_weights

@@ -17,7 +17,9 @@ from torch.nn import functional as F
 
 from etude.engine.engine import Engine
 from etude.engine.kernels import attention, experts, head, linear, norm
+from etude.engine.kernels.delta import delta_chunks
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from etude.model.recurrence import Chunks, DeltaRule, Span, delta_step
 from tests.engine.adapter_checks import check_adapters
 from tests.engine.engine_checks import ENGINES, check_engine
 from tests.small_model import add, drain, request, sharp
@@ -368,6 +370,44 @@ def check_experts(
     }
 
 
+def check_delta(
+    new: Inputs, key_size: int, value_size: int, block_size: int, spans: list[tuple[int, int]]
+) -> dict[str, float]:
+    """`spans`: position of the first new token, and how many there are. Every second token has the
+    key of the one before, hardly fades and puts all of its value in."""
+    heads, key_heads, count = 4, 2, sum(count for _, count in spans)
+    generator = {"device": new.device, "generator": new.generator}
+    mixed = torch.randn(count, 2 * key_heads * key_size + heads * value_size, **generator)  # type: ignore[call-overload]
+    keys = slice(key_heads * key_size, 2 * key_heads * key_size)
+    decay = -torch.rand(count, heads, **generator)  # type: ignore[call-overload]
+    beta = torch.rand(count, heads, **generator)  # type: ignore[call-overload]
+    mixed[1::2, keys] = mixed[: count // 2 * 2 : 2, keys]
+    decay[1::2] = -1e-4
+    beta[1::2] = 1 - 1e-4
+    memories = torch.randn(len(spans), heads, key_size, value_size, **generator)  # type: ignore[call-overload]
+    rule = DeltaRule(mixed, key_heads, key_size, value_size, F.silu)
+
+    ends = torch.tensor([count for _, count in spans]).cumsum(0).tolist()
+    own = [
+        Span(end - count, end, first, range(1000 * b, 1000 * (b + 1)), block_size)
+        for b, ((first, count), end) in enumerate(zip(spans, ends, strict=True))
+    ]
+    read, kept = delta_chunks(Chunks(own, mixed.device), rule, mixed, decay, beta, memories)
+    parts = [x.double() for x in (*rule.heads(mixed), decay, beta)]
+    expected_read, expected_kept = [], []
+    for b, span in enumerate(own):
+        memory, kept_at = memories[b : b + 1].double(), {upto for _, upto in span.written}
+        for n in range(span.start, span.end):
+            one, memory = delta_step(*(x[n : n + 1] for x in parts), memory)
+            expected_read.append(one)
+            if n + 1 - span.start in kept_at:
+                expected_kept.append(memory)
+    return {
+        "read": error(read, torch.cat(expected_read)),
+        "kept": error(kept, torch.cat(expected_kept)),
+    }
+
+
 SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "norm": lambda new: check_norm(new, 96),
     "linear, one row": lambda new: check_linear(new, 1, 72, 192),
@@ -381,6 +421,7 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "prefill, odd": lambda new: check_prefill(new, 4, 1, 32, [40, 95], [3, 40], True),
     "head": lambda new: check_head(new, 5, 96, 500),
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
+    "delta": lambda new: check_delta(new, 6, 5, 16, [(0, 37), (19, 1), (30, 2)]),
     "adapters": lambda new: check_adapters(new, [1] * 18 + [0, 2], {"a": 48, "b": 48}, 72, 5),
 }
 
@@ -404,6 +445,8 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "head 70": lambda new: check_head(new, 70, 1024, 151936),
     "experts": lambda new: check_experts(new, 64, 128, 8, 2048, 768),
     "experts, one": lambda new: check_experts(new, 2, 128, 8, 2048, 768),
+    "delta": lambda new: check_delta(new, 128, 128, 1024, [(0, 700), (1000, 300), (64, 64)]),
+    "delta, odd": lambda new: check_delta(new, 96, 80, 64, [(1, 200), (63, 2)]),
     "adapters, 64": lambda new: check_adapters(new, [*range(64)], {"a": 3072, "b": 3072}, 1024, 16),
     "adapters, few": lambda new: check_adapters(
         new, [1] * 40 + [0] * 3 + [2] * 5, {"a": 4096, "b": 4096}, 3072, 8

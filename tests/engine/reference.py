@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.sampling import Sample, SamplingParams
-from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
-from etude.engine.runner import TorchRunner
+from etude.engine.batch import ForwardBatch, Ints, ModelRunner, SamplerOutput
 from etude.engine.sampler import uniforms
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
@@ -105,10 +104,11 @@ class Overlapping:
 
     overlaps = True
 
-    def __init__(self, runner: TorchRunner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._before = SamplerOutput(tokens=[], logprobs=[])
         self.num_blocks = runner.num_blocks
+        self.num_windowed_blocks = runner.num_windowed_blocks
         self.block_size = runner.block_size
 
     def launch(self, plan: ForwardBatch) -> Callable[[], SamplerOutput]:

@@ -19,33 +19,56 @@ class Memory:
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.windowed: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def write(self, table: BlockTable, tokens: list[int], version: int) -> None:
         for place, block in enumerate(table.blocks):
-            if place >= table.num_passed and (place + 1) * SIZE <= len(tokens):
-                self.held[block] = (version, tuple(tokens[: (place + 1) * SIZE]))
+            if (place + 1) * SIZE <= len(tokens):
+                content = (version, tuple(tokens[: (place + 1) * SIZE]))
+                self.held[block] = content
+                if place >= table.num_passed:
+                    self.windowed[table.windowed[place]] = content
+
+    def begin(self, table: BlockTable, place: int) -> None:
+        """The next token goes there."""
+        self.held[table.blocks[place]] = self.windowed[table.windowed[place]] = (-1, ())
 
 
-def held(table: BlockTable) -> list[int]:
-    return table.blocks[table.num_passed :]
+def in_window(table: BlockTable) -> list[int]:
+    return table.windowed[table.num_passed :]
 
 
 @pytest.mark.parametrize("num_blocks", range(3, 12))
 @pytest.mark.parametrize("seed", range(10))
 def test_random_schedules(num_blocks: int, seed: int) -> None:
-    blocks, memory, version, rng = BlockManager(num_blocks, SIZE), Memory(), 0, Random(seed)
+    window, num_windowed = 1 + seed, num_blocks + 2
+    blocks = BlockManager(num_blocks, SIZE, window=window, num_windowed_blocks=num_windowed)
+    memory, version, rng = Memory(), 0, Random(seed)
     live: list[tuple[BlockTable, list[int]]] = []
     draw = lambda most: rng.randint(0, most)  # noqa: E731
+
+    def extended(table: BlockTable, count: int) -> bool:
+        missing = blocks.num_blocks_for(count) - len(table.windowed)
+        if missing > blocks.num_windowed_free or not blocks.allocate(table, count):
+            return False
+        blocks.allocate_windowed(table, count)
+        return True
+
     for _ in range(150):
         action = draw(10)
         if action < 4:
             tokens = [draw(1) for _ in range(1 + draw(2 * SIZE + 1))]
             table = blocks.match_prefix(tokens, version)
-            assert len(table.blocks) * SIZE < len(tokens)
-            # what is found is just what would be computed
+            found = len(table.blocks) * SIZE
+            assert found < len(tokens) and len(table.windowed) == len(table.blocks)
+            # what is found is just what would be computed, and all that the next token sees
+            assert table.num_passed * SIZE <= max(0, found - window + 1)
             for place, block in enumerate(table.blocks):
-                assert memory.held[block] == (version, tuple(tokens[: (place + 1) * SIZE]))
-            if not blocks.allocate(table, len(tokens)):
+                content = (version, tuple(tokens[: (place + 1) * SIZE]))
+                assert memory.held[block] == content
+                if place >= table.num_passed:
+                    assert memory.windowed[table.windowed[place]] == content
+            if not extended(table, len(tokens)):
                 blocks.free(table)
                 continue
             memory.write(table, tokens, version)
@@ -54,36 +77,63 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
         elif action < 7 and live:
             table, tokens = live[draw(len(live) - 1)]
             written = len(tokens) // SIZE
-            if blocks.allocate(table, len(tokens) + 1):
+            if extended(table, len(tokens) + 1):
                 # The block that the next token goes to belongs to nobody else.
-                assert sum(table.blocks[written] in held(other) for other, _ in live) == 1
+                assert sum(table.blocks[written] in other.blocks for other, _ in live) == 1
+                assert sum(table.windowed[written] in in_window(other) for other, _ in live) == 1
                 tokens.append(draw(1))
-                memory.held[table.blocks[written]] = (-1, ())
+                memory.begin(table, written)
                 if table.version == version and table.last_cached is not None:
                     memory.write(table, tokens, version)
                     blocks.cache_full_blocks(table, tokens, len(tokens))
         elif action == 10 and live:
             # What is left behind is given up, and never more than that.
             table, tokens = live[draw(len(live) - 1)]
-            window = 1 + seed
-            blocks.pass_window(table, len(tokens), window)
+            blocks.pass_window(table, len(tokens))
             assert table.num_passed * SIZE <= max(0, len(tokens) - window + 1)
+            assert len(table.windowed) == blocks.num_blocks_for(len(tokens))
         elif action == 7:
             version += 1
             for table, _ in live:
                 blocks.stop_sharing(table)
         elif live:
             blocks.free(live.pop(draw(len(live) - 1))[0])
-        used = Counter(block for table, _ in live for block in held(table))
+        used = Counter(block for table, _ in live for block in table.blocks)
         assert blocks.num_free == num_blocks - len(used)
-        assert all(len(set(held(table))) == len(held(table)) for table, _ in live)
+        used = Counter(block for table, _ in live for block in in_window(table))
+        assert blocks.num_windowed_free == num_windowed - len(used)
+        assert all(len(set(in_window(table))) == len(in_window(table)) for table, _ in live)
     for table, _ in live:
         blocks.free(table)
-    assert blocks.num_free == num_blocks
+    assert blocks.num_free == num_blocks and blocks.num_windowed_free == num_windowed
     everything = BlockTable(version)
     assert blocks.allocate(everything, num_blocks * SIZE)
     assert sorted(everything.blocks) == list(range(num_blocks))
     assert not blocks.allocate(everything, num_blocks * SIZE + 1)
+
+
+def test_a_prefix_is_found_up_to_where_its_window_is_known_too() -> None:
+    """A token sees itself and one whole block before it at the end of a block."""
+    blocks = BlockManager(20, SIZE, window=5, num_windowed_blocks=6)
+    table, tokens = blocks.match_prefix([1] * 17, 0), [1] * 17
+    for computed, count in ((0, 8), (8, 16), (16, 17)):
+        blocks.pass_window(table, computed)
+        assert blocks.allocate(table, count)
+        blocks.allocate_windowed(table, count)
+        blocks.cache_full_blocks(table, tokens, count)
+    assert table.num_passed == 3 and len(table.windowed) == 5
+    assert blocks.num_windowed_free == 6 - 2
+    blocks.free(table)
+    assert [num_known(blocks, [1] * n) for n in (5, 9, 13, 17)] == [1, 2, 3, 4]
+
+    other = blocks.match_prefix([2] * 20, 0)
+    assert blocks.allocate(other, 12)
+    blocks.allocate_windowed(other, 12)  # two that hold nothing, and what was given up first
+    assert [num_known(blocks, [1] * n) for n in (5, 9, 13, 17)] == [0, 2, 3, 4]
+    blocks.allocate_windowed(other, 20)
+    assert [num_known(blocks, [1] * n) for n in (5, 9, 13, 17)] == [0, 0, 0, 4]
+    found = blocks.match_prefix([1] * 17, 0)
+    assert found.num_passed == 3 and len(found.blocks) == len(found.windowed) == 4
 
 
 def learned(blocks: BlockManager, tokens: list[int], version: int = 0) -> BlockTable:

@@ -130,8 +130,8 @@ def replayed(versions: list[Transformer], asked: Asked, sample: Sample) -> torch
     for length, version in enumerate(expand_spans(sample.versions), start=len(asked.prompt)):
         places = torch.arange(num_read, length)
         attend = PagedAttention(
-            cache, ids=[0], slot_mapping_N=places.numpy(), starts=[0], lengths=[length],
-            block_table_BM=np.array([[0]]), num_decode=int(num_read > 0),
+            cache, ids=[0], slot_mapping_GN=places[None].numpy(), starts=[0], lengths=[length],
+            block_table_GBM=np.array([[[0]]]), num_decode=int(num_read > 0),
         )  # fmt: skip
         model = versions[version]
         found.append(
@@ -460,8 +460,8 @@ def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
             for u in uniforms(int(id), 5):
                 places = torch.arange(num_read, len(tokens))
                 attend = PagedAttention(
-                    cache, ids=[0], slot_mapping_N=places.numpy(), starts=[0],
-                    lengths=[len(tokens)], block_table_BM=np.array([[0]]),
+                    cache, ids=[0], slot_mapping_GN=places[None].numpy(), starts=[0],
+                    lengths=[len(tokens)], block_table_GBM=np.array([[[0]]]),
                     num_decode=int(num_read > 0),
                 )  # fmt: skip
                 p = torch.softmax(

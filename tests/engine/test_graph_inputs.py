@@ -11,7 +11,9 @@ import torch
 from etude.core.sampling import SamplingParams
 from etude.engine.batch import ForwardBatch, SamplingBatch
 from etude.engine.graph_inputs import (
+    BLOCKS,
     NOWHERE,
+    SLOTS,
     GraphShape,
     InputLayout,
     PinnedBuffers,
@@ -23,25 +25,33 @@ TOKENS = ("tokens", "positions", "slot_mapping")
 PREFILL = ("ends", "logits_indices", "sequence", "first")
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("shape", [GraphShape(5, 5, 5), GraphShape(9, 3, 2, tiles=4)])
-def test_what_is_filled_in_is_read_by_its_name(shape: GraphShape) -> None:
-    names = [*TOKENS, "lengths", *(PREFILL if shape.tiles else ())]
+def test_what_is_filled_in_is_read_by_its_name(shape: GraphShape, num_groups: int) -> None:
+    names = [*TOKENS, *SLOTS[1:num_groups], "lengths", *(PREFILL if shape.tiles else ())]
     values = as_words({name: np.array([10 * n, 10 * n + 1]) for n, name in enumerate(names, 1)})
     sampling = {"temperature": np.array([0.5], np.float32), "u": np.array([0.25], np.float64)}
-    blocks_BM = np.arange(6, dtype=np.int32).reshape(2, 3)
-    words = np.full(200, 99, np.int32)
+    blocks_GBM = np.arange(6 * num_groups, dtype=np.int32).reshape(num_groups, 2, 3)
+    words = np.full(300, 99, np.int32)
 
-    count = InputLayout(shape).fill(words, values | sampling, blocks_BM)
-    found = InputLayout(shape).views(torch.from_numpy(words))
+    layout = InputLayout(shape, 16, num_groups)
+    written = layout.fill(words, values | sampling, blocks_GBM)
+    found = layout.views(torch.from_numpy(words))
 
-    padding = dict.fromkeys(names, 0) | {"slot_mapping": -1, "first": NOWHERE}
+    padding = dict.fromkeys(names, 0) | dict.fromkeys(SLOTS, -1) | {"first": NOWHERE}
     for name, value in values.items():
         assert found[name][:2].tolist() == value.tolist()
         assert set(found[name][2:].tolist()) <= {padding[name]}
     assert (found["temperature"][0], found["u"][0]) == (0.5, 0.25)
     assert not found["temperature"][1:].any() and not found["u"][1:].any()
     assert found["stride"].tolist() == [3]
-    assert found["blocks"][:6].tolist() == [0, 1, 2, 3, 4, 5] and (words[count:] == 99).all()
+    for name, blocks_BM in zip(BLOCKS, blocks_GBM, strict=False):
+        assert found[name][:6].tolist() == blocks_BM.flatten().tolist()
+    touched = np.zeros(len(words), bool)
+    for span in written:
+        touched[span] = True
+    assert (words[~touched] == 99).all() and (words[touched] != 99).all()
+    assert (~touched).sum() == len(words) - layout.num_words + num_groups * (16 - 6)
     sizes = {name: len(each) for name, each in found.items()}
     assert all(sizes[name] == shape.tokens for name in TOKENS)
     assert sizes["lengths"] == shape.sequences and sizes["u"] == sizes["temperature"] == shape.rows
@@ -56,11 +66,11 @@ def test_a_decode_graph_gets_the_sequences_that_have_one_new_token() -> None:
     batch = ForwardBatch(
         tokens_N=np.array([7, 8, 9, 10]),
         positions_N=np.array([3, 5, 0, 1]),
-        slot_mapping_N=np.array([33, 45, 64, 65]),
+        slot_mapping_GN=np.array([[33, 45, 64, 65], [1, 2, 3, 4]]),
         seq_ids_B=np.array([1, 2, 3]),
         query_starts_B=np.array([0, 1, 2]),
         seq_lens_B=np.array([4, 6, 2]),
-        block_table_BM=np.array([[2], [3], [4]]),
+        block_table_GBM=np.array([[[2], [3], [4]], [[5], [6], [7]]]),
         num_decode=2,
         adapters_B=np.array([0, 0, 0]),
         logits_indices_R=np.array([0, 1, 3]),
@@ -75,11 +85,12 @@ def test_a_decode_graph_gets_the_sequences_that_have_one_new_token() -> None:
         "tokens": [17, 18],
         "positions": [3, 5],
         "slot_mapping": [33, 45],
+        "windowed_slot_mapping": [1, 2],
         "lengths": [4, 6],
         "temperature": [0.5, 1.0],
         "u": [0.1, 0.2],
     }
-    assert found.block_table_BM.tolist() == [[2], [3]]
+    assert found.block_table_GBM.tolist() == [[[2], [3]], [[5], [6]]]
     assert (found.num_tokens, found.num_sequences, found.num_tiles) == (2, 2, 0)
     assert found.row_indices_R.tolist() == [0, 1]
     assert decode_inputs(replace(batch, num_decode=0), batch.tokens_N) is None

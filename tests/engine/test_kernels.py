@@ -40,7 +40,7 @@ EXPERTS = ExpertsConfig(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1,), norm_topk_prob=True
 )
 MODELS = {
-    "qwen3": replace(SMALL, sliding_window=5, sliding_layers=(0,)),
+    "qwen3": replace(SMALL, num_hidden_layers=2, sliding_window=5, sliding_layers=(0,)),
     "qwen2": replace(SMALL, model_type="qwen2", tie_word_embeddings=False),
     "qwen3_moe": replace(SMALL, model_type="qwen3_moe", num_hidden_layers=2, experts=EXPERTS),
     # and what other families do to scores and logits
@@ -96,9 +96,12 @@ def test_an_engine_on_kernels_says_what_the_model_says(
         for i, prompt in enumerate(prompts)
     ]
     model = sharp(MODELS[name], seed=3)
+    windowed = 16 if model.config.windowed_layers else 0
     found = []
     for runner in (
-        cuda.CudaRunner(model, num_blocks=12, max_num_seqs=3, invariant=invariant),
+        cuda.CudaRunner(
+            model, 12, max_num_seqs=3, invariant=invariant, num_windowed_blocks=windowed
+        ),
         None,
     ):
         engine = Engine(model, max_num_seqs=3, max_batched_tokens=9, runner=runner)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from etude.core.errors import EtudeError
-from etude.engine.runner import block_size, state_bytes
-from etude.engine.select import kv_cache_tokens, select_device
+from etude.engine.runner import block_size, kv_bytes, state_bytes
+from etude.engine.select import CacheSize, kv_cache_size, select_device, select_runner
 from etude.model.config import LatentConfig, LinearConfig
 from etude.model.transformer import ModelConfig, Transformer
 
@@ -42,13 +42,13 @@ def test_the_device_is_what_was_asked_for_or_what_is_there(
 
 def test_a_cache_has_room_for_four_times_what_runs_within_its_memory() -> None:
     model = Transformer(SHAPE)
-    assert kv_cache_tokens(model, 3, None) == 4 * 3 * 64
-    assert kv_cache_tokens(model, 3, 100 * TOKEN_BYTES) == 100
-    assert kv_cache_tokens(model, 3, 100 * TOKEN_BYTES + 1) == 100
-    assert kv_cache_tokens(model, 3, 1) == 64, "one sequence in any case"
-    assert kv_cache_tokens(model.bfloat16(), 3, 100 * TOKEN_BYTES) == 200
+    assert kv_cache_size(model, 3, None).tokens == 4 * 3 * 64
+    assert kv_cache_size(model, 3, 100 * TOKEN_BYTES).tokens == 100
+    assert kv_cache_size(model, 3, 100 * TOKEN_BYTES + 1).tokens == 100
+    assert kv_cache_size(model, 3, 1).tokens == 64, "one sequence in any case"
+    assert kv_cache_size(model.bfloat16(), 3, 100 * TOKEN_BYTES).tokens == 200
     # a GiB where nothing is said
-    assert kv_cache_tokens(Transformer(SHAPE), 1 << 20, None) == (1 << 30) // TOKEN_BYTES
+    assert kv_cache_size(Transformer(SHAPE), 1 << 20, None).tokens == (1 << 30) // TOKEN_BYTES
 
 
 def test_the_memory_holds_the_states_of_recurrent_layers_too() -> None:
@@ -58,7 +58,7 @@ def test_the_memory_holds_the_states_of_recurrent_layers_too() -> None:
     )  # fmt: skip
     model = Transformer(replace(SHAPE, model_type="qwen3_next", linear=linear))
     memory = 1 << 20
-    tokens = kv_cache_tokens(model, 1 << 20, memory)
+    tokens = kv_cache_size(model, 1 << 20, memory).tokens
     blocks = tokens / block_size(model.config)
     taken = tokens * TOKEN_BYTES / 2 + blocks * state_bytes(model.config, 4)
     assert 0.9 * memory < taken <= memory and blocks > 1
@@ -71,4 +71,25 @@ def test_a_latent_is_kept_once() -> None:
     model = Transformer(replace(SHAPE, model_type="deepseek_v3", latent=latent))
     heads, size = model.config.cached_heads
     assert heads * size == 16 + 4
-    assert kv_cache_tokens(model, 3, 100 * 2 * (16 + 4) * 4) == 100
+    assert kv_cache_size(model, 3, 100 * 2 * (16 + 4) * 4).tokens == 100
+
+
+@pytest.mark.parametrize("windowed_layers", [(0,), (0, 1)])
+def test_layers_with_a_window_leave_room_for_the_others(windowed_layers: tuple[int, ...]) -> None:
+    """Within the same memory there are more tokens; as many as that, all windows of what runs."""
+    shape = replace(SHAPE, num_hidden_layers=2, max_position_embeddings=4096)
+    windows = replace(shape, sliding_window=32, sliding_layers=windowed_layers)
+    plain, model = Transformer(shape), Transformer(windows)
+    memory = 20_000 * kv_bytes(shape, 4)
+    before = kv_cache_size(plain, 8, memory, 512)
+    found = kv_cache_size(model, 8, memory, 512)
+    assert before == CacheSize(20_000) == kv_cache_size(model, 8, memory)
+    layers = len(windowed_layers)
+    taken = (found.tokens * (2 - layers) + found.windowed * layers) * kv_bytes(shape, 4) / 2
+    assert 0.99 * memory < taken <= memory and found.tokens > 1.2 * before.tokens
+    assert found.windowed > 8 * 32 + 512 + found.tokens / 4 - 1
+    runner = select_runner(model, 8, memory, max_batched_tokens=512)
+    assert runner.num_windowed_blocks * runner.block_size >= found.windowed
+    # Windows as wide as all that there is: no gain.
+    wide = Transformer(replace(windows, sliding_window=4000))
+    assert kv_cache_size(wide, 8, memory, 512) == before

@@ -60,8 +60,9 @@ torch's operators, in captured graphs: "attention". What is left runs on torch's
 one, with a warning that names the facts: latent and recurrent layers, heads whose size is no power
 of two, and anything batch-invariant that is not like Llama's.
 
-**Windows.** Where all layers of a dense model have one, a sequence gives up the blocks of the KV
-cache that no window reaches any more; where some layers see everything, all blocks are kept.
+**Windows.** Layers with a window have blocks of the KV cache of their own, beside layers that see
+everything. A sequence gives up those that its window does not reach any more, and within the same
+memory there is room for more tokens.
 
 **Recurrent layers** (Gated DeltaNet) keep a state of one size instead of keys and values. It is
 kept at the end of each block of the KV cache, so that it is found by whoever begins behind a cached

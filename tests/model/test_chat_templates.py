@@ -8,6 +8,7 @@ differs.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,39 @@ def test_a_template_says_what_it_does_not_take() -> None:
     escaping = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages.__class__.__mro__ }}"})
     with pytest.raises(ValueError, match="unsafe"):
         escaping.render([])
+
+
+SHORT_IDS = """\
+{%- for message in messages %}
+{%- if message.role == "tool" %}
+{%- if message.tool_call_id|length != 9 %}{{ raise_exception("ids have nine letters") }}{% endif %}
+[TOOL_RESULTS]{{ message.tool_call_id }}:{{ message.content }}[/TOOL_RESULTS]
+{%- elif message.tool_calls %}
+{%- for call in message.tool_calls %}
+{%- if call.id|length != 9 %}{{ raise_exception("ids have nine letters") }}{% endif %}
+[TOOL_CALLS]{{ call.function.name }}[CALL_ID]{{ call.id }}[ARGS]{{ call.function.arguments|tojson }}
+{%- endfor %}
+{%- else %}[INST]{{ message.content }}[/INST]{% endif %}
+{%- endfor %}"""
+
+
+def test_a_template_that_wants_short_ids_gets_them(tmp_path: Path) -> None:
+    """The same for a call and its result, the model's own as it is, and as transformers renders
+    them."""
+    reference = theirs(SHORT_IDS)
+    reference.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(read_model_files(tmp_path))
+    assert tokenizer.tool_syntax == "mistral"
+
+    def conversation(ids: list[str]) -> list[dict[str, Any]]:
+        function = {"name": "edit", "arguments": {"line": 3}}
+        calls = [{"id": id, "type": "function", "function": function} for id in ids]
+        results = [{"role": "tool", "tool_call_id": id, "content": "done"} for id in ids]
+        asked = {"role": "user", "content": "Go on."}
+        return [asked, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+    shown = tokenizer.render(conversation(["call_8f0e1d2c3b4a", "Xy1234567", "call_2"]))
+    ids = re.findall(r"CALL_ID\](\w+)\[", shown)
+    assert ids == re.findall(r"RESULTS\](\w+):", shown) and len(set(ids)) == 3
+    assert ids[1] == "Xy1234567"
+    assert shown == reference.apply_chat_template(conversation(ids), tokenize=False)

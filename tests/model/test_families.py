@@ -276,8 +276,8 @@ def through_the_cache(model: Transformer, tokens_T: Tensor, steps: list[int]) ->
     positions, parts = torch.arange(len(tokens_T)), []
     for new, place in zip(tokens_T.split(steps), positions.split(steps), strict=True):
         attend = PagedAttention(
-            cache, slot_mapping_N=(blocks[place // 8] * 8 + place % 8).numpy(), starts=[0],
-            lengths=[int(place[-1]) + 1], block_table_BM=blocks[None].numpy(), ids=[0],
+            cache, slot_mapping_GN=(blocks[place // 8] * 8 + place % 8)[None].numpy(), starts=[0],
+            lengths=[int(place[-1]) + 1], block_table_GBM=blocks[None, None].numpy(), ids=[0],
             num_decode=int(len(new) == 1),
         )  # fmt: skip
         parts.append(model(new, place, attend))
@@ -449,6 +449,7 @@ def test_bf16_stays_near_fp32(theirs: Any, tmp_path: Path) -> None:
         ("deepseek_v2", "norm_topk_prob", True),
         ("deepseek_v2", "topk_method", "noaux_tc"),
         ("glm4_moe", "num_experts_per_tok", 9),
+        ("qwen3_moe", "decoder_sparse_step", 0),
         ("deepseek_v3", "scoring_func", "softmax"),
         ("gpt2", "n_ctx", 5),
     ],

@@ -163,6 +163,47 @@ ANSWERS = {
         ],
         tokens=("<|tool_call_argument_begin|>",),
     ),
+    "mistral": Answer(
+        "mistral",
+        'I edit.[TOOL_CALLS]edit[ARGS]{"line": 3, "text": "[ARGS"}'
+        "[TOOL_CALLS]test[CALL_ID]Xy1234567[ARGS]{}",
+        [Content("I edit."), call("edit", line=3, text="[ARGS"), call("test", "Xy1234567")],
+        tokens=("[ARGS]", "[CALL_ID]"),
+    ),
+    "mistral, a list": Answer(
+        "mistral",
+        '[TOOL_CALLS] [{"name": "edit", "arguments": {"line": 3}, "id": "Xy1234567"}, '
+        '{"name": "test", "arguments": {}}]',
+        [call("edit", "Xy1234567", line=3), call("test")],
+    ),
+    "granite": Answer(
+        "granite",
+        'I edit. <|tool_call|>[{"name": "edit", "arguments": {"line": 3}}, {"name": "test"}]',
+        [Content("I edit."), call("edit", line=3), call("test")],
+    ),
+    "phi4": Answer(
+        "granite",
+        '<|tool_call|>[{"name": "edit", "arguments": {"line": 3}}]<|/tool_call|>',
+        [call("edit", line=3)],
+    ),
+    "seed_oss": Answer(
+        "seed_oss",
+        "<seed:think>so</seed:think>I edit.<seed:tool_call>\n<function=edit>\n"
+        "<parameter=line>3</parameter>\n<parameter=text>a\nb</parameter>\n</function>\n"
+        "</seed:tool_call>",
+        [Reasoning("so"), Content("I edit."), call("edit", line=3, text="a\nb")],
+    ),
+    "olmo3": Answer(
+        "olmo3",
+        '<think>so</think>I edit.<function_calls>\nedit(line=3, text="a\\nb", '
+        "flags=[true, None, {'x': -1}])\ntest()\n</function_calls>",
+        [
+            Reasoning("so"),
+            Content("I edit."),
+            call("edit", line=3, text="a\nb", flags=[True, None, {"x": -1}]),
+            call("test"),
+        ],
+    ),
     "llama3": Answer(
         "llama3",
         ' {"name": "edit", "parameters": {"line": 3}}; {"name": "test", "parameters": {}}',
@@ -209,7 +250,7 @@ def tokenizer(answer: Answer, *, spelled: bool) -> ChatTokenizer:
         {
             "tokenizer.json": vocabulary.to_str().encode(),
             "tokenizer_config.json": json.dumps(config).encode(),
-            "chat_template.jinja": REASONS.encode(),
+            "chat_template.jinja": f"{REASONS}{{# {FORMATS[answer.family].think} #}}".encode(),
         }
     )
 
@@ -337,6 +378,18 @@ def test_text_is_not_held_longer_than_needed() -> None:
         ("kimi_k2", "<|tool_call_begin|>functions.edit:0<|tool_call_end|>"),
         ("kimi_k2", "<|tool_call_begin|><|tool_call_argument_begin|>{}<|tool_call_end|>"),
         ("llama3", "<|python_tag|>print(1)"),
+        ("mistral", "[TOOL_CALLS]edit[ARGS]3"),
+        ("mistral", "[TOOL_CALLS]edit"),
+        ("granite", '<|tool_call|>{"name": 3}'),
+        ("olmo3", "<function_calls></function_calls>"),
+        ("olmo3", "<function_calls>edit(3)</function_calls>"),
+        ("olmo3", "<function_calls>edit(**x)</function_calls>"),
+        ("olmo3", "<function_calls>edit(x=open('y'))</function_calls>"),
+        ("olmo3", "<function_calls>edit(x={1})</function_calls>"),
+        ("olmo3", "<function_calls>edit(x=b'1')</function_calls>"),
+        ("olmo3", "<function_calls>x = 1</function_calls>"),
+        ("olmo3", "<function_calls>edit(</function_calls>"),
+        ("olmo3", "<function_calls>import os</function_calls>"),
         ("harmony", "<|channel|>commentary to=functions.edit<|message|>[1]"),
     ],
 )
@@ -370,6 +423,11 @@ def test_without_tools_nothing_is_called(name: str) -> None:
         ("<tool_call>{{ name }}<arg_key>", "glm45"),
         ("<tool_call>\n<function=", "qwen3_coder"),
         ('<tool_call>\n{"name": ', "hermes"),
+        ("'[TOOL_CALLS]' + call.name + '[ARGS]'", "mistral"),
+        ("<seed:tool_call><function=", "seed_oss"),
+        ("<function_calls>", "olmo3"),
+        ("<|tool_call|>", "granite"),
+        ("'<|tool|>' + tools + '<|/tool|>'", "granite"),
         ("<|start_header_id|>", "llama3"),
         ("{{ messages }}", "hermes"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,6 +59,13 @@ def test_sequences_side_by_side_are_what_they_are_alone(lengths: list[int]) -> N
     parts = zip(*(x.split(lengths) for x in (mixed, decay, beta)), strict=True)
     expected = torch.cat([one_by_one(rule, *part) for part in parts])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_filter_of_one_token_needs_no_tail() -> None:
+    rule, mixed, decay, beta = drawn(9)
+    rule = replace(rule, weight_CW=rule.weight_CW[:, :1])
+    found = Recurrence([Span(0, 9)])(0, rule, mixed, decay, beta)
+    torch.testing.assert_close(found, one_by_one(rule, mixed, decay, beta), atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("pieces", [[30], [1] * 30, [7, 1, 1, 13, 8], [8, 8, 14], [3, 20, 7]])

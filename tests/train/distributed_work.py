@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Batch, Row
+from etude.model.config import ExpertsConfig, LinearConfig
 from etude.model.lora import LoraConfig, add_adapter
 from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 from etude.train.distributed import World
@@ -38,6 +39,34 @@ MODELS = {
     "windowed": dataclasses.replace(config(), sliding_window=5, sliding_layers=(0,)),
     "lora": config(),
     "moe": ModelConfig.from_json(json.dumps(json.loads(config().to_json()) | EXPERTS)),
+    "gpt-oss": dataclasses.replace(
+        config(),
+        model_type="gpt_oss",
+        attention_bias=True,
+        attention_out_bias=True,
+        sliding_window=5,
+        sliding_layers=(0,),
+        experts=ExpertsConfig(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            layers=tuple(range(config().num_hidden_layers)),
+            router_bias=True,
+            swiglu_limit=2.0,
+        ),
+    ),
+    "hybrid": dataclasses.replace(
+        config(),
+        model_type="qwen3_next",
+        linear=LinearConfig(
+            num_key_heads=2,
+            num_value_heads=4,
+            key_head_dim=8,
+            value_head_dim=10,
+            conv_kernel_dim=3,
+            layers=(0,),
+        ),
+    ),
 }
 
 
@@ -125,7 +154,13 @@ def train(
     return Curve(stats, learner.evaluate(exam), published(learner), arrays(learner.state()))
 
 
-CASES = (("dense", "adamw"), ("moe", "muon"), ("lora", "adamw"))
+CASES = (
+    ("dense", "adamw"),
+    ("moe", "muon"),
+    ("lora", "adamw"),
+    ("gpt-oss", "muon"),
+    ("hybrid", "adamw"),
+)
 
 
 def train_all(world: World, steps: int, device: str = "cpu") -> dict[str, Curve]:

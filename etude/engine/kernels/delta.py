@@ -1,5 +1,6 @@
-"""The gated delta rule for one new token of each sequence, with the states of `model.recurrence` in
-blocks: what a captured graph can do without the host knowing any length.
+"""The gated delta rule on kernels: for one new token of each sequence, with the states of
+`model.recurrence` in blocks, which a captured graph can do without the host knowing any length; and
+for chunks of prompts.
 
 Shapes as in `model.recurrence`.
 """
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from etude.model.recurrence import DeltaRule, StateCache
+from etude.model.recurrence import NORM_EPS, Chunks, DeltaRule, StateCache
 
 VALUES = 32
 """Numbers of a value that a program takes."""
@@ -78,3 +79,130 @@ class DecodeRecurrence:
             triton.next_power_of_2(size), values, num_warps=4,
         )  # fmt: skip
         return out
+
+
+@triton.jit
+def _solve(
+    mixed, decay, beta, tokens, qs, within, values, taken, ks, whole, num_tokens, scale, eps,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """One head of a chunk: all that needs no memory. G heads share a key."""
+    u, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j, i, c = tl.arange(0, JP), tl.arange(0, KP), tl.arange(0, VP)
+    n = tl.load(tokens + u * J + j, mask=j < J, other=num_tokens)
+    there = n < num_tokens
+    width = (H // G) * K * 2 + H * V
+    row = mixed + n[:, None] * width
+    of_key, of_value = there[:, None] & (i < K)[None, :], there[:, None] & (c < V)[None, :]
+    k = tl.load(row + (H // G + h // G) * K + i[None, :], mask=of_key, other=0)
+    k = k * tl.rsqrt(tl.sum(k * k, 1) + eps)[:, None]
+    b = tl.load(beta + n * H + h, mask=there, other=0)
+    fade = tl.load(decay + n * H + h, mask=there, other=0)
+    faded = tl.cumsum(fade, 0)
+    earlier = j[:, None] >= j[None, :]
+    left = tl.exp(tl.where(earlier, faded[:, None] - faded[None, :], -float("inf")))
+    system = tl.dot(k * b[:, None], tl.trans(k), input_precision="tf32x3") * left
+
+    # The inverse of 1 + what is below its diagonal, row by row.
+    inverse = tl.where(j[:, None] > j[None, :], -system, 0.0)
+    for line in range(1, tl.max(tl.where(there, j, 0), 0) + 1):
+        mine = tl.sum(tl.where((j == line)[:, None], inverse, 0.0), 0)
+        mine += tl.sum(mine[:, None] * inverse, 0)
+        inverse = tl.where((j == line)[:, None], mine[None, :], inverse)
+    inverse += tl.where(j[:, None] == j[None, :], 1.0, 0.0)
+
+    chunk = u * H + h
+    places, of_chunk = chunk * J + j, (j < J)[:, None]
+    to_key = places[:, None] * K + i[None, :]
+    is_key = of_chunk & (i < K)[None, :]
+    v = tl.load(row + (H // G) * K * 2 + h * V + c[None, :], mask=of_value, other=0)
+    new = tl.dot(inverse, v * b[:, None], input_precision="tf32x3")
+    to_value = places[:, None] * V + c[None, :]
+    tl.store(values + to_value, new, mask=of_chunk & (c < V)[None, :])
+    gone = k * (b * tl.exp(faded))[:, None]
+    tl.store(taken + to_key, tl.dot(inverse, gone, input_precision="tf32x3"), mask=is_key)
+    total = tl.sum(fade, 0)
+    tl.store(ks + to_key, k * tl.exp(total - faded)[:, None], mask=is_key)
+    tl.store(whole + chunk, tl.exp(total))
+
+    q = tl.load(row + (h // G) * K + i[None, :], mask=of_key, other=0)
+    q = q * (tl.rsqrt(tl.sum(q * q, 1) + eps) * scale)[:, None]
+    seen = tl.dot(q, tl.trans(k), input_precision="tf32x3") * left
+    tl.store(within + places[:, None] * J + j[None, :], seen, mask=of_chunk & (j < J)[None, :])
+    tl.store(qs + to_key, q * tl.exp(faded)[:, None], mask=is_key)
+
+
+@triton.jit
+def _scan(
+    qs, within, values, taken, ks, whole, tokens, sequences, num_chunks, firsts, keep, memories,
+    out, kept, num_tokens, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, JP: tl.constexpr,
+):  # fmt: skip
+    """One head of a sequence, and some numbers of its value: the memory from chunk to chunk."""
+    b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    j, i, c = tl.arange(0, JP), tl.arange(0, KP), tl.program_id(2) * BV + tl.arange(0, BV)
+    in_memory = (i < K)[:, None] & (c < V)[None, :]
+    in_keys, in_values = (j < J)[:, None] & (i < K)[None, :], (j < J)[:, None] & (c < V)[None, :]
+    place = i[:, None] * V + c[None, :]
+    own = (tl.load(sequences + b) * H + h) * (K * V)
+    memory = tl.load(memories + own + place, mask=in_memory, other=0)
+    for step in range(0, tl.load(num_chunks + b)):
+        u = tl.load(firsts + step) + b
+        chunk = u * H + h
+        places = chunk * J + j
+        keys = places[:, None] * K + i[None, :]
+        gone = tl.load(taken + keys, mask=in_keys, other=0)
+        new = tl.load(values + places[:, None] * V + c[None, :], mask=in_values, other=0)
+        new -= tl.dot(gone, memory, input_precision="tf32x3")
+        q = tl.load(qs + keys, mask=in_keys, other=0)
+        in_chunk = (j < J)[:, None] & (j < J)[None, :]
+        seen = tl.load(within + places[:, None] * J + j[None, :], mask=in_chunk, other=0)
+        read = tl.dot(q, memory, input_precision="tf32x3")
+        read += tl.dot(seen, new, input_precision="tf32x3")
+        n = tl.load(tokens + u * J + j, mask=j < J, other=num_tokens)
+        to = (n[:, None] * H + h) * V + c[None, :]
+        tl.store(out + to, read, mask=(n < num_tokens)[:, None] & (c < V)[None, :])
+        k = tl.load(ks + keys, mask=in_keys, other=0)
+        memory *= tl.load(whole + chunk)
+        memory += tl.dot(tl.trans(k), new, input_precision="tf32x3")
+        number = tl.load(keep + u)
+        if number >= 0:
+            tl.store(kept + (number * H + h) * (K * V) + place, memory, mask=in_memory)
+
+
+def delta_chunks(
+    chunks: Chunks,
+    rule: DeltaRule,
+    mixed_NC: Tensor,
+    decay_NH: Tensor,
+    beta_NH: Tensor,
+    memory_BHKV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As `model.recurrence.RuleOfChunks` says, in two kernels: one for what the chunks need of
+    themselves, and one that takes the memory through them."""
+    (count, heads), (num_chunks, size) = decay_NH.shape, chunks.tokens_UJ.shape
+    key_size, value_size = rule.key_size, rule.value_size
+    padded_key, padded_size = (max(16, triton.next_power_of_2(n)) for n in (key_size, size))
+    padded_value = max(16, triton.next_power_of_2(value_size))
+
+    qs, taken, ks = mixed_NC.new_empty(3, num_chunks, heads, size, key_size)
+    within = mixed_NC.new_empty(num_chunks, heads, size, size)
+    values = mixed_NC.new_empty(num_chunks, heads, size, value_size)
+    whole = mixed_NC.new_empty(num_chunks, heads)
+    _solve[(num_chunks, heads)](
+        mixed_NC.contiguous(), decay_NH.contiguous(), beta_NH.contiguous(), chunks.tokens_UJ,
+        qs, within, values, taken, ks, whole, count, key_size**-0.5, NORM_EPS, heads,
+        heads // rule.num_key_heads, key_size, value_size, size, padded_key, padded_value,
+        padded_size, num_warps=8,
+    )  # fmt: skip
+
+    read = mixed_NC.new_empty(count, heads, value_size)
+    kept = mixed_NC.new_empty(len(chunks.kept_Y), heads, key_size, value_size)
+    numbers = min(VALUES, padded_value)
+    _scan[(len(memory_BHKV), heads, triton.cdiv(value_size, numbers))](
+        qs, within, values, taken, ks, whole, chunks.tokens_UJ, chunks.sequences_B,
+        chunks.num_chunks_B, chunks.firsts_S, chunks.keep_U, memory_BHKV.contiguous(), read, kept,
+        count, heads, key_size, value_size, size, padded_key, numbers, padded_size, num_warps=4,
+    )  # fmt: skip
+    return read, kept
