@@ -120,7 +120,7 @@ OUTSIDE: dict[str, set[str]] = {
     "bench": {"torch", "numpy", "zstandard"},
     "bench.engine": {"transformers"},
     "bench.gateway": {"aiohttp", "uvloop"},
-    "bench.realtime": {"aiohttp"},
+    "bench.realtime": {"aiohttp", "rich"},
     "bench._realtime_tasks": {"aiohttp"},
     "bench._kills": {"aiohttp", "msgspec", "uvloop"},
     "bench._load": {"msgspec"},

@@ -98,7 +98,7 @@ async def test_killed_in_every_state_twice(tmp_path: Path) -> None:
     samples = [sample for entry in batched for sample in entry.samples]
     assert len(samples) == len(set(samples)), "a session is trained on twice"
     changes = TrafficLog(run.objects).changes()
-    words = Counter((change.action, change.version) for change in changes)
+    words = Counter((each.action, each.version, each.traffic.share) for each in changes)
     assert all(count == 1 for count in words.values()), words
     loop = open_loop(run, run.config())
     found = loop.sort_out(loop.last.traffic.version, loop.last.traffic)
