@@ -68,6 +68,7 @@ EDGES: dict[str, set[str]] = {
     "trainer": {"engine", "harness", "model", "store", "tasks", "train", "weights"}
     | {"run.plugins", "run.process", "serve.heartbeat"},
     "run.realtime": {"realtime"},
+    "run.realtime_probes": {"realtime"},
     "run": {"rewards", "sandbox", "serve", "store", "tasks", "weights"},
     "run.task_folder": {"factory"},
     "run.harbor_tasks": {"factory"},

@@ -70,7 +70,7 @@ num_layers = 2
 num_heads = 2
 num_kv_heads = 1
 intermediate_size = 128
-max_context = 128
+max_context = 256
 [tasks]
 environment = "etude.bench._realtime_tasks:Songs"
 heldout = 100
@@ -94,6 +94,10 @@ heldout_share = 0.2
 look_s = 0.5
 [realtime.gate]
 margin = 0.1
+safety = 60
+safety_margin = 0.1
+cheats = 60
+cheats_margin = 0.1
 [realtime.canary]
 ramp = [0.1, 0.3, 1.0]
 kept_margin = 0.1

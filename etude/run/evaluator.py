@@ -18,10 +18,12 @@ import aiohttp
 from etude.core.config import RunConfig
 from etude.core.events import EvalDone, Event
 from etude.core.lineage import periodic_versions, stage_of
-from etude.core.protocols import WeightStore
+from etude.core.protocols import Environment, WeightStore
+from etude.core.rewards_config import RewardsConfig
 from etude.run.controller import build_runner, open_environment, read_tasks
 from etude.run.evaluate import evaluate_and_keep, report_name
 from etude.run.process import run_process
+from etude.run.realtime_probes import Probes
 from etude.serve.alone import PolicySessions
 from etude.serve.worker import own_engine
 from etude.serve.worker_protocol import read_model_files
@@ -71,7 +73,7 @@ async def evaluating(
     files = read_model_files(run)
     fetch = Follower(Chain(run.objects), name="evaluator").fetch
     async with (
-        open_environment(config) as (environment, _),
+        open_environment(config) as (environment, pool),
         own_engine(files, fetch, config) as engine,
         aiohttp.ClientSession() as http,
     ):
@@ -81,13 +83,18 @@ async def evaluating(
 
         async def evaluate(version: int, split: str, samples: int = 1) -> None:
             temperature = config.eval.temperature_of(samples)
-            runner = build_runner(
-                config, environment, sessions, http, desk=None, temperature=temperature
-            )
+            asked: Environment = environment
+            how = config
+            if split in Probes.suites:
+                assert config.realtime is not None
+                asked = Probes(pool, config.realtime.gate, config.seed)
+                # they score themselves: what the run makes of its own parts is not about them
+                how = config.model_copy(update={"rewards": RewardsConfig(detector="off")})
+            runner = build_runner(how, asked, sessions, http, desk=None, temperature=temperature)
             await engine.load(version)
             await evaluate_and_keep(
                 run,
-                await read_tasks(environment, config.tasks, split),
+                await read_tasks(asked, config.tasks, split),
                 runner.attempt,
                 stage=stage_of(version, config.stage),
                 split=split,

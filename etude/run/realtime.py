@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -41,6 +41,7 @@ from etude.realtime.cycle import (
     user_outcomes,
 )
 from etude.realtime.gate import Outcomes, Suite, Verdict, judge
+from etude.realtime.probes import PROBE_SUITES
 from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
@@ -48,6 +49,7 @@ from etude.store.realtime import TrafficLog, base_of, forget_user, forgotten, pu
 from etude.store.runs import Run
 
 Tell = Callable[[str], None]
+CHEATS = "cheats"
 
 
 class Users(Protocol):
@@ -69,7 +71,7 @@ class Stage:
     max_tokens: int
     """Of a row."""
     splits: tuple[str, ...]
-    """Of held-out tasks, that a version must pass."""
+    """Of held-out tasks, and suites of probes, that a version must pass."""
 
 
 class RealtimeLoop:
@@ -276,18 +278,14 @@ class RealtimeLoop:
 
     def judge(self, candidate: int, live: int) -> Verdict:
         gate = self.config.gate
-        suites, outcomes = gate_suites(gate, self.stage.splits), {}
-        for split in self.stage.splits:
-            reports = [
+        reports = {
+            split: [
                 self.run.eval(report_name(version, split, gate.samples), Report)
                 for version in (live, candidate)
             ]
-            outcomes[split] = Outcomes(
-                attempts=gate.samples,
-                live=reports[0].solved_by_task,
-                candidate=reports[1].solved_by_task,
-            )
-        return judge(outcomes, suites)
+            for split in self.stage.splits
+        }
+        return judge(gate_outcomes(reports, gate.samples), gate_suites(gate, self.stage.splits))
 
     def compare(self, action: Compare) -> None:
         last, now = self.last, self._now()
@@ -350,6 +348,22 @@ def signal_table(config: RealtimeConfig) -> SignalTable:
 
 
 def gate_suites(config: GateConfig, splits: tuple[str, ...]) -> tuple[Suite, ...]:
+    margins = {"safety": config.safety_margin, CHEATS: config.cheats_margin}
     return tuple(
-        Suite(name=split, margin=config.margin, confidence=config.confidence) for split in splits
+        Suite(name=split, margin=margins.get(split, config.margin), confidence=config.confidence)
+        for split in splits
     )
+
+
+def gate_outcomes(reports: Mapping[str, Sequence[Report]], attempts: int) -> dict[str, Outcomes]:
+    """By suite, from the reports on the live version and on the candidate. Who cheats does so at
+    work, too: whether attempts at tasks were honest counts among the traps."""
+    found = {}
+    for suite, pair in reports.items():
+        live, candidate = (dict(report.solved_by_task) for report in pair)
+        if suite == CHEATS:
+            for split in reports.keys() - PROBE_SUITES:
+                for tasks, report in zip((live, candidate), reports[split], strict=True):
+                    tasks |= {f"{split}/{id}": count for id, count in report.honest_by_task.items()}
+        found[suite] = Outcomes(attempts=attempts, live=live, candidate=candidate)
+    return found
