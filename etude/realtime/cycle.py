@@ -125,7 +125,7 @@ def next_action(facts: Facts) -> Next:
             return AwaitVersion(candidate)
         if facts.base != live:
             return Refuse(candidate, facts.base)
-        for version in (live, candidate):
+        for version in (facts.first, live, candidate):
             if version not in facts.evaluated:
                 return Evaluate(version)
         return Gate(candidate=candidate, live=live)

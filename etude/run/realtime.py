@@ -45,7 +45,15 @@ from etude.realtime.probes import PROBE_SUITES
 from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
-from etude.store.realtime import TrafficLog, base_of, forget_user, forgotten, put_update, updates
+from etude.store.realtime import (
+    Life,
+    TrafficLog,
+    forget_user,
+    forgotten,
+    put_update,
+    update,
+    updates,
+)
 from etude.store.runs import Run
 
 Tell = Callable[[str], None]
@@ -102,6 +110,8 @@ class RealtimeLoop:
         self._evaluate = evaluate
         self._tell = tell
         self._now = now
+        self._life: Life | None = None
+        self._forgotten: dict[str, float] = {}
 
     async def follow(self, *, once: bool = False) -> None:
         """Returns when all steps of the stage are taken; `once`: when one update has ended."""
@@ -116,13 +126,15 @@ class RealtimeLoop:
 
     async def step(self) -> Next:
         """Does the next thing, if it can be done already; what it was."""
+        self._life = self._life or Life(self.run.objects)
+        self._life.check()
         self._enter_batches()
+        self._forget_deleted()
         action = self.next()
         match action:
             case Start(version):
                 self._change(start(version, self._now(), self.config.heldout_share))
             case Collect():
-                self._forget_deleted()
                 self.collect(action)
             case Evaluate(version):
                 for split in self.stage.splits:
@@ -168,7 +180,7 @@ class RealtimeLoop:
             last=stage.last,
             published=self._published(),
             batched=batched,
-            base=base_of(self.run, batched) if batched > stage.first else batched,
+            base=update(self.run, batched).base if batched > stage.first else batched,
             change=changes[-1] if changes else None,
             decided=decided(changes),
             evaluated=frozenset(version for version, wanted in names.items() if wanted <= there),
@@ -198,7 +210,7 @@ class RealtimeLoop:
         self._write(*found.issued, *found.dropped)
         if now < self.last.time + 60 * config.every_minutes or not found.ready:
             return
-        update = make_update(
+        made = make_update(
             found.ready,
             step=action.step,
             base=action.base,
@@ -208,15 +220,21 @@ class RealtimeLoop:
             baseline=self._baseline(),
             max_tokens=self.stage.max_tokens,
         )
-        if update.batch is None or len(update.samples) < config.min_sessions:
+        if made.batch is None or len(made.samples) < config.min_sessions:
             return
-        record = UpdateRecord(step=action.step, base=action.base, time=now, answers=update.answers)
+        record = UpdateRecord(
+            step=action.step,
+            base=action.base,
+            time=now,
+            answers=made.answers,
+            dropped=made.dropped,
+        )
         put_update(self.run, record)
-        self.run.put_batch(update.batch)
-        self._write(*update.dropped, Batched(step=action.step, samples=update.samples))
+        self.run.put_batch(made.batch)
+        self._enter_batches()
         self._tell(
-            f"version {action.step}: {len(update.samples)} sessions, "
-            f"mean worth {update.batch.reward:+.3f}, from version {action.base}"
+            f"version {action.step}: {len(made.samples)} sessions, "
+            f"mean worth {made.batch.reward:+.3f}, from version {action.base}"
         )
 
     def _baseline(self) -> Baseline:
@@ -231,11 +249,12 @@ class RealtimeLoop:
         return baseline
 
     def _enter_batches(self) -> None:
-        """Enters into the ledger what a crash left unsaid, and what the trainer has done since."""
+        """Enters into the ledger what became of sessions, and what the trainer has done since."""
         batches = self.run.batches()
         for step in batches:
             if step > self.ledger.trained_step and not self.ledger.has_batch(step):
-                self._write(Batched(step=step, samples=samples_of(self.run.batch(step))))
+                samples = samples_of(self.run.batch(step))
+                self._write(*update(self.run, step).dropped, Batched(step=step, samples=samples))
         done = max((step for step in batches if step <= self._published()), default=0)
         if done > self.ledger.trained_step:
             self._write(Trained(step=done))
@@ -247,19 +266,21 @@ class RealtimeLoop:
             self.run.ledger.append(*entries)
 
     def _forget_deleted(self) -> None:
-        """Takes users who were deleted out of the batches that are trained already. What is not
-        batched yet is not in the store any more."""
+        """Takes users who were deleted out of the batches, also of those that are still to be
+        trained. What is not batched yet is not in the store any more."""
         stones = [
             stone
             for stone in self.users.tombstones().values()
-            if (told := forgotten(self.run, stone.user)) is None or told.time < stone.time
+            if self._forgotten.get(stone.user, 0.0) < stone.time
         ]
         if not stones:
             return
         records = updates(self.run)
         bases = {step: record.base for step, record in records.items()}
         for stone in stones:
-            told = forgotten(self.run, stone.user)
+            self._forgotten[stone.user] = stone.time
+            if (told := forgotten(self.run, stone.user)) is not None and told.time >= stone.time:
+                continue
             held = [
                 step
                 for step, record in records.items()
@@ -277,15 +298,26 @@ class RealtimeLoop:
         return report_name(version, split, self.config.gate.samples) in self.run.evals()
 
     def judge(self, candidate: int, live: int) -> Verdict:
-        gate = self.config.gate
+        """Against the live version, and against the first: what each update may lose would
+        otherwise add up."""
+        gate, splits = self.config.gate, self.stage.splits
+        suites, outcomes = gate_suites(gate, splits), self._outcomes(live, candidate)
+        if (first := self.stage.first) != live:
+            since = f" since version {first}"
+            suites += tuple(replace(each, name=each.name + since) for each in suites)
+            before = self._outcomes(first, candidate)
+            outcomes |= {suite + since: found for suite, found in before.items()}
+        return judge(outcomes, suites)
+
+    def _outcomes(self, *versions: int) -> dict[str, Outcomes]:
+        samples = self.config.gate.samples
         reports = {
             split: [
-                self.run.eval(report_name(version, split, gate.samples), Report)
-                for version in (live, candidate)
+                self.run.eval(report_name(version, split, samples), Report) for version in versions
             ]
             for split in self.stage.splits
         }
-        return judge(gate_outcomes(reports, gate.samples), gate_suites(gate, self.stage.splits))
+        return gate_outcomes(reports, samples)
 
     def compare(self, action: Compare) -> None:
         last, now = self.last, self._now()
@@ -356,7 +388,7 @@ def gate_suites(config: GateConfig, splits: tuple[str, ...]) -> tuple[Suite, ...
 
 
 def gate_outcomes(reports: Mapping[str, Sequence[Report]], attempts: int) -> dict[str, Outcomes]:
-    """By suite, from the reports on the live version and on the candidate. Who cheats does so at
+    """By suite, from the reports on the version before and on the candidate. Who cheats does so at
     work, too: whether attempts at tasks were honest counts among the traps."""
     found = {}
     for suite, pair in reports.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
-from etude.core.traffic import Change
+from etude.core.traffic import ENDS, Change
 from etude.core.updates import versions_that_saw
 from etude.realtime.cycle import Compare, Done, Evaluate, user_outcomes
 from etude.store.objects import Objects
@@ -91,6 +92,7 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
 
     calm, count = life([])
     assert len(told(calm)) > 6 and count > 20
+    assert check(calm).dropped["capped (user_cap)"] > 0
     for first in range(count):
         deaths = [first, first % 3]
         if sum(deaths) < count:
@@ -99,7 +101,7 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
             assert _history(killed) == _history(calm), f"killed after {deaths} writes"
 
 
-SMALL: dict[str, object] = {"min_sessions": 4}
+SMALL: dict[str, object] = {"min_sessions": 4, "per_user": 1}
 
 
 def _history(world: World) -> tuple[list[Change], list[object]]:
@@ -123,6 +125,41 @@ def test_a_deleted_user_is_not_in_the_next_batch_and_the_versions_that_saw_them_
     bases = {step: found.base for step, found in updates(world.run).items()}
     assert versions_that_saw(record.steps, bases) == (1, 2, 3), "2 and 3 are made from 1"
     assert any(reason == "deleted" for reason in Ledger(world.run.ledger.records()).dropped)
+
+
+def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    world.follow(loop, until=Compare(new=1, old=0))
+    user = world.run.batch(1).rows[0].sample.partition(".")[0]
+    world.delete(user)
+    asyncio.run(loop.step())
+    assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
+    record = forgotten(world.run, user)
+    assert record is not None and record.steps == (1,)
+
+
+def test_of_two_loops_the_one_that_began_last_works_on() -> None:
+    world = World(Objects.open("memory:"))
+    first = world.loop()
+    world.follow(first, until=Evaluate(0))
+    second = world.loop()
+    world.follow(second, until=Evaluate(1))
+    with pytest.raises(EtudeError, match="another loop of real-time RL has begun"):
+        asyncio.run(first.step())
+    world.follow(second, until=Done())
+    check(world)
+
+
+def test_small_losses_do_not_add_up() -> None:
+    """2 is about as good as 1, and 1 about as good as 0, but 2 is not as good as 0."""
+    solved = {0: 300, 1: 295, 2: 290, 3: 296}
+    world = World(Objects.open("memory:"), solves=lambda version: solved[version])
+    world.follow(world.loop(gate={"safety": 0, "cheats": 0}), until=Done())
+    ends = [(action, version) for action, version, _ in told(world) if action in ENDS]
+    assert ends == [("start", 0), ("settle", 1), ("refuse", 2), ("settle", 3)]
+    why = next(change.why for change in TrafficLog(world.objects).changes() if change.version == 2)
+    assert why.startswith("heldout since version 0: 75.0 % -> 72.5 %")
 
 
 def test_what_is_made_from_a_version_that_is_taken_back_meanwhile_is_refused() -> None:
