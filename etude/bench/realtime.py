@@ -108,7 +108,7 @@ control_share = 0.3
 [[stage]]
 kind = "rl"
 steps = 40
-lr = 3e-3
+lr = 5e-3
 warmup_steps = 0
 """
 PRODUCTION = 'user_key_file = "user.key"\nfeedback_per_minute = 6000.0\n'
@@ -116,6 +116,8 @@ SABOTEURS = 0.05
 USERS = 10_000
 ASKING = 8
 """Users at once."""
+PAUSE_S = 0.2
+"""Between two of them: what a population says must not take all processors."""
 DAY_SESSIONS = 4000
 """Sessions of all users after which a day is over: tastes drift by the day."""
 DRIFT = 0.03
@@ -241,6 +243,7 @@ async def _live(
             while True:
                 with contextlib.suppress(TimeoutError):
                     await product.use(http)
+                await asyncio.sleep(PAUSE_S)
 
         asking = [group.create_task(keep_asking()) for _ in range(ASKING)]
         await _until(lambda: _settled(store) >= updates, loop)
