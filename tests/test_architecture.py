@@ -82,6 +82,7 @@ EDGES: dict[str, set[str]] = {
     "dash": {"store"},
     "factory": {"rewards", "sandbox"},
     "dash.fleet": {"weights.manifest"},
+    "dash.realtime": {"weights.manifest"},
     "dash.server": {"model.directory", "model.tokenizer"},
     "rewards": {"tasks.repair"},
     "engine": {"model"},

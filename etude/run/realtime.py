@@ -338,8 +338,7 @@ class RealtimeLoop:
             decision = decide(replace(self.plan, first_slack=1.0), 0, users)
         control = self.config.canary.control_share
         if (change := after_look(last, decision, now, control_share=control)) is not None:
-            evidence = {f"{each.metric.name} gain": each.gain for each in decision.figures}
-            self._change(replace(change, evidence=evidence))
+            self._change(change)
 
     def _first_seen(self, version: int) -> float:
         return min(
