@@ -99,6 +99,9 @@ class RealtimeConfig(Config):
     """Sessions of one user in a batch, at most."""
     per_organisation_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a batch that comes from one organisation, at most."""
+    simulated_share: Share = 0.0
+    """Weight of rollouts of tasks (`tasks.train`) in a batch, beside what users did. The live
+    version makes them when the batch is due: `groups_per_step` of the stage, `group_size` each."""
     heldout_share: Share = 0.02
     """Users who never see an update, to measure all of them against. They need workers of the pool
     `heldout`."""

@@ -20,9 +20,9 @@ from etude.core.ledger import Batched, Entry, Ledger, Trained
 from etude.core.realtime_config import CanaryConfig, GateConfig, RealtimeConfig
 from etude.core.recorded import Sessions
 from etude.core.traffic import Change, Traffic, decided, refuse, start
-from etude.core.updates import Forgotten, UpdateRecord, versions_that_saw
+from etude.core.updates import Forgotten, UpdateRecord, is_of_user, versions_that_saw
 from etude.realtime.canary import CanaryPlan, Metric, decide
-from etude.realtime.collect import Rules, Sorted, make_update, samples_of, sort_out
+from etude.realtime.collect import Rules, Sorted, make_update, mixed, samples_of, sort_out
 from etude.realtime.credit import BASELINE, Baseline, CreditSample
 from etude.realtime.cycle import (
     Collect,
@@ -45,6 +45,8 @@ from etude.realtime.probes import PROBE_SUITES
 from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
+from etude.run.journal import group_of
+from etude.run.realtime_simulated import Simulated, issued
 from etude.store.realtime import (
     Life,
     TrafficLog,
@@ -84,7 +86,8 @@ class Stage:
 
 class RealtimeLoop:
     """`published`: the newest version, or -1. `evaluate`: returns when the report of a version on a
-    split, with so many attempts, is in the store."""
+    split, with so many attempts, is in the store. `simulate`: has a version attempt tasks for a
+    step."""
 
     def __init__(
         self,
@@ -95,6 +98,7 @@ class RealtimeLoop:
         *,
         published: Callable[[], int],
         evaluate: Callable[[int, str, int], Awaitable[None]],
+        simulate: Callable[[int, int], Awaitable[Simulated]],
         tell: Tell = lambda text: None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -108,6 +112,7 @@ class RealtimeLoop:
         self.ledger = Ledger(run.ledger.records())
         self._published = published
         self._evaluate = evaluate
+        self._simulate = simulate
         self._tell = tell
         self._now = now
         self._life: Life | None = None
@@ -135,7 +140,7 @@ class RealtimeLoop:
             case Start(version):
                 self._change(start(version, self._now(), self.config.heldout_share))
             case Collect():
-                self.collect(action)
+                await self.collect(action)
             case Evaluate(version):
                 for split in self.stage.splits:
                     if not self._has_report(version, split):
@@ -204,7 +209,7 @@ class RealtimeLoop:
         )
         return sort_out(self.outcomes(), self.ledger, rules, now=self._now())
 
-    def collect(self, action: Collect) -> None:
+    async def collect(self, action: Collect) -> None:
         config, now = self.config, self._now()
         found = self.sort_out(action.base, self.last.traffic)
         self._write(*found.issued, *found.dropped)
@@ -222,15 +227,19 @@ class RealtimeLoop:
         )
         if made.batch is None or len(made.samples) < config.min_sessions:
             return
+        batch, dropped = made.batch, made.dropped
+        if config.simulated_share:
+            simulated = await self._simulate(action.base, action.step)
+            for group in simulated.groups:
+                self.run.put_group(group)
+            dropped += simulated.dropped
+            if simulated.batch is not None:
+                batch = mixed(batch, simulated.batch, config.simulated_share)
         record = UpdateRecord(
-            step=action.step,
-            base=action.base,
-            time=now,
-            answers=made.answers,
-            dropped=made.dropped,
+            step=action.step, base=action.base, time=now, answers=made.answers, dropped=dropped
         )
         put_update(self.run, record)
-        self.run.put_batch(made.batch)
+        self.run.put_batch(batch)
         self._enter_batches()
         self._tell(
             f"version {action.step}: {len(made.samples)} sessions, "
@@ -254,7 +263,11 @@ class RealtimeLoop:
         for step in batches:
             if step > self.ledger.trained_step and not self.ledger.has_batch(step):
                 samples = samples_of(self.run.batch(step))
-                self._write(*update(self.run, step).dropped, Batched(step=step, samples=samples))
+                dropped = update(self.run, step).dropped
+                named = {*samples, *(sample for drop in dropped for sample in drop.samples)}
+                groups = sorted({group_of(each) for each in named if not is_of_user(each)})
+                begun = [issued(self.run.group(group)) for group in groups]
+                self._write(*begun, *dropped, Batched(step=step, samples=samples))
         done = max((step for step in batches if step <= self._published()), default=0)
         if done > self.ledger.trained_step:
             self._write(Trained(step=done))

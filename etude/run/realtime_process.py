@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
 from etude.core.config import RunConfig
@@ -15,6 +16,7 @@ from etude.core.types import EVAL_SPLITS
 from etude.run.process import run_process
 from etude.run.realtime import RealtimeLoop, Stage
 from etude.run.realtime_probes import probe_suites
+from etude.run.realtime_simulated import simulate
 from etude.serve.production.place import Place
 from etude.store.runs import Run
 from etude.store.telemetry import event_writer
@@ -63,6 +65,7 @@ def open_loop(run: Run, config: RunConfig) -> RealtimeLoop:
         ),
         published=published,
         evaluate=evaluate,
+        simulate=partial(simulate, run, config),
         tell=lambda text: print(text, flush=True),
     )
 

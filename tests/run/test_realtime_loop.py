@@ -11,7 +11,7 @@ from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
 from etude.core.traffic import ENDS, Change
-from etude.core.updates import versions_that_saw
+from etude.core.updates import is_of_user, versions_that_saw
 from etude.realtime.cycle import Compare, Done, Evaluate, user_outcomes
 from etude.store.objects import Objects
 from etude.store.production import digest
@@ -32,7 +32,7 @@ def check(world: World) -> Ledger:
     assert len(trained) == len(set(trained)), "a sample is trained twice"
     entered = [e for e in world.run.ledger.records() if isinstance(e, Batched)]
     assert sorted(s for e in entered for s in e.samples) == sorted(trained)
-    assert set(ledger.samples()) <= world.asked
+    assert {sample for sample in ledger.samples() if is_of_user(sample)} <= world.asked
     assert ledger.issued == ledger.trained + ledger.dropped.total() + ledger.in_flight
     deployed = Counter((action, version) for action, version, _ in told(world))
     assert all(count == 1 for (action, _), count in deployed.items() if action != "canary")
@@ -101,7 +101,7 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
             assert _history(killed) == _history(calm), f"killed after {deaths} writes"
 
 
-SMALL: dict[str, object] = {"min_sessions": 4, "per_user": 1}
+SMALL: dict[str, object] = {"min_sessions": 4, "per_user": 1, "simulated_share": 0.2}
 
 
 def _history(world: World) -> tuple[list[Change], list[object]]:
@@ -208,6 +208,19 @@ def test_a_canary_that_could_not_be_watched_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ValueError, match="ramp|control_share"):
         config(canary=canary)
+
+
+def test_rollouts_of_tasks_are_trained_on_beside_users_and_balance_in_the_ledger() -> None:
+    world = World(Objects.open("memory:"))
+    world.follow(world.loop(simulated_share=0.25), until=Done())
+    ledger = check(world)
+    assert ledger.dropped["no_signal"] == 2 * STAGE.last
+    for step in world.run.batches():
+        rows = world.run.batch(step).rows
+        simulated = [row for row in rows if not is_of_user(row.sample)]
+        assert [row.sample for row in simulated] == [f"s{step:06d}-0000.{n}" for n in (0, 1)]
+        assert len(rows) >= 12 + 2
+        assert {span.version for row in simulated for span in row.versions} == {step - 1}
 
 
 def test_nothing_is_trained_beyond_the_last_step() -> None:
