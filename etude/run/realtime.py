@@ -46,7 +46,7 @@ from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
 from etude.run.journal import group_of
-from etude.run.realtime_simulated import Simulated, issued
+from etude.run.realtime_simulated import Simulated, issued, list_rollouts
 from etude.store.realtime import (
     Life,
     TrafficLog,
@@ -265,8 +265,10 @@ class RealtimeLoop:
                 samples = samples_of(self.run.batch(step))
                 dropped = update(self.run, step).dropped
                 named = {*samples, *(sample for drop in dropped for sample in drop.samples)}
-                groups = sorted({group_of(each) for each in named if not is_of_user(each)})
-                begun = [issued(self.run.group(group)) for group in groups]
+                ids = sorted({group_of(each) for each in named if not is_of_user(each)})
+                if groups := [self.run.group(id) for id in ids]:
+                    list_rollouts(self.run, step, groups, dropped)
+                begun = map(issued, groups)
                 self._write(*begun, *dropped, Batched(step=step, samples=samples))
         done = max((step for step in batches if step <= self._published()), default=0)
         if done > self.ledger.trained_step:

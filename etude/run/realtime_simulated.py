@@ -7,6 +7,7 @@ attempt stands in the store and in the ledger, as there.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -18,8 +19,9 @@ from etude.core.seeds import derive
 from etude.core.stages import RlConfig
 from etude.core.types import Batch, Group, Task
 from etude.run.controller import build_runner, read_tasks
-from etude.run.journal import drops, sample_ids
+from etude.run.journal import drops, sample_ids, with_fate
 from etude.run.loop import RunAttempt, assemble_batch
+from etude.store.rollouts import RolloutLog, group_rows
 from etude.store.runs import Run
 
 
@@ -49,6 +51,22 @@ def issued(group: Group) -> Issued:
         task=group.task,
         samples=tuple(trajectory.id for trajectory in group.trajectories),
         version=group.admitted,
+    )
+
+
+def list_rollouts(run: Run, step: int, groups: Sequence[Group], dropped: Sequence[Dropped]) -> None:
+    """The rows of the groups of a step, with what became of each attempt; once, however often it
+    is called."""
+    log = RolloutLog(run.objects)
+    listed = log.groups()
+    fates = {sample: drop.label for drop in dropped for sample in drop.samples}
+    log.append(
+        [
+            with_fate(row, fates.get(row.id, step))
+            for group in groups
+            if group.id not in listed
+            for row in group_rows(group)
+        ]
     )
 
 

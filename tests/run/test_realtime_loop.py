@@ -16,6 +16,7 @@ from etude.realtime.cycle import Compare, Done, Evaluate, user_outcomes
 from etude.store.objects import Objects
 from etude.store.production import digest
 from etude.store.realtime import TrafficLog, forgotten, updates
+from etude.store.rollouts import RolloutLog
 from tests.run.fake_stage import Mortal
 from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded, said
 
@@ -107,7 +108,8 @@ SMALL: dict[str, object] = {"min_sessions": 4, "per_user": 1, "simulated_share":
 def _history(world: World) -> tuple[list[Change], list[object]]:
     batches = [world.run.batch(step) for step in world.run.batches()]
     ledger = Ledger(world.run.ledger.records())
-    return TrafficLog(world.objects).changes(), [*batches, ledger.issued, ledger.dropped]
+    rows = RolloutLog(world.objects).rows()
+    return TrafficLog(world.objects).changes(), [*batches, ledger.issued, ledger.dropped, rows]
 
 
 def test_a_deleted_user_is_not_in_the_next_batch_and_the_versions_that_saw_them_are_named() -> None:
@@ -215,6 +217,10 @@ def test_rollouts_of_tasks_are_trained_on_beside_users_and_balance_in_the_ledger
     world.follow(world.loop(simulated_share=0.25), until=Done())
     ledger = check(world)
     assert ledger.dropped["no_signal"] == 2 * STAGE.last
+    rows = RolloutLog(world.objects).rows()
+    assert sorted((row.step or 0, row.dropped or "") for row in rows) == [(0, "no_signal")] * 6 + [
+        (step, "") for step in (1, 1, 2, 2, 3, 3)
+    ]
     for step in world.run.batches():
         rows = world.run.batch(step).rows
         simulated = [row for row in rows if not is_of_user(row.sample)]
