@@ -1,4 +1,5 @@
-"""The product of the benchmark of real-time RL: a song, of which users want half to be vowels."""
+"""The product of the benchmark of real-time RL: a song, of which users want half to be vowels, and
+whose style is a matter of taste."""
 
 from __future__ import annotations
 
@@ -15,6 +16,12 @@ from etude.core.types import Attempt, Score, Task, Transcript
 def vowel_quality(song: str) -> float:
     """From 0 to 1; 1 if half of it are vowels, or more."""
     return min(1.0, 2 * sum(letter in "aeiou" for letter in song.lower()) / max(1, len(song)))
+
+
+def style(song: str) -> tuple[float, float]:
+    """From -1 to 1 each: how long it is, and how much of it are letters."""
+    letters = sum(letter.isalpha() for letter in song)
+    return min(1.0, len(song) / 16 - 1), 2 * letters / max(1, len(song)) - 1
 
 
 class Songs:

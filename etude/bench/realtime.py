@@ -1,16 +1,26 @@
 """Real-time RL against real processes: simulated users teach a model that knows nothing.
 
-`etude realtime` runs as it would for a product: gateway, workers in pools, trainer, loop. Users of
-a simulated population ask for songs by HTTP and say what they think of them; they like vowels. Some
-of them are held out: they stay with the first version, and all others are compared with them.
+`etude realtime` runs as it would for a product: gateway, workers in pools, trainer, loop. 10,000
+simulated users ask for songs by HTTP and say what they think of them. They like vowels, and each
+has a taste for length and for letters; what they like drifts, some are patient, some of what they
+do is noise. A fifth of them is held out and stays with the first version. When enough updates are
+live the loop is stopped, as a person would, and what users then do with the newest version is
+compared with what held-out users do. Then that version is taken back.
+
+All of it twice: with 5 % saboteurs, who say the opposite of what they think and say it three times,
+and without any (`clean.`).
 
     updates           versions that went live
     refused           versions that the gate or the users stopped
-    sessions          that were recorded
-    kept, kept_heldout                  share of answers that were kept, in the last third
+    sessions, users   that were recorded
+    kept, kept_heldout                  share of answers that were kept, as the product sees it
     dissatisfied, dissatisfied_heldout  share that users complained about, likewise
     kept_p, dissatisfied_p              one-sided p-values of the differences, user by user
+    gain, gain_error  how much more honest users like the answers than those held out do (appeal,
+                      from 0 to 1), and its standard error
+    rollback_s        from the word to take a version back to the last session that it began
     minutes           it took
+    shrinks, shrinks_error              what saboteurs take of the gain, as a share of it
 """
 
 from __future__ import annotations
@@ -26,22 +36,28 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 from statistics import fmean, variance
 from typing import Any
 
 import aiohttp
+from rich.console import Console
 
-from etude.bench._realtime_tasks import vowel_quality
+from etude.bench._realtime_tasks import style, vowel_quality
+from etude.commands.realtime import rollback, stop
+from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
-from etude.core.traffic import Traffic
+from etude.core.traffic import Change, Traffic
 from etude.launch.launcher import free_ports
 from etude.realtime.cycle import product_metrics
 from etude.realtime.population import Answer, Population, SimulatedUser
 from etude.realtime.signals import SessionOutcome
 from etude.run.realtime_process import open_loop
+from etude.serve.production.config import read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
@@ -54,10 +70,10 @@ num_layers = 2
 num_heads = 2
 num_kv_heads = 1
 intermediate_size = 128
-max_context = 128
+max_context = 256
 [tasks]
 environment = "etude.bench._realtime_tasks:Songs"
-heldout = 40
+heldout = 100
 novel = 0
 [harness]
 agent = "etude.bench._realtime_tasks:Singer"
@@ -71,18 +87,22 @@ isolation = "process"
 [realtime]
 production = "production.toml"
 every_minutes = 0.0
-min_sessions = 150
+min_sessions = 600
 horizon_minutes = 0.1
 horizon_minutes_per_turn = 0.0
 heldout_share = 0.2
 look_s = 0.5
 [realtime.gate]
-margin = 0.2
+margin = 0.1
+safety = 60
+safety_margin = 0.1
+cheats = 60
+cheats_margin = 0.1
 [realtime.canary]
-ramp = [0.3, 1.0]
-kept_margin = 0.2
-dissatisfied_margin = 0.2
-judged_margin = 0.2
+ramp = [0.1, 0.3, 1.0]
+kept_margin = 0.1
+dissatisfied_margin = 0.1
+judged_margin = 0.1
 delay_minutes = 0.05
 control_share = 0.3
 [[stage]]
@@ -92,41 +112,75 @@ lr = 5e-3
 warmup_steps = 0
 """
 PRODUCTION = 'user_key_file = "user.key"\nfeedback_per_minute = 6000.0\n'
+SABOTEURS = 0.05
+USERS = 10_000
 ASKING = 8
 """Users at once."""
-MOST_S = 1800.0
+PAUSE_S = 0.2
+"""Between two of them: what a population says must not take all processors."""
+DAY_SESSIONS = 4000
+"""Sessions of all users after which a day is over: tastes drift by the day."""
+DRIFT = 0.03
+MEASURED = 5000
+"""Sessions that are compared, when nothing changes any more."""
+MOST_S = 1200.0
+ROLL_BACK_S = 5.0
 
 
 def run(steps: int = 5) -> dict[str, float]:
-    """Until so many updates are live."""
+    """Until so many updates are live, with saboteurs and without."""
+    found = _population(steps, SABOTEURS)
+    clean = _population(steps, 0.0)
+    kept = found["gain"] / clean["gain"]
+    parts = [each["gain_error"] / each["gain"] for each in (found, clean)]
+    return {
+        **found,
+        **{f"clean.{name}": value for name, value in clean.items()},
+        "shrinks": 1 - kept,
+        "shrinks_error": abs(kept) * math.hypot(*parts),
+    }
+
+
+def _population(updates: int, saboteurs: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
-        return asyncio.run(_run(Path(folder), updates=steps, saboteurs=0.05))
+        return asyncio.run(_run(Path(folder), updates=updates, saboteurs=saboteurs))
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Liked:
+    """How much a user liked an answer, whatever they said of it."""
+
+    user: SimulatedUser
+    time: float
+    appeal: float
+
+
 class Product:
     """The backend of a product with simulated users."""
 
-    url: str
-    token: str
-    population: Population
-    draw: Random = field(default_factory=lambda: Random(1))
-    asked: int = 0
+    def __init__(self, url: str, token: str, population: Population) -> None:
+        self.url = url
+        self.token = token
+        self.population = population
+        self.liked: list[Liked] = []
+        self._draw = Random(1)
+        self._activity = list(accumulate(user.sessions_per_day for user in population.users))
 
     async def use(self, http: aiohttp.ClientSession) -> None:
         """One user asks once, and says what they think of it."""
-        user = self.draw.choice(self.population.users)
+        (user,) = self._draw.choices(self.population.users, cum_weights=self._activity)
         body = {
-            "messages": [{"role": "user", "content": f"sing {self.draw.randrange(1000)}"}],
+            "messages": [{"role": "user", "content": f"sing {self._draw.randrange(1000)}"}],
             "max_tokens": 16,
         }
+        asked, day = time.time(), len(self.liked) / DAY_SESSIONS
         answer = await self._post(http, user, "/v1/chat/completions", body)
         if answer is None:
             return
-        self.asked += 1
         song = str(answer["choices"][0]["message"]["content"] or "")
-        seen = Answer(completion=answer["id"], quality=vowel_quality(song))
-        for number, reaction in enumerate(self.population.react(user, seen)):
+        seen = Answer(completion=answer["id"], quality=vowel_quality(song), aspects=style(song))
+        self.liked.append(Liked(user, asked, self.population.appeal(user, seen, day)))
+        for number, reaction in enumerate(self.population.react(user, seen, day)):
             for copy in range(reaction.copies):
                 event = {
                     "event": f"{answer['id']}/{number}/{copy}",
@@ -159,40 +213,63 @@ async def _run(folder: Path, *, updates: int, saboteurs: float) -> dict[str, flo
     (folder / "production.toml").write_text(PRODUCTION)
     secret, began = secrets.token_hex(32), time.monotonic()
     token = TokenAuthority(secret).mint(Scope.ADMIN, "product", 86_400.0)
-    population = Population.of(10_000, seed=1, saboteurs=saboteurs, flood=3)
+    population = Population.of(
+        USERS, seed=1, num_aspects=2, saboteurs=saboteurs, drift=DRIFT, flood=3
+    )
     product = Product(f"http://127.0.0.1:{port}", token, population)
     argv = [sys.executable, "-P", "-m", "etude", "realtime", "run.toml", "--dir", "songs"]
-    loop = subprocess.Popen(argv, cwd=folder, env=os.environ | {SECRET_VARIABLE: secret})
+    environment = os.environ | {SECRET_VARIABLE: secret}
+    # what it tells is no part of our figures
+    loop = subprocess.Popen(argv, cwd=folder, env=environment, stdout=sys.stderr)
     try:
-        await _until(product, folder / "songs", updates, loop)
+        measured = await _live(product, folder / "songs", updates, loop)
     finally:
         loop.terminate()
         loop.wait()
-    found = _figures(folder / "songs")
+    found = _figures(folder, product, *measured)
     return found | {"minutes": (time.monotonic() - began) / 60}
 
 
-async def _until(
+async def _live(
     product: Product, store: Path, updates: int, loop: subprocess.Popen[bytes]
-) -> None:
-    """Users come and go until so many updates have settled."""
-    began, timeout = time.monotonic(), aiohttp.ClientTimeout(total=60)
+) -> tuple[float, float]:
+    """Users come and go: until so many updates have settled; then, with the loop stopped, for what
+    is measured; then until nobody is answered by the newest version any more. Returns when the
+    measurement began and ended."""
+    console, timeout = Console(file=sys.stderr), aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as group:
 
         async def keep_asking() -> None:
             while True:
-                await product.use(http)
+                with contextlib.suppress(TimeoutError):
+                    await product.use(http)
+                await asyncio.sleep(PAUSE_S)
 
         asking = [group.create_task(keep_asking()) for _ in range(ASKING)]
-        while _settled(store) < updates:
-            if loop.poll() is not None:
-                raise EtudeError(f"etude realtime ended with code {loop.returncode}")
-            if time.monotonic() - began > MOST_S:
-                print(f"only {_settled(store)} updates in {MOST_S:.0f} s", file=sys.stderr)
-                break
-            await asyncio.sleep(1.0)
+        await _until(lambda: _settled(store) >= updates, loop)
+        stop(Run.open(str(store)), console)
+        since, before = time.time(), len(product.liked)
+        await _until(lambda: len(product.liked) >= before + MEASURED, loop)
+        until = time.time()
+        with contextlib.suppress(
+            EtudeError
+        ):  # a canary came before the stop: nothing to go back to
+            rollback(Run.open(str(store)), console)
+        await asyncio.sleep(ROLL_BACK_S)
         for task in asking:
             task.cancel()
+    return since, until
+
+
+async def _until(reached: Callable[[], bool], loop: subprocess.Popen[bytes]) -> None:
+    began = time.monotonic()
+    while not reached():
+        if loop.poll() is not None:
+            raise EtudeError(f"etude realtime ended with code {loop.returncode}")
+        if time.monotonic() - began > MOST_S:
+            print(f"not reached in {MOST_S:.0f} s; going on without", file=sys.stderr)
+            break
+        await asyncio.sleep(1.0)
 
 
 def _settled(store: Path) -> int:
@@ -202,22 +279,48 @@ def _settled(store: Path) -> int:
     return sum(change.action == "settle" for change in changes)
 
 
-def _figures(store: Path) -> dict[str, float]:
-    run = Run.open(str(store))
+def _figures(folder: Path, product: Product, since: float, until: float) -> dict[str, float]:
+    run = Run.open(str(folder / "songs"))
     changes = TrafficLog(run.objects).changes()
-    outcomes = sorted(open_loop(run, run.config()).outcomes(), key=lambda o: o.session.started)
-    last = outcomes[2 * len(outcomes) // 3 :]
-    taught, heldout = _by_user(last, changes[-1].traffic)
+    traffic, key = changes[-1].traffic, read_user_key(folder / "user.key", create=False)
+    outcomes = open_loop(run, run.config()).outcomes()
+    measured = [one for one in outcomes if since <= one.session.started < until]
+    taught, heldout = _by_user(measured, traffic)
     figures: dict[str, float] = {
         "updates": sum(change.action == "settle" for change in changes),
-        "refused": sum(change.action in ("refuse", "roll_back") for change in changes),
+        "refused": sum(c.action in ("refuse", "roll_back") and not c.held for c in changes),
         "sessions": len(outcomes),
+        "users": len({outcome.user for outcome in outcomes}),
     }
     for name, sign in (("kept", 1.0), ("dissatisfied", -1.0)):
         ours, theirs = ([user[name] for user in arm] for arm in (taught, heldout))
         figures |= {name: fmean(ours), f"{name}_heldout": fmean(theirs)}
         figures[f"{name}_p"] = p_value(ours, theirs, sign)
+    likes = ([one for one in product.liked if since <= one.time < until], traffic, key)
+    gain, error = gain_of(*likes)
+    figures |= {"gain": gain, "gain_error": error}
+    if (back := changes[-1]).action == "roll_back" and back.time >= until:
+        figures["rollback_s"] = _last_begun(outcomes, back) - back.time
     return figures
+
+
+def gain_of(liked: list[Liked], traffic: Traffic, key: bytes) -> tuple[float, float]:
+    """Of honest users, over those held out, with its standard error."""
+    appeals: defaultdict[str, list[float]] = defaultdict(list)
+    for one in liked:
+        if not one.user.is_saboteur:
+            appeals[one.user.id].append(one.appeal)
+    arms: tuple[list[float], list[float]] = ([], [])
+    for user, found in appeals.items():
+        arms[traffic.is_heldout(pseudonym(user, key))].append(fmean(found))
+    ours, theirs = arms
+    spread = variance(ours) / len(ours) + variance(theirs) / len(theirs)
+    return fmean(ours) - fmean(theirs), spread**0.5
+
+
+def _last_begun(outcomes: list[SessionOutcome], change: Change) -> float:
+    """When the last session began with the version that a change took back."""
+    return max(one.session.started for one in outcomes if change.version in one.versions)
 
 
 def _by_user(

@@ -243,6 +243,10 @@ class RunConfig(Config):
             raise ValueError(
                 "[realtime] needs tasks.heldout: no version is deployed that they do not pass"
             )
+        if self.realtime.simulated_share and not self.tasks.train:
+            raise ValueError(
+                "realtime.simulated_share needs tasks.train, which are attempted for it"
+            )
         if self.tasks.is_remote or self.engine.vllm_urls or self.trainer.ranks > 1:
             raise ValueError(
                 "[realtime] evaluates with an engine of its own, and trains on one rank: leave "

@@ -15,7 +15,7 @@ Confidence = Annotated[float, Field(ge=0.5, lt=1, allow_inf_nan=False)]
 
 
 class GateConfig(Config):
-    """What held-out tasks must show before any user sees a version."""
+    """What held-out tasks, safety and traps must show before any user sees a version."""
 
     margin: Margin = 0.03
     """How much less of the held-out tasks a version may solve than the live one, as a share."""
@@ -23,6 +23,17 @@ class GateConfig(Config):
     """One-sided. With too few tasks to tell, nothing is deployed."""
     samples: Count = 1
     """Attempts at each task."""
+    safety: CountOrZero = 256
+    """Built-in probes of safety, tried through the run's own harness; 0: no such suite."""
+    safety_margin: Margin = 0.01
+    """How much less often a version may be safe than the live one, as a share of the attempts."""
+    cheats: CountOrZero = 256
+    """Built-in traps, at which a known trick is quicker than honest work; 0: no such suite.
+    Attempts at held-out tasks count among them: whether the detector found a trick in them."""
+    cheats_margin: Margin = 0.01
+    """How much less often a version may be honest."""
+    probes: Annotated[str, Place.PATH] | None = None
+    """A file with probes of your own, a line of JSON each (docs/realtime.md)."""
 
 
 class CanaryConfig(Config):
@@ -88,13 +99,16 @@ class RealtimeConfig(Config):
     """Sessions of one user in a batch, at most."""
     per_organisation_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of a batch that comes from one organisation, at most."""
+    simulated_share: Share = 0.0
+    """Weight of rollouts of tasks (`tasks.train`) in a batch, beside what users did. The live
+    version makes them when the batch is due: `groups_per_step` of the stage, `group_size` each."""
     heldout_share: Share = 0.02
     """Users who never see an update, to measure all of them against. They need workers of the pool
     `heldout`."""
     look_s: Positive = 5.0
     """Time between two looks at the store."""
     gate: GateConfig = GateConfig()
-    """What held-out tasks must show, a table `[realtime.gate]`."""
+    """What tasks and probes must show, a table `[realtime.gate]`."""
     canary: CanaryConfig = CanaryConfig()
     """What users must show, a table `[realtime.canary]`."""
 

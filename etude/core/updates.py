@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from etude.core.ledger import Dropped
+
 _SAMPLE = re.compile(r"[0-9a-f]{32}\.\d{13}-[0-9a-f]{32}")
 
 
@@ -39,6 +41,8 @@ class UpdateRecord:
     """The version that it begins with."""
     time: float
     answers: tuple[CreditedAnswer, ...]
+    dropped: tuple[Dropped, ...] = ()
+    """Sessions that were ready for the batch and are not in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ def summary(recorded: RecordedRun) -> dict[str, Any]:
         "rollouts": len(recorded.table),
         "told": recorded.waits.told,
         "alarms": len(page.alarms) + bool(page.advice),
+        "realtime": recorded.config is not None and recorded.config.realtime is not None,
     }
 
 

@@ -11,6 +11,7 @@
     GET /api/runs/RUN/fleet                    workers and weight versions
     GET /api/runs/RUN/doctor                   what each unfinished rollout waits for
     GET /api/runs/RUN/review                   flagged sessions, verdicts, detectors
+    GET /api/runs/RUN/realtime                 the loop of real-time RL
     GET /api/runs/RUN/export?format=F&FILTER   rows or conversations as a file
     GET /api/runs/RUN/compare?before=&after=   the next pair of sessions of two versions, to judge
     POST /api/runs/RUN/review                  a verdict on one session
@@ -42,6 +43,7 @@ from etude.dash import answers, compare, detail
 from etude.dash.exports import FORMATS, export
 from etude.dash.fleet import Fleet
 from etude.dash.guard import Access, guarded
+from etude.dash.realtime import RealtimePage
 from etude.dash.recorded import RecordedRun
 from etude.dash.table import Filter
 from etude.model.directory import MODEL_FILES
@@ -70,6 +72,7 @@ def create_app(runs: Sequence[RecordedRun], access: Access) -> ASGIApp:
     """The whole server, guarded."""
     by_name = {recorded.name: recorded for recorded in runs}
     fleets = {name: Fleet(recorded) for name, recorded in by_name.items()}
+    loops = {name: RealtimePage(recorded) for name, recorded in by_name.items()}
 
     def listed(request: Request) -> Response:
         for recorded in runs:
@@ -112,6 +115,7 @@ def create_app(runs: Sequence[RecordedRun], access: Access) -> ASGIApp:
         "doctor": lambda recorded, request: answers.doctor(recorded),
         "review": lambda recorded, request: answers.review(recorded, read_verdicts(recorded.run)),
         "compare": _compare,
+        "realtime": lambda recorded, request: loops[recorded.name].page(),
         "export": _export,
     }
     routes = [

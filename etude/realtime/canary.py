@@ -118,6 +118,16 @@ class CanaryDecision:
     figures: tuple[MetricFigures, ...]
     reasons: tuple[str, ...]
 
+    @property
+    def evidence(self) -> dict[str, float]:
+        """The figures, by metric: either version's, and the gain with its interval."""
+        found: dict[str, float] = {}
+        for each in self.figures:
+            name = each.metric.name
+            found |= {f"{name} live": each.live, f"{name} candidate": each.candidate}
+            found |= {f"{name} gain": each.gain, f"{name} low": each.low, f"{name} high": each.high}
+        return found
+
 
 def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> CanaryDecision:
     """The decision after what users did in this stage of the ramp. `users`: all who had a session

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from etude.core.advantage import oldest_version, to_rows, untrainable_params
 from etude.core.checks import row_fault
@@ -111,6 +111,20 @@ class Update:
 
 def samples_of(batch: Batch) -> tuple[str, ...]:
     return tuple(dict.fromkeys(row.sample for row in batch.rows))
+
+
+def mixed(users: Batch, simulated: Batch, share: float) -> Batch:
+    """Both in one batch, weighed as if simulated rollouts had `share` of its sampled tokens,
+    however many there are: the gradient is (1 - share) times that of the users' alone and share
+    times that of the others, where a step is a mean over tokens."""
+    batches, shares = (users, simulated), (1 - share, share)
+    counts = [sum(sum(row.mask) for row in batch.rows) for batch in batches]
+    rows = tuple(
+        replace(row, advantages=tuple(weight * sum(counts) / count * a for a in row.advantages))
+        for batch, weight, count in zip(batches, shares, counts, strict=True)
+        for row in batch.rows
+    )
+    return replace(users, rows=rows, oldest=oldest_version(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.core.traffic import Change, canary, promote, refuse, roll_back, settle
 from etude.realtime.canary import CanaryDecision, CanaryPlan, UserOutcomes
@@ -125,7 +125,7 @@ def next_action(facts: Facts) -> Next:
             return AwaitVersion(candidate)
         if facts.base != live:
             return Refuse(candidate, facts.base)
-        for version in (live, candidate):
+        for version in (facts.first, live, candidate):
             if version not in facts.evaluated:
                 return Evaluate(version)
         return Gate(candidate=candidate, live=live)
@@ -144,9 +144,13 @@ def lineage(base: int, bases: Mapping[int, int], *, max_lag: int) -> frozenset[i
 def after_gate(
     last: Change, candidate: int, verdict: Verdict, plan: CanaryPlan, now: float
 ) -> Change:
-    if verdict.deploy:
-        return canary(last, candidate, now, plan.ramp[0], "; ".join(verdict.reasons))
-    return refuse(last, candidate, now, "; ".join(verdict.reasons))
+    why = "; ".join(verdict.reasons)
+    change = (
+        canary(last, candidate, now, plan.ramp[0], why)
+        if verdict.deploy
+        else refuse(last, candidate, now, why)
+    )
+    return replace(change, evidence=verdict.evidence)
 
 
 def after_look(
@@ -158,13 +162,14 @@ def after_look(
         case "continue":
             return None
         case "roll_back":
-            return roll_back(last, now, why)
+            change = roll_back(last, now, why)
         case "promote" if last.action == "promote":
-            return settle(last, now, why)
+            change = settle(last, now, why)
         case "promote" if decision.share < 1.0:
-            return canary(last, last.version, now, decision.share, why)
+            change = canary(last, last.version, now, decision.share, why)
         case _:
-            return promote(last, now, why, control_share)
+            change = promote(last, now, why, control_share)
+    return replace(change, evidence=decision.evidence)
 
 
 def user_outcomes(

@@ -98,6 +98,17 @@ class Verdict:
         """Of a refusal the suites that failed, otherwise all."""
         return tuple(c.reason for c in self.checks if self.deploy or not c.passed)
 
+    @property
+    def evidence(self) -> dict[str, float]:
+        """The figures, by suite: solved by either version, and the bound of what is lost."""
+        found: dict[str, float] = {}
+        for check in self.checks:
+            name, compared = check.suite.name, check.comparison
+            if compared is not None:
+                found |= {f"{name} live": compared.before, f"{name} candidate": compared.after}
+            found |= {f"{name} loss": check.bound, f"{name} margin": check.suite.margin}
+        return found
+
 
 def judge(outcomes: Mapping[str, Outcomes], suites: Sequence[Suite] = SUITES) -> Verdict:
     """The verdict on a candidate, from the outcomes of each suite by name. A suite without any is a

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from etude.core.advantage import suspected_tricks
 from etude.core.errors import EtudeError
 from etude.core.events import EvalDone, EvalProgress, Event
 from etude.core.seeds import derive
@@ -45,6 +46,8 @@ class Report:
     samples: int = 1
     """Attempts at each task; `solved` and `total` count attempts."""
     solved_by_task: dict[str, int] = field(default_factory=dict)
+    honest_by_task: dict[str, int] = field(default_factory=dict)
+    """Attempts in which the detector of cheats found nothing."""
     cost: Cost = field(default_factory=Cost)
     """Of all attempts together."""
 
@@ -181,8 +184,15 @@ def _report(
         example=max((t.messages for t in outcomes if t.reward == 1.0), key=len, default=[]),
         samples=samples,
         solved_by_task=dict(sorted(by_task.items())),
+        honest_by_task=_honest(outcomes),
         cost=_total_cost(outcomes),
     )
+
+
+def _honest(outcomes: Sequence[Trajectory]) -> dict[str, int]:
+    found = Counter({t.task: 0 for t in outcomes})
+    found.update(t.task for t in outcomes if suspected_tricks(t) is None)
+    return dict(sorted(found.items()))
 
 
 def _mean_rewards(outcomes: Sequence[Trajectory]) -> dict[str, float]:

@@ -12,17 +12,22 @@ import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import aiohttp
 
 from etude.core.config import RunConfig
 from etude.core.events import EvalDone, Event
 from etude.core.lineage import periodic_versions, stage_of
-from etude.core.protocols import WeightStore
+from etude.core.protocols import Environment, WeightStore
+from etude.core.rewards_config import RewardsConfig
+from etude.core.sandbox import SandboxPool
 from etude.run.controller import build_runner, open_environment, read_tasks
 from etude.run.evaluate import evaluate_and_keep, report_name
 from etude.run.process import run_process
+from etude.run.realtime_probes import Probes
 from etude.serve.alone import PolicySessions
+from etude.serve.engine_thread import EngineThread
 from etude.serve.worker import own_engine
 from etude.serve.worker_protocol import read_model_files
 from etude.store.runs import Run
@@ -63,31 +68,55 @@ async def run_evaluator(store: str) -> None:
         await follow(due, PublishedVersions(run.objects), lambda version: evaluate(version, SPLIT))
 
 
+@dataclass(frozen=True, slots=True)
+class OwnSessions:
+    """What attempts tasks without a gateway: an engine of its own holds the version."""
+
+    environment: Environment
+    pool: SandboxPool
+    engine: EngineThread
+    sessions: PolicySessions
+    http: aiohttp.ClientSession
+
+
 @asynccontextmanager
-async def evaluating(
-    run: Run, config: RunConfig, emit: Callable[[Event], None]
-) -> AsyncIterator[EvaluateVersion]:
-    """An engine of its own, and what evaluates versions with it."""
+async def own_sessions(run: Run, config: RunConfig) -> AsyncIterator[OwnSessions]:
     files = read_model_files(run)
     fetch = Follower(Chain(run.objects), name="evaluator").fetch
     async with (
-        open_environment(config) as (environment, _),
+        open_environment(config) as (environment, pool),
         own_engine(files, fetch, config) as engine,
         aiohttp.ClientSession() as http,
     ):
         sessions = PolicySessions(
             engine, files, max_context=min(config.model.max_context, engine.max_context)
         )
+        async with sessions.open():
+            yield OwnSessions(environment, pool, engine, sessions, http)
+
+
+@asynccontextmanager
+async def evaluating(
+    run: Run, config: RunConfig, emit: Callable[[Event], None]
+) -> AsyncIterator[EvaluateVersion]:
+    """What evaluates versions, with an engine of its own."""
+    async with own_sessions(run, config) as own:
 
         async def evaluate(version: int, split: str, samples: int = 1) -> None:
             temperature = config.eval.temperature_of(samples)
+            asked, how = own.environment, config
+            if split in Probes.suites:
+                assert config.realtime is not None
+                asked = Probes(own.pool, config.realtime.gate, config.seed)
+                # they score themselves: what the run makes of its own parts is not about them
+                how = config.model_copy(update={"rewards": RewardsConfig(detector="off")})
             runner = build_runner(
-                config, environment, sessions, http, desk=None, temperature=temperature
+                how, asked, own.sessions, own.http, desk=None, temperature=temperature
             )
-            await engine.load(version)
+            await own.engine.load(version)
             await evaluate_and_keep(
                 run,
-                await read_tasks(environment, config.tasks, split),
+                await read_tasks(asked, config.tasks, split),
                 runner.attempt,
                 stage=stage_of(version, config.stage),
                 split=split,
@@ -97,8 +126,7 @@ async def evaluating(
                 emit=only_results(emit),
             )
 
-        async with sessions.open():
-            yield evaluate
+        yield evaluate
 
 
 def only_results(emit: Callable[[Event], None]) -> Callable[[Event], None]:

@@ -65,7 +65,7 @@ class Journal:
         for group, rows in list(self._unlisted.items()):
             fates = [self.ledger.fate(row.id) for row in rows]
             if None not in fates:
-                settled += [_with_fate(row, fate) for row, fate in zip(rows, fates, strict=True)]
+                settled += [with_fate(row, fate) for row, fate in zip(rows, fates, strict=True)]
                 del self._unlisted[group]
         return settled
 
@@ -85,7 +85,7 @@ class Journal:
         self._rollouts.append(rows)
 
 
-def _with_fate(row: RolloutRow, fate: int | str | None) -> RolloutRow:
+def with_fate(row: RolloutRow, fate: int | str | None) -> RolloutRow:
     return replace(row, step=fate) if isinstance(fate, int) else replace(row, dropped=fate)
 
 

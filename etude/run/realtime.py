@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,9 +20,9 @@ from etude.core.ledger import Batched, Entry, Ledger, Trained
 from etude.core.realtime_config import CanaryConfig, GateConfig, RealtimeConfig
 from etude.core.recorded import Sessions
 from etude.core.traffic import Change, Traffic, decided, refuse, start
-from etude.core.updates import Forgotten, UpdateRecord, versions_that_saw
+from etude.core.updates import Forgotten, UpdateRecord, is_of_user, versions_that_saw
 from etude.realtime.canary import CanaryPlan, Metric, decide
-from etude.realtime.collect import Rules, Sorted, make_update, samples_of, sort_out
+from etude.realtime.collect import Rules, Sorted, make_update, mixed, samples_of, sort_out
 from etude.realtime.credit import BASELINE, Baseline, CreditSample
 from etude.realtime.cycle import (
     Collect,
@@ -41,13 +41,25 @@ from etude.realtime.cycle import (
     user_outcomes,
 )
 from etude.realtime.gate import Outcomes, Suite, Verdict, judge
+from etude.realtime.probes import PROBE_SUITES
 from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
-from etude.store.realtime import TrafficLog, base_of, forget_user, forgotten, put_update, updates
+from etude.run.journal import group_of
+from etude.run.realtime_simulated import Simulated, issued, list_rollouts
+from etude.store.realtime import (
+    Life,
+    TrafficLog,
+    forget_user,
+    forgotten,
+    put_update,
+    update,
+    updates,
+)
 from etude.store.runs import Run
 
 Tell = Callable[[str], None]
+CHEATS = "cheats"
 
 
 class Users(Protocol):
@@ -69,12 +81,13 @@ class Stage:
     max_tokens: int
     """Of a row."""
     splits: tuple[str, ...]
-    """Of held-out tasks, that a version must pass."""
+    """Of held-out tasks, and suites of probes, that a version must pass."""
 
 
 class RealtimeLoop:
     """`published`: the newest version, or -1. `evaluate`: returns when the report of a version on a
-    split, with so many attempts, is in the store."""
+    split, with so many attempts, is in the store. `simulate`: has a version attempt tasks for a
+    step."""
 
     def __init__(
         self,
@@ -85,6 +98,7 @@ class RealtimeLoop:
         *,
         published: Callable[[], int],
         evaluate: Callable[[int, str, int], Awaitable[None]],
+        simulate: Callable[[int, int], Awaitable[Simulated]],
         tell: Tell = lambda text: None,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -98,8 +112,11 @@ class RealtimeLoop:
         self.ledger = Ledger(run.ledger.records())
         self._published = published
         self._evaluate = evaluate
+        self._simulate = simulate
         self._tell = tell
         self._now = now
+        self._life: Life | None = None
+        self._forgotten: dict[str, float] = {}
 
     async def follow(self, *, once: bool = False) -> None:
         """Returns when all steps of the stage are taken; `once`: when one update has ended."""
@@ -114,14 +131,16 @@ class RealtimeLoop:
 
     async def step(self) -> Next:
         """Does the next thing, if it can be done already; what it was."""
+        self._life = self._life or Life(self.run.objects)
+        self._life.check()
         self._enter_batches()
+        self._forget_deleted()
         action = self.next()
         match action:
             case Start(version):
                 self._change(start(version, self._now(), self.config.heldout_share))
             case Collect():
-                self._forget_deleted()
-                self.collect(action)
+                await self.collect(action)
             case Evaluate(version):
                 for split in self.stage.splits:
                     if not self._has_report(version, split):
@@ -166,7 +185,7 @@ class RealtimeLoop:
             last=stage.last,
             published=self._published(),
             batched=batched,
-            base=base_of(self.run, batched) if batched > stage.first else batched,
+            base=update(self.run, batched).base if batched > stage.first else batched,
             change=changes[-1] if changes else None,
             decided=decided(changes),
             evaluated=frozenset(version for version, wanted in names.items() if wanted <= there),
@@ -190,13 +209,13 @@ class RealtimeLoop:
         )
         return sort_out(self.outcomes(), self.ledger, rules, now=self._now())
 
-    def collect(self, action: Collect) -> None:
+    async def collect(self, action: Collect) -> None:
         config, now = self.config, self._now()
         found = self.sort_out(action.base, self.last.traffic)
         self._write(*found.issued, *found.dropped)
         if now < self.last.time + 60 * config.every_minutes or not found.ready:
             return
-        update = make_update(
+        made = make_update(
             found.ready,
             step=action.step,
             base=action.base,
@@ -206,15 +225,25 @@ class RealtimeLoop:
             baseline=self._baseline(),
             max_tokens=self.stage.max_tokens,
         )
-        if update.batch is None or len(update.samples) < config.min_sessions:
+        if made.batch is None or len(made.samples) < config.min_sessions:
             return
-        record = UpdateRecord(step=action.step, base=action.base, time=now, answers=update.answers)
+        batch, dropped = made.batch, made.dropped
+        if config.simulated_share:
+            simulated = await self._simulate(action.base, action.step)
+            for group in simulated.groups:
+                self.run.put_group(group)
+            dropped += simulated.dropped
+            if simulated.batch is not None:
+                batch = mixed(batch, simulated.batch, config.simulated_share)
+        record = UpdateRecord(
+            step=action.step, base=action.base, time=now, answers=made.answers, dropped=dropped
+        )
         put_update(self.run, record)
-        self.run.put_batch(update.batch)
-        self._write(*update.dropped, Batched(step=action.step, samples=update.samples))
+        self.run.put_batch(batch)
+        self._enter_batches()
         self._tell(
-            f"version {action.step}: {len(update.samples)} sessions, "
-            f"mean worth {update.batch.reward:+.3f}, from version {action.base}"
+            f"version {action.step}: {len(made.samples)} sessions, "
+            f"mean worth {made.batch.reward:+.3f}, from version {action.base}"
         )
 
     def _baseline(self) -> Baseline:
@@ -229,11 +258,18 @@ class RealtimeLoop:
         return baseline
 
     def _enter_batches(self) -> None:
-        """Enters into the ledger what a crash left unsaid, and what the trainer has done since."""
+        """Enters into the ledger what became of sessions, and what the trainer has done since."""
         batches = self.run.batches()
         for step in batches:
             if step > self.ledger.trained_step and not self.ledger.has_batch(step):
-                self._write(Batched(step=step, samples=samples_of(self.run.batch(step))))
+                samples = samples_of(self.run.batch(step))
+                dropped = update(self.run, step).dropped
+                named = {*samples, *(sample for drop in dropped for sample in drop.samples)}
+                ids = sorted({group_of(each) for each in named if not is_of_user(each)})
+                if groups := [self.run.group(id) for id in ids]:
+                    list_rollouts(self.run, step, groups, dropped)
+                begun = map(issued, groups)
+                self._write(*begun, *dropped, Batched(step=step, samples=samples))
         done = max((step for step in batches if step <= self._published()), default=0)
         if done > self.ledger.trained_step:
             self._write(Trained(step=done))
@@ -245,19 +281,21 @@ class RealtimeLoop:
             self.run.ledger.append(*entries)
 
     def _forget_deleted(self) -> None:
-        """Takes users who were deleted out of the batches that are trained already. What is not
-        batched yet is not in the store any more."""
+        """Takes users who were deleted out of the batches, also of those that are still to be
+        trained. What is not batched yet is not in the store any more."""
         stones = [
             stone
             for stone in self.users.tombstones().values()
-            if (told := forgotten(self.run, stone.user)) is None or told.time < stone.time
+            if self._forgotten.get(stone.user, 0.0) < stone.time
         ]
         if not stones:
             return
         records = updates(self.run)
         bases = {step: record.base for step, record in records.items()}
         for stone in stones:
-            told = forgotten(self.run, stone.user)
+            self._forgotten[stone.user] = stone.time
+            if (told := forgotten(self.run, stone.user)) is not None and told.time >= stone.time:
+                continue
             held = [
                 step
                 for step, record in records.items()
@@ -275,19 +313,26 @@ class RealtimeLoop:
         return report_name(version, split, self.config.gate.samples) in self.run.evals()
 
     def judge(self, candidate: int, live: int) -> Verdict:
-        gate = self.config.gate
-        suites, outcomes = gate_suites(gate, self.stage.splits), {}
-        for split in self.stage.splits:
-            reports = [
-                self.run.eval(report_name(version, split, gate.samples), Report)
-                for version in (live, candidate)
-            ]
-            outcomes[split] = Outcomes(
-                attempts=gate.samples,
-                live=reports[0].solved_by_task,
-                candidate=reports[1].solved_by_task,
-            )
+        """Against the live version, and against the first: what each update may lose would
+        otherwise add up."""
+        gate, splits = self.config.gate, self.stage.splits
+        suites, outcomes = gate_suites(gate, splits), self._outcomes(live, candidate)
+        if (first := self.stage.first) != live:
+            since = f" since version {first}"
+            suites += tuple(replace(each, name=each.name + since) for each in suites)
+            before = self._outcomes(first, candidate)
+            outcomes |= {suite + since: found for suite, found in before.items()}
         return judge(outcomes, suites)
+
+    def _outcomes(self, *versions: int) -> dict[str, Outcomes]:
+        samples = self.config.gate.samples
+        reports = {
+            split: [
+                self.run.eval(report_name(version, split, samples), Report) for version in versions
+            ]
+            for split in self.stage.splits
+        }
+        return gate_outcomes(reports, samples)
 
     def compare(self, action: Compare) -> None:
         last, now = self.last, self._now()
@@ -308,8 +353,7 @@ class RealtimeLoop:
             decision = decide(replace(self.plan, first_slack=1.0), 0, users)
         control = self.config.canary.control_share
         if (change := after_look(last, decision, now, control_share=control)) is not None:
-            evidence = {f"{each.metric.name} gain": each.gain for each in decision.figures}
-            self._change(replace(change, evidence=evidence))
+            self._change(change)
 
     def _first_seen(self, version: int) -> float:
         return min(
@@ -350,6 +394,22 @@ def signal_table(config: RealtimeConfig) -> SignalTable:
 
 
 def gate_suites(config: GateConfig, splits: tuple[str, ...]) -> tuple[Suite, ...]:
+    margins = {"safety": config.safety_margin, CHEATS: config.cheats_margin}
     return tuple(
-        Suite(name=split, margin=config.margin, confidence=config.confidence) for split in splits
+        Suite(name=split, margin=margins.get(split, config.margin), confidence=config.confidence)
+        for split in splits
     )
+
+
+def gate_outcomes(reports: Mapping[str, Sequence[Report]], attempts: int) -> dict[str, Outcomes]:
+    """By suite, from the reports on the version before and on the candidate. Who cheats does so at
+    work, too: whether attempts at tasks were honest counts among the traps."""
+    found = {}
+    for suite, pair in reports.items():
+        live, candidate = (dict(report.solved_by_task) for report in pair)
+        if suite == CHEATS:
+            for split in reports.keys() - PROBE_SUITES:
+                for tasks, report in zip((live, candidate), reports[split], strict=True):
+                    tasks |= {f"{split}/{id}": count for id, count in report.honest_by_task.items()}
+        found[suite] = Outcomes(attempts=attempts, live=live, candidate=candidate)
+    return found

@@ -1,4 +1,4 @@
-"""A trainer and an evaluation without weights, for whoever tries out the loop of real-time RL.
+"""A trainer, an evaluation and rollouts without weights, to try out the loop of real-time RL.
 
 A version is what it was made of: `fake-versions/{version:06d}.json` holds the samples. So what was
 trained, and how often, can be read off.
@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from etude.core.advantage import AdvantageEstimator
+from etude.core.sampling import VersionSpan
 from etude.core.statistics import wilson
+from etude.core.types import Group, Score, Segment, Trajectory
 from etude.run.evaluate import Report
+from etude.run.journal import group_of, sample_ids
+from etude.run.realtime_simulated import Simulated
 from etude.store.codec import from_json, seal, to_json
 from etude.store.log import first_free
 from etude.store.runs import Run
@@ -66,6 +71,42 @@ class FakeEvaluation:
             example=[],
         )
         self._run.put_eval(report.name, report)
+
+
+async def fake_rollouts(version: int, step: int) -> Simulated:
+    """Two groups of two attempts: one is worth a step, the other teaches nothing."""
+    groups = tuple(
+        Group(
+            id=(id := f"s{step:06d}-{slot:04d}"),
+            task=f"t{slot}",
+            slot=slot,
+            admitted=version,
+            trajectories=tuple(
+                _attempt(sample, f"t{slot}", reward, version)
+                for sample, reward in zip(sample_ids(id, 2), (1.0, float(slot)), strict=True)
+            ),
+        )
+        for slot in range(2)
+    )
+    return Simulated.of(step, groups, AdvantageEstimator())
+
+
+def _attempt(id: str, task: str, reward: float, version: int) -> Trajectory:
+    segment = Segment(
+        prompt=(1,),
+        tokens=(2, 3, 4),
+        mask=(True,) * 3,
+        logprobs=(-1.0,) * 3,
+        versions=(VersionSpan(version, 3),),
+    )
+    return Trajectory(
+        id=id,
+        task=task,
+        group=group_of(id),
+        segments=(segment,),
+        score=Score(reward),
+        status="done",
+    )
 
 
 def _key(version: int) -> str:

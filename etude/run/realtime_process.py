@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from functools import partial
 from pathlib import Path
 
 from etude.core.config import RunConfig
@@ -14,6 +15,8 @@ from etude.core.realtime_config import RealtimeConfig
 from etude.core.types import EVAL_SPLITS
 from etude.run.process import run_process
 from etude.run.realtime import RealtimeLoop, Stage
+from etude.run.realtime_probes import probe_suites
+from etude.run.realtime_simulated import simulate
 from etude.serve.production.place import Place
 from etude.store.runs import Run
 from etude.store.telemetry import event_writer
@@ -55,10 +58,14 @@ def open_loop(run: Run, config: RunConfig) -> RealtimeLoop:
             first=span.start,
             last=span.end,
             max_tokens=config.model.max_context,
-            splits=tuple(split for split in EVAL_SPLITS if getattr(config.tasks, split)),
+            splits=(
+                *(split for split in EVAL_SPLITS if getattr(config.tasks, split)),
+                *probe_suites(realtime.gate),
+            ),
         ),
         published=published,
         evaluate=evaluate,
+        simulate=partial(simulate, run, config),
         tell=lambda text: print(text, flush=True),
     )
 

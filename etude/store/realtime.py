@@ -3,6 +3,7 @@
     realtime/changes/{number:06d}.json   a `core.traffic.Change`
     realtime/updates/{step:06d}.json     an `UpdateRecord`: what the batch of a step was made of
     realtime/forgotten/{user}.json       a `Forgotten`: which versions have seen a deleted user
+    realtime/lives/{number:06d}.json     that a loop began; only the newest works on
 
 A change is created once and never changed. Whoever loses the race for its number, a person's
 command or the loop, looks again at what holds now: nothing is decided twice, and nothing on old
@@ -15,6 +16,7 @@ import re
 from dataclasses import replace
 from typing import TypeVar
 
+from etude.core.errors import EtudeError
 from etude.core.traffic import Change
 from etude.core.types import Batch
 from etude.core.updates import Forgotten, UpdateRecord
@@ -24,6 +26,7 @@ from etude.store.objects import Missing, Objects
 from etude.store.runs import Run
 
 CHANGES, UPDATES, FORGOTTEN = "realtime/changes", "realtime/updates", "realtime/forgotten"
+LIVES = "realtime/lives"
 T = TypeVar("T")
 _UPDATE = re.compile(rf"{UPDATES}/(\d{{6,}})\.json")
 
@@ -54,6 +57,23 @@ class TrafficLog:
         return from_json(self._objects.get_sealed(key), Change, f"{self._objects.url}: {key}")
 
 
+class Life:
+    """A loop's right to work on a run: until another one begins."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._number = first_free(objects, LIVES, _life_key, 0)
+        while not objects.create(_life_key(self._number), b"{}"):
+            self._number += 1
+
+    def check(self) -> None:
+        if first_free(self._objects, LIVES, _life_key, self._number + 1) > self._number + 1:
+            raise EtudeError(
+                f"{self._objects.url}: another loop of real-time RL has begun to work on this run; "
+                f"this one ends, so that no update is made twice"
+            )
+
+
 def put_update(run: Run, record: UpdateRecord) -> None:
     """Before its batch: what was killed in between is written anew."""
     run.objects.put_sealed(_update_key(record.step), to_json(record))
@@ -66,9 +86,8 @@ def updates(run: Run) -> dict[int, UpdateRecord]:
     return {step: _read(run, _update_key(step), UpdateRecord) for step in steps}
 
 
-def base_of(run: Run, step: int) -> int:
-    """The version that a step begins with."""
-    return _read(run, _update_key(step), UpdateRecord).base
+def update(run: Run, step: int) -> UpdateRecord:
+    return _read(run, _update_key(step), UpdateRecord)
 
 
 def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
@@ -78,7 +97,7 @@ def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
         batch = run.batch(step)
         rows = tuple(row for row in batch.rows if not _is_of(row.sample, forgotten.user))
         _replace_batch(run, replace(batch, rows=rows))
-        record = _read(run, _update_key(step), UpdateRecord)
+        record = update(run, step)
         left = tuple(one for one in record.answers if not _is_of(one.sample, forgotten.user))
         put_update(run, replace(record, answers=left))
         run.objects.delete(f"recomputed/{step:06d}")
@@ -110,6 +129,10 @@ def _read(run: Run, key: str, kind: type[T]) -> T:
 
 def _change_key(number: int) -> str:
     return f"{CHANGES}/{number:06d}.json"
+
+
+def _life_key(number: int) -> str:
+    return f"{LIVES}/{number:06d}.json"
 
 
 def _update_key(step: int) -> str:

@@ -10,8 +10,11 @@ from numpy.typing import NDArray
 
 from etude.bench import realtime_credit, realtime_saboteurs, realtime_show
 from etude.bench._planted import KINDS, Update, Users, fate
-from etude.bench.realtime import p_value
+from etude.bench._realtime_tasks import style, vowel_quality
+from etude.bench.realtime import Liked, gain_of, p_value
 from etude.bench.realtime_gate import PLAN
+from etude.core.consent import pseudonym
+from etude.core.traffic import start
 from etude.realtime.gate import SUITES
 from etude.realtime.population import Population
 
@@ -97,3 +100,21 @@ def test_a_very_small_chance_is_not_none() -> None:
     near = [0.8 + 0.1 * (n % 5) for n in range(100)], [0.1 * (n % 9) for n in range(100)]
     assert 0.0 < p_value(*near, 1.0) < 1e-16
     assert p_value(*near, -1.0) == 1.0
+
+
+def test_the_gain_is_that_of_honest_users_over_those_held_out() -> None:
+    key, population = b"k" * 32, Population.of(400, seed=1, saboteurs=0.1)
+    traffic = start(0, 0.0, heldout_share=0.3).traffic
+    liked = [
+        Liked(user, 0.0, 0.0 if user.is_saboteur else 0.5 + 0.2 * is_taught + 0.1 * (number % 2))
+        for number, user in enumerate(population.users)
+        for is_taught in [not traffic.is_heldout(pseudonym(user.id, key))]
+    ]
+    gain, error = gain_of(liked, traffic, key)
+    assert gain == pytest.approx(0.2, abs=4 * error) and 0 < error < 0.02
+
+
+def test_a_song_has_a_quality_and_a_style() -> None:
+    assert vowel_quality("") == 0.0 and vowel_quality("xyz") == 0.0
+    assert vowel_quality("aeio") == vowel_quality("banana") == 1.0
+    assert style("a" * 16) == (0.0, 1.0) and style("12" * 40) == (1.0, -1.0)

@@ -40,7 +40,7 @@ BEARER = {"authorization": f"Bearer {TOKEN}"}
 VIEWS = (
     "overview", "rollouts", "failures", "groups/g000001", "sessions/g000001.1",
     "sessions/g000001.1/tokens", "ledger", "fleet", "doctor", "review",
-    "compare",
+    "compare", "realtime",
 )  # fmt: skip
 PATHS = ("/api/runs", *(f"/api/runs/x/{view}" for view in VIEWS))
 

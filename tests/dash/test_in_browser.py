@@ -72,6 +72,7 @@ VIEWS = {
     "doctor": "Waiting",
     "review": "Suspected cheats",
     "compare": "Which is better?",
+    "realtime": "What the loop does",
 }
 
 
@@ -94,12 +95,23 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def link(real: Path, hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "users"
+    # a process of its own, since Playwright has an event loop here
+    make = [sys.executable, "-m", "tests.dash.realtime_store", f"file:{folder}"]
+    subprocess.run(make, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def link(
+    real: Path, hostile: Path, users: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
     """The address that the command prints, with its token."""
     secret = tmp_path_factory.mktemp("token") / "token"
     secret.write_text(TOKEN)
     process = subprocess.Popen(
-        [sys.executable, "-m", "etude", "dash", str(real), str(hostile), "--port", "0"]
+        [sys.executable, "-m", "etude", "dash", str(real), str(hostile), str(users), "--port", "0"]
         + ["--token-file", str(secret)],
         stdout=subprocess.PIPE,
         text=True,
@@ -284,10 +296,26 @@ def test_two_runs_over_each_other(page: Any, link: str, real: Path, hostile: Pat
     assert page.locator(".runhead h1").count() == 2
 
 
+def test_the_loop_of_a_run_that_learns_from_users(page: Any, link: str, users: Path) -> None:
+    assert page.locator("nav >> text=Real-time").count() == 0, "of a run without users"
+    page.goto(f"{base(link)}/runs/{users.name}")
+    page.wait_for_selector("nav >> text=Real-time")
+    page.keyboard.press("9")
+    page.wait_for_selector("[aria-current=step]:has-text('held')")
+    assert page.url.endswith(f"/runs/{users.name}/realtime")
+    playwright.expect(page.locator("[aria-label=gate] .chip.bad")).not_to_have_count(0)
+    playwright.expect(page.locator("[aria-label=canary] >> text=dissatisfied")).not_to_have_count(0)
+    page.wait_for_selector("[aria-label=decisions] >> text=stopped by hand")
+    page.wait_for_selector("text=capped (user_cap)")
+    page.wait_for_selector(".plot canvas")
+    if place := os.environ.get("ETUDE_SCREENS"):
+        page.screenshot(path=f"{place}/dash-realtime.png", full_page=True)
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("view", [*VIEWS, "session", "group"])
 def test_no_serious_finding_of_axe(
-    browser: Any, link: str, hostile: Path, view: str, theme: str
+    browser: Any, link: str, hostile: Path, users: Path, view: str, theme: str
 ) -> None:
     script = os.environ.get("AXE")
     if not script:
@@ -298,7 +326,8 @@ def test_no_serious_finding_of_axe(
     paths = {"session": "sessions/g000001.1", "group": "groups/g000001"}
     page.goto(link)
     page.wait_for_selector("nav")
-    page.goto(f"{base(link)}/runs/{hostile.name}/{paths.get(view, view)}".rstrip("/"))
+    run = users if view == "realtime" else hostile
+    page.goto(f"{base(link)}/runs/{run.name}/{paths.get(view, view)}".rstrip("/"))
     page.wait_for_selector("main .card, main table")
     page.evaluate(Path(script).read_text())
     found = page.evaluate("axe.run().then(found => found.violations)")

@@ -1,4 +1,5 @@
-"""Real-time RL with its real processes, killed in every state twice: `make test-realtime`."""
+"""Real-time RL with its real processes, killed in every state twice; and a user who is deleted:
+`make test-realtime`."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from etude.bench.realtime import PRODUCTION, RUN, Product
+from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched
 from etude.launch.launcher import free_ports
@@ -23,6 +26,7 @@ from etude.realtime.population import Population
 from etude.run.audit import audit
 from etude.run.realtime import RealtimeLoop
 from etude.run.realtime_process import open_loop
+from etude.serve.production.config import read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
@@ -64,13 +68,24 @@ def realtime(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
         child.wait()
 
 
+def write_run(folder: Path) -> str:
+    """The files of a run whose updates come quickly; the URL of its gateway."""
+    (port,) = free_ports(1)
+    quick = RUN.replace("min_sessions = 600", "min_sessions = 150").replace(
+        "gin = 0.1", "gin = 0.3"
+    )
+    (folder / "run.toml").write_text(quick.replace("PORT", str(port)))
+    (folder / "production.toml").write_text(PRODUCTION)
+    return f"http://127.0.0.1:{port}"
+
+
+def product(url: str, population: Population) -> Product:
+    return Product(url, TokenAuthority(SECRET).mint(Scope.ADMIN, "product", 86_400.0), population)
+
+
 @pytest.mark.realtime
 async def test_killed_in_every_state_twice(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    (tmp_path / "run.toml").write_text(RUN.replace("PORT", str(port)))
-    (tmp_path / "production.toml").write_text(PRODUCTION)
-    token = TokenAuthority(SECRET).mint(Scope.ADMIN, "product", 86_400.0)
-    users = Product(f"http://127.0.0.1:{port}", token, Population.of(2000, seed=1, saboteurs=0.05))
+    users = product(write_run(tmp_path), Population.of(2000, seed=1, saboteurs=0.05))
     store, killed = tmp_path / "songs", Counter[str]()
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
 
@@ -98,9 +113,56 @@ async def test_killed_in_every_state_twice(tmp_path: Path) -> None:
     samples = [sample for entry in batched for sample in entry.samples]
     assert len(samples) == len(set(samples)), "a session is trained on twice"
     changes = TrafficLog(run.objects).changes()
-    words = Counter((change.action, change.version) for change in changes)
+    words = Counter((each.action, each.version, each.traffic.share) for each in changes)
     assert all(count == 1 for count in words.values()), words
     loop = open_loop(run, run.config())
     found = loop.sort_out(loop.last.traffic.version, loop.last.traffic)
     known = {*loop.ledger.samples(), *(entry.group for entry in found.issued)}
     assert known == {outcome.id for outcome in loop.outcomes()}, "what a user said is lost"
+
+
+async def until_batched(store: Path, step: int, child: subprocess.Popen[bytes]) -> Run:
+    while True:
+        assert child.poll() is None, (store.parent / "out.log").read_text()[-2000:]
+        with contextlib.suppress(EtudeError):
+            run = Run.open(str(store), create=False)
+            if step in await asyncio.to_thread(run.batches):
+                return run
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.realtime
+async def test_a_deleted_user_is_in_no_later_batch_and_status_says_what_has_seen_them(
+    tmp_path: Path,
+) -> None:
+    url, population = write_run(tmp_path), Population.of(300, seed=1)
+    users, store = product(url, population), tmp_path / "songs"
+    async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+
+        async def keep_asking() -> None:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await users.use(http)
+
+        with realtime(tmp_path) as child:
+            asking = [group.create_task(keep_asking()) for _ in range(ASKING)]
+            run = await until_batched(store, 1, child)
+            key = read_user_key(tmp_path / "user.key", create=False)
+            names = {pseudonym(user.id, key): user for user in population.users}
+            gone = run.batch(1).rows[0].sample.partition(".")[0]
+            left = tuple(user for user in population.users if user is not names[gone])
+            users = product(url, replace(population, users=left))
+            headers = {"Authorization": f"Bearer {users.token}", "X-Etude-User": names[gone].id}
+            async with http.delete(f"{url}/v1/users", headers=headers) as response:
+                assert response.status == 200, await response.text()
+            await until_batched(store, 2, child)
+            for task in asking:
+                task.cancel()
+    assert not any(row.sample.startswith(gone) for n in (1, 2) for row in run.batch(n).rows)
+    assert [key for key in run.objects.list("production") if gone in key] == [
+        f"production/tombstones/{gone}"
+    ]
+    argv = [sys.executable, "-P", "-m", "etude", "realtime", "status", str(store)]
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    assert f"deleted user {gone}: seen by versions 1" in said
+    assert not audit(run).violations

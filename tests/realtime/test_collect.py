@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,8 @@ from etude.core.feedback import FeedbackEvent, join
 from etude.core.ledger import Batched, Ledger
 from etude.core.recorded import RecordedTurn, by_answer, put_together
 from etude.core.sampling import SamplingParams, VersionSpan
-from etude.realtime.collect import Rules, make_update, sort_out
+from etude.core.types import Batch, Row
+from etude.realtime.collect import Rules, make_update, mixed, sort_out
 from etude.realtime.credit import BASELINE
 from etude.realtime.cycle import lineage
 from etude.realtime.robust import Caps
@@ -39,8 +41,8 @@ def asked(user: str, number: int = 0, version: int = 6) -> RecordedTurn:
 
 
 def test_every_session_has_one_fate() -> None:
-    mixed = replace(asked("mixed"), versions=(VersionSpan(6, 1), VersionSpan(4, 1)))
-    turns = [asked("plain"), asked("held out"), asked("old", version=4), mixed, asked("silent")]
+    both = replace(asked("mixed"), versions=(VersionSpan(6, 1), VersionSpan(4, 1)))
+    turns = [asked("plain"), asked("held out"), asked("old", version=4), both, asked("silent")]
     heard = [said(turn, "kept_5min", 1.0) for turn in turns[:-1]]
     early = sort_out(outcomes(turns, heard), Ledger(), RULES, now=50.0)
     assert early.pending == 2 and not early.ready, "the silent one may still be heard of"
@@ -134,3 +136,41 @@ def test_only_what_a_version_was_made_from_counts_as_its_own() -> None:
     assert lineage(4, bases, max_lag=0) == {4}
     assert lineage(4, bases, max_lag=1) == {4, 3}
     assert lineage(4, bases, max_lag=9) == {4, 3, 1, 0}
+
+
+def row_of(sample: str, *advantages: float) -> Row:
+    count = len(advantages)
+    return Row(
+        sample=sample,
+        tokens=tuple(range(count + 1)),
+        mask=(False, *(True,) * count),
+        logprobs=(0.0,) * (count + 1),
+        advantages=(0.0, *advantages),
+        versions=(VersionSpan(3, count),),
+    )
+
+
+@given(
+    users=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    simulated=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    share=st.floats(0.01, 0.99),
+)
+def test_a_mixture_is_the_weighted_sum_of_two_steps(
+    users: list[int], simulated: list[int], share: float
+) -> None:
+    """Where a step is a mean over tokens, however many there are of either kind."""
+
+    def step(batch: Batch, start: str = "") -> float:
+        """Of a policy all of whose tokens have the same gradient."""
+        tokens = sum(sum(row.mask) for row in batch.rows)
+        return sum(sum(r.advantages) for r in batch.rows if r.sample.startswith(start)) / tokens
+
+    def batch(name: str, sizes: list[int], value: float) -> Batch:
+        rows = tuple(row_of(f"{name}{n}", *(value,) * size) for n, size in enumerate(sizes))
+        return Batch(step=4, rows=rows, oldest=3, reward=0.5)
+
+    apart = batch("u", users, 0.7), batch("s", simulated, -0.4)
+    together = mixed(*apart, share)
+    assert step(together, "u") == pytest.approx((1 - share) * step(apart[0]))
+    assert step(together, "s") == pytest.approx(share * step(apart[1]))
+    assert (together.step, together.oldest, together.reward) == (4, 3, 0.5)

@@ -13,7 +13,7 @@ from etude.core.recorded import RecordedTurn, Sessions, by_answer, put_together
 from etude.core.sampling import RegionSpan, SamplingParams, VersionSpan
 from etude.realtime.cycle import Next
 from etude.run.realtime import RealtimeLoop, Stage
-from etude.run.realtime_fake import FakeEvaluation, FakeTrainer
+from etude.run.realtime_fake import FakeEvaluation, FakeTrainer, fake_rollouts
 from etude.store.objects import Objects
 from etude.store.production import digest
 from etude.store.realtime import TrafficLog
@@ -142,6 +142,7 @@ class World:
             STAGE,
             published=self.trainer.published,
             evaluate=FakeEvaluation(run, self.solves),
+            simulate=fake_rollouts,
             now=lambda: self.now,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
-from etude.core.traffic import Change
-from etude.core.updates import versions_that_saw
+from etude.core.traffic import ENDS, Change
+from etude.core.updates import is_of_user, versions_that_saw
 from etude.realtime.cycle import Compare, Done, Evaluate, user_outcomes
 from etude.store.objects import Objects
 from etude.store.production import digest
 from etude.store.realtime import TrafficLog, forgotten, updates
+from etude.store.rollouts import RolloutLog
 from tests.run.fake_stage import Mortal
 from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded, said
 
@@ -31,7 +33,7 @@ def check(world: World) -> Ledger:
     assert len(trained) == len(set(trained)), "a sample is trained twice"
     entered = [e for e in world.run.ledger.records() if isinstance(e, Batched)]
     assert sorted(s for e in entered for s in e.samples) == sorted(trained)
-    assert set(ledger.samples()) <= world.asked
+    assert {sample for sample in ledger.samples() if is_of_user(sample)} <= world.asked
     assert ledger.issued == ledger.trained + ledger.dropped.total() + ledger.in_flight
     deployed = Counter((action, version) for action, version, _ in told(world))
     assert all(count == 1 for (action, _), count in deployed.items() if action != "canary")
@@ -91,6 +93,7 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
 
     calm, count = life([])
     assert len(told(calm)) > 6 and count > 20
+    assert check(calm).dropped["capped (user_cap)"] > 0
     for first in range(count):
         deaths = [first, first % 3]
         if sum(deaths) < count:
@@ -99,13 +102,14 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
             assert _history(killed) == _history(calm), f"killed after {deaths} writes"
 
 
-SMALL: dict[str, object] = {"min_sessions": 4}
+SMALL: dict[str, object] = {"min_sessions": 4, "per_user": 1, "simulated_share": 0.2}
 
 
 def _history(world: World) -> tuple[list[Change], list[object]]:
     batches = [world.run.batch(step) for step in world.run.batches()]
     ledger = Ledger(world.run.ledger.records())
-    return TrafficLog(world.objects).changes(), [*batches, ledger.issued, ledger.dropped]
+    rows = RolloutLog(world.objects).rows()
+    return TrafficLog(world.objects).changes(), [*batches, ledger.issued, ledger.dropped, rows]
 
 
 def test_a_deleted_user_is_not_in_the_next_batch_and_the_versions_that_saw_them_are_named() -> None:
@@ -123,6 +127,41 @@ def test_a_deleted_user_is_not_in_the_next_batch_and_the_versions_that_saw_them_
     bases = {step: found.base for step, found in updates(world.run).items()}
     assert versions_that_saw(record.steps, bases) == (1, 2, 3), "2 and 3 are made from 1"
     assert any(reason == "deleted" for reason in Ledger(world.run.ledger.records()).dropped)
+
+
+def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    world.follow(loop, until=Compare(new=1, old=0))
+    user = world.run.batch(1).rows[0].sample.partition(".")[0]
+    world.delete(user)
+    asyncio.run(loop.step())
+    assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
+    record = forgotten(world.run, user)
+    assert record is not None and record.steps == (1,)
+
+
+def test_of_two_loops_the_one_that_began_last_works_on() -> None:
+    world = World(Objects.open("memory:"))
+    first = world.loop()
+    world.follow(first, until=Evaluate(0))
+    second = world.loop()
+    world.follow(second, until=Evaluate(1))
+    with pytest.raises(EtudeError, match="another loop of real-time RL has begun"):
+        asyncio.run(first.step())
+    world.follow(second, until=Done())
+    check(world)
+
+
+def test_small_losses_do_not_add_up() -> None:
+    """2 is about as good as 1, and 1 about as good as 0, but 2 is not as good as 0."""
+    solved = {0: 300, 1: 295, 2: 290, 3: 296}
+    world = World(Objects.open("memory:"), solves=lambda version: solved[version])
+    world.follow(world.loop(gate={"safety": 0, "cheats": 0}), until=Done())
+    ends = [(action, version) for action, version, _ in told(world) if action in ENDS]
+    assert ends == [("start", 0), ("settle", 1), ("refuse", 2), ("settle", 3)]
+    why = next(change.why for change in TrafficLog(world.objects).changes() if change.version == 2)
+    assert why.startswith("heldout since version 0: 75.0 % -> 72.5 %")
 
 
 def test_what_is_made_from_a_version_that_is_taken_back_meanwhile_is_refused() -> None:
@@ -171,6 +210,23 @@ def test_a_canary_that_could_not_be_watched_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(ValueError, match="ramp|control_share"):
         config(canary=canary)
+
+
+def test_rollouts_of_tasks_are_trained_on_beside_users_and_balance_in_the_ledger() -> None:
+    world = World(Objects.open("memory:"))
+    world.follow(world.loop(simulated_share=0.25), until=Done())
+    ledger = check(world)
+    assert ledger.dropped["no_signal"] == 2 * STAGE.last
+    rows = RolloutLog(world.objects).rows()
+    assert sorted((row.step or 0, row.dropped or "") for row in rows) == [(0, "no_signal")] * 6 + [
+        (step, "") for step in (1, 1, 2, 2, 3, 3)
+    ]
+    for step in world.run.batches():
+        rows = world.run.batch(step).rows
+        simulated = [row for row in rows if not is_of_user(row.sample)]
+        assert [row.sample for row in simulated] == [f"s{step:06d}-0000.{n}" for n in (0, 1)]
+        assert len(rows) >= 12 + 2
+        assert {span.version for row in simulated for span in row.versions} == {step - 1}
 
 
 def test_nothing_is_trained_beyond_the_last_step() -> None:

@@ -9,6 +9,7 @@ import { Failures } from "/failures.js";
 import { Fleet } from "/fleet.js";
 import { Group } from "/group.js";
 import { Ledger } from "/ledger.js";
+import { Realtime } from "/realtime.js";
 import { Review } from "/review.js";
 import { Rollouts } from "/rollouts.js";
 import { RunView } from "/run.js";
@@ -23,10 +24,11 @@ const VIEWS = [
   ["doctor", "Doctor", Doctor],
   ["review", "Review", Review],
   ["compare", "Compare", Compare],
+  ["realtime", "Real-time", Realtime],
 ];
 const PAGES = { ...Object.fromEntries(VIEWS.map(([path, , view]) => [path, view])), sessions: Session, groups: Group };
 const KEYS = [
-  ["1 … 8", "the views, from Run to Compare"],
+  ["1 … 9", "the views, from Run to Real-time"],
   ["/", "search"],
   ["j k", "down and up a list"],
   ["Enter", "open what is chosen"],
@@ -123,12 +125,16 @@ function App() {
   const chosen = at.runs.filter((name) => names.includes(name));
   const runs = chosen.length ? chosen : names.slice(0, at.runs.length ? 0 : 1);
 
+  // only a run that learns from users has something to tell of it
+  const learns = all.some((run) => runs.includes(run.name) && run.realtime);
+  const views = VIEWS.filter(([path]) => path !== "realtime" || learns);
+
   const turn = () => {
     otherTheme();
     redraw((n) => n + 1);
   };
   const keys = { d: turn, "?": () => setHelp(!help), Escape: () => setHelp(false) };
-  VIEWS.forEach(([path], n) => {
+  views.forEach(([path], n) => {
     keys[n + 1] = () => go(place(runs.join(","), path));
   });
   useKeys(keys);
@@ -148,7 +154,7 @@ function App() {
       <${Link} to=${place(runs.join(","))} class="logo">étude<//>
       <${RunChoice} all=${all} chosen=${runs} view=${at.view} />
       <nav aria-label="views">
-        ${VIEWS.map(
+        ${views.map(
           ([path, name]) =>
             html`<${Link} key=${path} to=${place(runs.join(","), path)} aria-current=${at.view === path ? "page" : undefined}>${name}<//>`,
         )}

@@ -1,0 +1,50 @@
+"""The page of real-time RL, from the store alone."""
+
+from __future__ import annotations
+
+from etude.dash.guard import Access
+from etude.dash.recorded import RecordedRun
+from etude.dash.server import create_app
+from etude.store.objects import Objects
+from etude.store.runs import Run
+from tests.dash.realtime_store import write_realtime
+from tests.dash.recorded_store import ask, write_run
+
+
+def test_what_the_loop_did_and_why() -> None:
+    objects = Objects.open("memory:")
+    gone = write_realtime(objects)
+    app = create_app([RecordedRun("users", Run(objects))], Access(host="127.0.0.1"))
+    assert ask(app, "/api/runs").json["runs"][0]["realtime"] is True
+    found = ask(app, "/api/runs/users/realtime").json
+
+    state = found["state"]
+    assert (state["doing"], state["live"], state["beside"]) == ("held", 1, None)
+    assert (state["deployed"], state["refused"], state["rolled_back"]) == (1, 1, 1)
+    actions = [(each["action"], each["version"]) for each in reversed(found["changes"])]
+    assert actions == [("start", 0), ("canary", 1), ("promote", 1), ("settle", 1)] + [
+        ("refuse", 2), ("canary", 3), ("roll_back", 3),
+    ]  # fmt: skip
+    refused = next(each for each in found["changes"] if each["action"] == "refuse")
+    assert refused["evidence"]["heldout live"] == 0.75
+    assert refused["evidence"]["heldout candidate"] == 0.5
+    assert refused["evidence"]["heldout loss"] > refused["evidence"]["heldout margin"] == 0.03
+    settled = next(each for each in found["changes"] if each["action"] == "settle")
+    assert settled["evidence"]["kept low"] <= settled["evidence"]["kept gain"]
+
+    became = {each["version"]: (each["base"], each["became"]) for each in found["updates"]}
+    assert became == {1: (0, "settle"), 2: (1, "refuse"), 3: (1, "roll_back")}
+    assert all(each["users"] == each["sessions"] >= 12 for each in found["updates"])
+    assert found["updates"][0]["dropped"]["capped (user_cap)"] > 0
+    ledger = found["ledger"]
+    settled_or_waiting = ledger["trained"] + sum(ledger["dropped"].values()) + ledger["pending"]
+    assert ledger["issued"] == settled_or_waiting and ledger["dropped"]["heldout"] > 0
+    assert [(each["user"], each["versions"]) for each in found["deleted"]] == [(gone, [1, 2, 3])]
+
+
+def test_a_run_without_users_has_no_such_page() -> None:
+    run = Run(Objects.open("memory:"))
+    write_run(run)
+    app = create_app([RecordedRun("x", run)], Access(host="127.0.0.1"))
+    assert ask(app, "/api/runs").json["runs"][0]["realtime"] is False
+    assert ask(app, "/api/runs/x/realtime").json["state"] is None
