@@ -50,8 +50,8 @@ GOODS = {kind: words.split() for kind, words in WORDS_OF.items() if kind}
 CHATTER = WORDS_OF[""].split()
 KIND_OF = {item: kind for kind, items in GOODS.items() for item in items}
 PAGES, WORDS = 8, 15
-SEEN = 3
-"""Goods of each kind that a session meets."""
+SEEN = 2
+"""Goods of each kind that an inventory has."""
 TERSE = 0.2
 """Share of the summaries to imitate that have few sections."""
 NEXT, ANSWER, END = "next", "answer", "end"
@@ -60,7 +60,7 @@ SUMMARISE_AT = 56
 CALL_TOKENS = 5
 """Of a turn that asks for a page."""
 WORD = re.compile(r"\w+|[^\w ]")
-SESSIONS = 2000
+SESSIONS = 7500
 """To imitate."""
 VOCABULARY = 640
 SHAPE = ModelConfig(
@@ -81,7 +81,8 @@ class Inventory:
     pages: tuple[str, ...]
 
     @classmethod
-    def draw(cls, random: Random) -> Inventory:
+    def draw(cls, random: Random, last_page: int = PAGES) -> Inventory:
+        """`last_page`: it ends early."""
         goods = [item for items in GOODS.values() for item in random.sample(items, SEEN)]
         random.shuffle(goods)
         each = len(goods) // PAGES
@@ -90,6 +91,7 @@ class Inventory:
             words = goods[at : at + each] + random.choices(CHATTER, k=WORDS - each)
             random.shuffle(words)
             pages.append(" ".join(("page", *words)))
+        pages = pages[:last_page]
         pages[-1] += f" {END}"
         return cls(random.choice(list(GOODS)), tuple(pages))
 
@@ -204,10 +206,12 @@ class ForgetfulAgent(InventoryAgent):
 
 
 def demonstrations(count: int, seed: int) -> Iterator[dict[str, Json]]:
-    """The windows of so many sessions, as `sft` reads them; `text` is for the vocabulary."""
+    """The windows of so many sessions, as `sft` reads them; `text` is for the vocabulary. Two of
+    three end after a page or two: those are cheap to learn from."""
     for number in range(count):
         random = Random(derive(seed, "demonstration", number))
-        for messages in demonstrate(Inventory.draw(random), random):
+        last_page = PAGES if number % 3 == 0 else random.randint(1, 2)
+        for messages in demonstrate(Inventory.draw(random, last_page), random):
             said = [str(message["content"] or ANSWER) for message in messages]
             text = "\n".join((f"{NEXT} {ANSWER}", *said))
             yield {"messages": messages, "tools": SCHEMAS, "text": text}
