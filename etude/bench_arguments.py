@@ -29,6 +29,7 @@ BENCHMARKS = {
     "realtime_show": "show or stay silent: where a policy begins to show, characters kept",
     "replay": "router replay: a sparse model whose engine computes in another precision",
     "sandboxes": "starts, bursts and forks of sandboxes, beside bubblewrap, crun and runsc",
+    "summary": "trained summaries: failures and tokens of sessions that fit no window",
     "swap": "the pause of a swap: new weights for an 8B model on a CUDA device",
     "train": "the trainer's throughput: steps of rl as a run takes them",
     "trl": "beside TRL's GRPOTrainer on the same task (make bench-trl)",
@@ -48,8 +49,10 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps",
         type=at_least_one,
-        help="publish: versions after the first (default: 50); realtime: updates (default: 5)",
+        help="publish: versions after the first (default: 50); realtime: updates (default: 5); "
+        "summary: of rl (default: 60)",
     )
+    parser.add_argument("--seed", type=int, help="summary: of the whole experiment (default: 0)")
     parser.add_argument("--repo", metavar="DIR", help="edits: a git repository, for its history")
     parser.add_argument(
         "--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes"

@@ -401,7 +401,7 @@ def bench(args: argparse.Namespace) -> int:
 
     module = importlib.import_module(f"etude.bench.{args.name}")
     of_sandboxes = ("simulate", "soak", "repositories")
-    names = ("pairs", "model", "steps", "repo", "sessions", "shards", "kills", "gigabytes")
+    names = ("pairs", "model", "steps", "seed", "repo", "sessions", "shards", "kills", "gigabytes")
     options = {
         name: value
         for name in (*names, *of_sandboxes)

@@ -142,6 +142,8 @@ class AdvantageEstimator:
     """Also where all attempts were worth the same."""
     use_credit: bool = True
     """Whether process rewards count."""
+    train_summaries: bool = True
+    """Whether summaries have the advantage of their attempt, or none."""
     max_tokens: int | None = None
     """Of a row; None: any number."""
     max_lag: int | None = None
@@ -243,10 +245,17 @@ def _credits(trajectory: Trajectory) -> tuple[Credit, ...]:
 
 
 def to_rows(
-    trajectory: Trajectory, advantage: float, credit: Sequence[Credit] = (), *, scale: float = 1.0
+    trajectory: Trajectory,
+    advantage: float,
+    credit: Sequence[Credit] = (),
+    *,
+    scale: float = 1.0,
+    train_summaries: bool = True,
 ) -> list[Row]:
     """One row a segment. The one advantage of the trajectory goes to every sampled token of all of
-    them; credits add to that of the tokens they cover. All are multiplied by `scale`."""
+    them; credits add to that of the tokens they cover. All are multiplied by `scale`. Without
+    `train_summaries` the last answer of a segment that another one goes on from has none."""
+    summed_up = {each.parent for each in trajectory.segments if each.kind == "turns"}
     return [
         Row(
             sample=trajectory.id,
@@ -258,6 +267,7 @@ def to_rows(
                 segment,
                 scale * advantage,
                 [replace(c, value=scale * c.value) for c in credit if c.segment == number],
+                without_last=not train_summaries and number in summed_up,
             ),
             versions=segment.versions,
             regions=segment.regions,
@@ -269,7 +279,7 @@ def to_rows(
 
 
 def _token_advantages(
-    segment: Segment, advantage: float, credits: Sequence[Credit]
+    segment: Segment, advantage: float, credits: Sequence[Credit], *, without_last: bool
 ) -> tuple[float, ...]:
     tokens = [advantage if sampled else 0.0 for sampled in segment.mask]
     answers = turns(segment) if credits else []
@@ -277,6 +287,8 @@ def _token_advantages(
         for answer in answers if credit.turn is None else [answers[credit.turn]]:
             for place in answer:
                 tokens[place] += credit.value
+    for place in turns(segment)[-1] if without_last else ():
+        tokens[place] = 0.0
     return tuple(tokens)
 
 

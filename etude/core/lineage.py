@@ -78,6 +78,7 @@ def estimator_of(
     return replace(
         ADVANTAGE[stage.advantage],
         effort=effort,
+        train_summaries=stage.train_summaries,
         max_tokens=max_tokens,
         max_lag=max_lag,
         quarantine=quarantine,

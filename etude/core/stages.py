@@ -269,6 +269,9 @@ class RlConfig(RolloutStageConfig):
     effort_penalty: EffortConfig | None = None
     """A penalty on what an attempt used, subtracted from its reward before advantages are
     estimated."""
+    train_summaries: bool = True
+    """Summaries are trained with the reward of their session, as all that the model says. false:
+    the last answer of a context that another one goes on from is not trained on."""
     loss: Annotated[str, Place.CODE] = "reinforce"
     """The policy loss: reinforce, ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, or your own as
     "file.py:name" or "module:name" (docs/your-own-loss.md). `advantage` is a key of its own: a

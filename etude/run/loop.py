@@ -272,7 +272,13 @@ def assemble_batch(
     rows = tuple(
         row
         for t, outcome in kept
-        for row in to_rows(t, outcome.advantages[t.id], outcome.credit.get(t.id, ()), scale=scale)
+        for row in to_rows(
+            t,
+            outcome.advantages[t.id],
+            outcome.credit.get(t.id, ()),
+            scale=scale,
+            train_summaries=estimator.train_summaries,
+        )
     )
     rewards = [counted_rewards(*each) for each in zip(ordered, outcomes, strict=True)]
     reward = fmean(itertools.chain.from_iterable(rewards))

@@ -263,6 +263,23 @@ def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
     assert batch.lag == 2 and batch.lags == (2, 3, 1)  # versions 4, 5, 5 and 3, 4, 4 on top of 5
 
 
+def test_summaries_can_be_left_out() -> None:
+    """A summary is the last answer of a context that another one goes on from, and a sub-agent
+    opens a context without one."""
+    helper = replace(segment(), kind="subagent", parent=1)
+    segments = (segment(), replace(segment(), parent=0), helper)
+    attempt = replace(group(1.0).trajectories[0], segments=segments)
+    credit = (Credit(0.25, segment=0, turn=1),)
+    summed_up, last, helped = to_rows(attempt, 0.5, credit, train_summaries=False)
+    assert summed_up.advantages == (0.0, 0.0, 0.5, 0.0, 0.0, 0.0)
+    assert last.advantages == helped.advantages == (0.0, 0.0, 0.5, 0.0, 0.5, 0.5)
+    assert to_rows(attempt, 0.5)[0].advantages == (0.0, 0.0, 0.5, 0.0, 0.5, 0.5)
+
+    two = replace(group(1.0, 0.0), trajectories=(attempt, group(1.0, 0.0).trajectories[1]))
+    estimator = replace(ADVANTAGE["dr_grpo"], train_summaries=False)
+    assert assemble_batch(3, [two], estimator)[0].rows[0].advantages[-1] == 0.0
+
+
 def with_credit(group: Group, *credit: tuple[Credit, ...]) -> Group:
     """The group, its attempts credited one by one."""
     attempts = [

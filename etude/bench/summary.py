@@ -1,0 +1,116 @@
+"""Benchmark of trained summaries: sessions that do not fit one window, with four ways to go on.
+
+One model learns from demonstrated sessions to read, to answer, and to sum up as for a general
+prompt (`_summary_tasks`, `summary.toml`). From its weights, on the same held-out tasks:
+
+    none        no summaries: the next window begins with the task alone
+    untrained   its own summaries
+    excluded    after rl that trains all that it says but the summaries
+    trained     after rl that trains summaries too, with the reward of their session
+
+For each:
+
+    failures    share of the tasks that are not solved, with a 95 % interval (low, high)
+    tokens      of a summary
+    summaries   of a session
+    session     tokens of all windows of a session
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from statistics import fmean
+
+from etude.bench._summary_tasks import prepare
+from etude.bench.loop import execute, export
+from etude.core.statistics import wilson
+from etude.store.rollouts import RolloutLog, RolloutRow
+from etude.store.runs import Run
+
+RL = '[[stage]]\nkind = "rl"\n'
+UNCHANGED = """
+[[stage]]
+kind = "sft"
+path = "two.jsonl"
+max_epochs = 1
+lr = 1e-12
+"""
+"""A stage that changes nothing: an evaluation comes after it."""
+
+
+def run(seed: int = 0, steps: int = 60) -> dict[str, float]:
+    """`steps`: of rl."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+        folder = Path(scratch)
+        prepare(folder, seed)
+        configs = Configs.read(seed, steps)
+        base = execute(folder / "untrained", configs.base)
+        measured = _told("untrained", base, began)
+        export(base, folder / "model")
+        shown = (folder / "sessions.jsonl").read_text().splitlines()[:2]
+        (folder / "two.jsonl").write_text("\n".join(shown))
+        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as side_by_side:
+            places = [folder / name for name in configs.arms]
+            done = side_by_side.map(execute, places, configs.arms.values())
+            for name, arm in zip(configs.arms, done, strict=True):
+                measured |= _told(name, arm, began)
+    before, after = measured["untrained.failures"], measured["trained.failures"]
+    measured["failures_ratio"] = after / before if before else 1.0
+    measured["tokens_ratio"] = measured["trained.tokens"] / measured["untrained.tokens"]
+    return measured | {"minutes": (time.monotonic() - began) / 60}
+
+
+@dataclass(frozen=True, slots=True)
+class Configs:
+    base: str
+    """Imitation alone."""
+    arms: dict[str, str]
+    """From the weights that it ends with."""
+
+    @classmethod
+    def read(cls, seed: int, steps: int) -> Configs:
+        text = resources.files("etude.bench").joinpath("summary.toml").read_text()
+        text = text.replace('name = "summary"\n', f'name = "summary"\nseed = {seed}\n')
+        base, _, rl = text.partition(RL)
+        common = base.partition("[[stage]]")[0].replace('"fresh"', '"model"')
+        rl = RL + rl.replace("steps = 60", f"steps = {steps}")
+        return cls(
+            base,
+            {
+                "none": common.replace("InventoryAgent", "ForgetfulAgent") + UNCHANGED,
+                "excluded": common + rl + "train_summaries = false\n",
+                "trained": common + rl,
+            },
+        )
+
+
+def _told(name: str, run: Run, began: float) -> dict[str, float]:
+    found = metrics(RolloutLog(run.objects).rows())
+    figures = {figure: round(value, 4) for figure, value in found.items()}
+    print(f"{(time.monotonic() - began) / 60:5.1f} min  {name:10} {figures}", flush=True)
+    return {f"{name}.{figure}": value for figure, value in found.items()}
+
+
+def metrics(rows: list[RolloutRow]) -> dict[str, float]:
+    """Of the last evaluation."""
+    held_out = [row for row in rows if row.kind == "heldout" and row.reward is not None]
+    newest = max(row.versions[-1] for row in held_out)
+    attempts = [row for row in held_out if row.versions[-1] == newest]
+    failures = sum(row.reward != 1.0 for row in attempts)
+    low, high = wilson(failures, len(attempts))
+    summaries = sum(row.parts["summaries"] for row in attempts)
+    return {
+        "failures": failures / len(attempts),
+        "low": low,
+        "high": high,
+        "tokens": sum(row.parts["summary_tokens"] for row in attempts) / max(1.0, summaries),
+        "summaries": summaries / len(attempts),
+        "session": fmean(row.length for row in attempts),
+    }
