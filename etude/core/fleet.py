@@ -179,6 +179,10 @@ class Fleet:
             worker.draining = draining
         return worker
 
+    def spares(self, url: str, keep: int) -> bool:
+        """Whether so many would be up without this one."""
+        return sum(worker.url != url for worker in self.up) >= keep
+
     def quarantine(self, regions: Collection[str]) -> None:
         """These from now on, and no others."""
         self.quarantined = frozenset(regions)

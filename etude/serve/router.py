@@ -14,7 +14,6 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import NoReturn, TypeVar
 
 import aiohttp
@@ -22,7 +21,8 @@ import msgspec
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
-from etude.core.sampling import RegionSpan, Request, Sample, Token
+from etude.core.lending import FirstTokens
+from etude.core.sampling import RegionSpan, Request, Sample, Token, region_spans
 from etude.serve.http import (
     ApiError,
     ClientDisconnected,
@@ -112,6 +112,7 @@ class Router:
     ) -> None:
         """`awaits_load`: no worker is asked before `load` says which weights may answer."""
         self.fleet = Fleet(live, heartbeat_timeout_s, awaits_floor=awaits_load)
+        self._first_tokens = FirstTokens()
         self._http = http
         self._client = WorkerClient()
         self._clock = clock or AwakeClock(SystemClock())
@@ -130,6 +131,8 @@ class Router:
                     with self._failures_of(attempt):
                         sample = await self._ask(attempt.worker, attempt.request)
                         self._check_known(attempt.worker)
+                        if sample.gave_way:
+                            self.disturb(session)
                         regions = (RegionSpan(attempt.worker.region, len(sample.tokens)),)
                         return replace(sample, regions=regions)
         raise AssertionError("attempts end with an answer or an error")
@@ -139,6 +142,7 @@ class Router:
         what was handed out."""
         begun: list[Token] = []
         regions: list[str] = []
+        asked = self._clock.now()
         attempts = self._attempts(request, session)
         async with aclosing(attempts):
             async for attempt in attempts:
@@ -152,9 +156,13 @@ class Router:
                         async for event in answer:
                             self._check_known(worker)
                             if isinstance(event, Sample):
+                                if event.gave_way:
+                                    self.disturb(session)
                                 regions += [worker.region] * (len(event.tokens) - len(begun))
-                                yield replace(event, regions=_region_spans(regions))
+                                yield replace(event, regions=region_spans(regions))
                                 return
+                            if not begun and request.priority != "batch":
+                                self._first_tokens.add(self._clock.now(), asked)
                             begun.append(event)
                             regions.append(worker.region)
                             yield event
@@ -321,6 +329,10 @@ class Router:
     async def weights(self) -> list[WorkerWeights]:
         return await self._ask_all("/weights", WorkerWeights)
 
+    @property
+    def users_ttft_p99_s(self) -> float | None:
+        return self._first_tokens.p99(self._clock.now())
+
     async def up(self) -> None:
         """Returns as soon as a worker is."""
         async with self._changed:
@@ -480,10 +492,6 @@ def _raise_refusal(status: int, message: str) -> NoReturn:
     if 400 <= status < 500 and status not in (401, 403):
         raise ValueError(message)
     raise WorkerFailed(message)
-
-
-def _region_spans(regions: list[str]) -> tuple[RegionSpan, ...]:
-    return tuple(RegionSpan(region, len(list(run))) for region, run in groupby(regions))
 
 
 def _message(body: bytes) -> str:

@@ -28,6 +28,7 @@ from torch import Tensor
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StoreUsed
+from etude.core.lending import SlotPolicy
 from etude.core.sampling import Request, Sample, Token
 from etude.engine.adapters import AdapterLimits
 from etude.engine.engine import Engine
@@ -241,9 +242,18 @@ async def own_engine(
         ),
         fetch,
         files,
+        _slot_policy(config, max_num_seqs),
     )
-    yield engine
+    async with process.meanwhile(engine.lend()):
+        yield engine
     engine.close()
+
+
+def _slot_policy(config: RunConfig, slots: int) -> SlotPolicy | None:
+    lend = config.engine.lend
+    if lend is None or lend.run is not None:
+        return None
+    return SlotPolicy(slots=slots, max_ttft_s=lend.max_ttft_s, hours=lend.hours)
 
 
 async def serve_worker(

@@ -87,6 +87,8 @@ class DrainRequest(msgspec.Struct):
     url: str
     draining: bool = True
     """False: it is wanted again."""
+    keep: int = 0
+    """It is refused (409) if fewer workers than that would be left to answer."""
 
 
 class WorkerStatus(msgspec.Struct):
