@@ -120,6 +120,7 @@ OUTSIDE: dict[str, set[str]] = {
     "dash.table": {"numpy"},
     "bench": {"torch", "numpy", "zstandard"},
     "bench.engine": {"transformers"},
+    "bench.borrowed": {"aiohttp", "msgspec"},
     "bench.gateway": {"aiohttp", "uvloop"},
     "bench.realtime": {"aiohttp"},
     "bench._realtime_tasks": {"aiohttp"},

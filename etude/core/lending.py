@@ -61,6 +61,9 @@ class SlotPolicy:
             self._late.append(late)
             self._is_new |= late
 
+    def is_open(self, now: float) -> bool:
+        return lendable_s(self._hours, now) > 0
+
     def decide(self, now: float) -> int:
         """To be asked about once a second."""
         if self._is_new and sum(self._late) > LATE_SHARE * len(self._late):
@@ -70,7 +73,7 @@ class SlotPolicy:
             step = math.ceil(self._slots / STEPS_BACK)
             self._allowed = min(self._slots, self._allowed + step)
         self._is_new = False
-        return self._allowed if lendable_s(self._hours, now) else 0
+        return self._allowed if self.is_open(now) else 0
 
 
 class FirstTokens:

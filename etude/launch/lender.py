@@ -80,10 +80,7 @@ class Lender:
             await self._stop()
 
     async def _look(self) -> None:
-        assert self._process is not None
-        if self._process.returncode is not None:
-            log_to_stderr(f"the worker ended with code {self._process.returncode}; again")
-            await self._start()
+        await self._keep_running()
         users = await self._users()
         if self._lent:
             if self._policy.recalls(time.time(), users):
@@ -104,6 +101,13 @@ class Lender:
         await self._start()
         while await self._drain(draining=False) is None or not await self._is_live():
             await asyncio.sleep(LOOK_S / 4)
+            await self._keep_running()
+
+    async def _keep_running(self) -> None:
+        assert self._process is not None
+        if self._process.returncode is not None:
+            log_to_stderr(f"the worker ended with code {self._process.returncode}; again")
+            await self._start()
 
     async def _empty(self) -> bool:
         """Drains the worker; False, and all is as before, if it must stay or users come back."""

@@ -39,7 +39,7 @@ LEND_EVERY_S = 1.0
 
 FetchWeights = Callable[[int], Mapping[str, Tensor]]
 Event = Token | Sample
-Inbox = asyncio.Queue[Event | None]
+Inbox = asyncio.Queue[Event | Unavailable | None]
 """None: the deadline of the request has passed."""
 
 
@@ -61,6 +61,7 @@ class EngineThread:
         self.busy_s = 0.0
         self.num_tokens = 0
         self.num_batch = 0
+        self.users_only = False
         self.slot_s = {"users": 0.0, "batch": 0.0}
         """The time that slots were held: by the class batch, and by all others."""
         self.pauses_s: deque[float] = deque(maxlen=1000)
@@ -71,6 +72,8 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
+        self._batch: dict[str, Inbox] = {}
+        """Of them, those of the class batch."""
         self._began: float | None = None  # what it does now; None while it has nothing to do
         self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
@@ -124,8 +127,11 @@ class EngineThread:
     async def lend(self) -> None:
         """Keeps the class batch to what it may have, until it is cancelled."""
         while self.lending is not None:
-            allowed = self.lending.decide(time.time())
+            allowed = self.lending.decide(now := time.time())
             self._between_steps.put(partial(self.engine.limit_batch, allowed))
+            self.users_only = not self.lending.is_open(now)
+            for inbox in self._batch.values() if self.users_only else ():
+                inbox.put_nowait(Unavailable("this worker is for users alone now"))
             await asyncio.sleep(LEND_EVERY_S)
 
     async def load(self, version: int) -> None:
@@ -180,6 +186,8 @@ class EngineThread:
         id = str(next(self._ids))
         stop_check = StopStringChecker(self.tokenizer, request.stop) if request.stop else None
         inbox = self._inboxes[id] = Inbox()
+        if request.priority == "batch":
+            self._batch[id] = inbox
         self._between_steps.put(
             partial(
                 self.engine.add,
@@ -194,6 +202,7 @@ class EngineThread:
         try:
             yield inbox
         finally:
+            self._batch.pop(id, None)
             if self._inboxes.pop(id, None) is not None:
                 self._between_steps.put(partial(self.engine.abort, id))
 
@@ -272,6 +281,8 @@ def _told(event: StreamedToken | FinishedRequest | ExpiredRequest) -> Event | No
 async def _next(inbox: Inbox) -> Event:
     if (event := await inbox.get()) is None:
         raise DeadlineExceeded()
+    if isinstance(event, Unavailable):
+        raise event
     return event
 
 

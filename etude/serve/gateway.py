@@ -245,6 +245,7 @@ class Gateway:
     async def join(self, http: HttpRequest) -> Response:
         """The worker is asked with the token that it joins with."""
         asked = await read(http, JoinRequest)
+        asked.users_only &= self.pools is None  # production mode is for users
         router = self.router
         if asked.pool:
             if self.pools is None:

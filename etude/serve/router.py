@@ -9,7 +9,6 @@ against it.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
@@ -32,7 +31,7 @@ from etude.serve.http import (
 )
 from etude.serve.process import authorization
 from etude.serve.shards import FORWARDED
-from etude.serve.worker_client import WorkerClient, WorkerConnection
+from etude.serve.worker_client import WorkerClient, WorkerConnection, error_message
 from etude.serve.worker_protocol import (
     FrameReader,
     GenerateRequest,
@@ -295,7 +294,7 @@ class Router:
                     method, url + path, data=body, headers=headers
                 ) as answer:
                     if not answer.ok:
-                        raise Unavailable(f"{url}{path}: {_message(await answer.read())}")
+                        raise Unavailable(f"{url}{path}: {error_message(await answer.read())}")
             except aiohttp.ClientError as e:
                 raise Unavailable(f"the gateway at {url} is away: {type(e).__name__}") from e
 
@@ -304,7 +303,8 @@ class Router:
     async def join(self, joining: JoinRequest, token: str = "") -> None:
         """`token`: the worker's own, which it is asked with: no worker learns that of another."""
         self._tokens[joining.url] = token
-        worker = self.fleet.join(joining.url, joining.region, joining.version, self._clock.now())
+        who, now = (joining.url, joining.region, joining.version), self._clock.now()
+        worker = self.fleet.join(*who, now, is_closed=joining.users_only)
         if worker.joining:
             return
         worker.joining = True
@@ -396,7 +396,7 @@ class Router:
                     status = await connection.post(url, body, self._headers(worker))
                     refusal = b"" if status == 200 else await connection.read_all()
                 if status != 200:
-                    _raise_refusal(status, _message(refusal))
+                    _raise_refusal(status, error_message(refusal))
                 yield connection, wait
         finally:
             connection.close()
@@ -412,7 +412,7 @@ class Router:
             self.fleet.leave(worker)
             return None
         if status != 200:
-            return _message(body)
+            return error_message(body)
         worker.version = max(worker.version, version)
         return None
 
@@ -492,9 +492,3 @@ def _raise_refusal(status: int, message: str) -> NoReturn:
     if 400 <= status < 500 and status not in (401, 403):
         raise ValueError(message)
     raise WorkerFailed(message)
-
-
-def _message(body: bytes) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(body)["error"]["message"])
-    return body.decode(errors="replace")[:200]

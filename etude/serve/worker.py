@@ -167,6 +167,12 @@ class Worker:
     def version(self) -> int:
         return self.engine_thread.version
 
+    @property
+    def users_only(self) -> bool:
+        """It lends nothing now."""
+        thread = self.engine_thread
+        return isinstance(thread, EngineThread) and thread.users_only
+
     def well(self) -> bool:
         """False if the engine hangs, while the port answers. Then nobody is told that this worker
         is there."""
@@ -201,7 +207,13 @@ async def keep_joined(
     async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
         refused = False
         while True:
-            joining = JoinRequest(url=url, region=worker.region, version=worker.version, pool=pool)
+            joining = JoinRequest(
+                url=url,
+                region=worker.region,
+                version=worker.version,
+                pool=pool,
+                users_only=worker.users_only,
+            )
             body = msgspec.json.encode(joining)
             # it is not there now; it will be
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):

@@ -79,6 +79,8 @@ class JoinRequest(msgspec.Struct):
     version: int
     pool: str = ""
     """That it stands in (`serve.pools`)."""
+    users_only: bool = False
+    """It lends nothing now: a gateway of rollouts sends it none."""
 
 
 class DrainRequest(msgspec.Struct):
