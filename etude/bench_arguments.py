@@ -7,6 +7,7 @@ import argparse
 from etude.serving_arguments import at_least_one
 
 BENCHMARKS = {
+    "borrowed": "a day of users in minutes: what RL gets of what they leave, and what it costs",
     "dash": "the dashboard over 100,000 rollouts: filters, a session of 200,000 tokens, memory",
     "delta": "weight deltas: size, and speed of one core at making and applying them",
     "diagnostics": "what linter and type checker say of a text that no file has: milliseconds",

@@ -13,7 +13,16 @@ from etude.core.stages import RolloutStageConfig
 
 OPERATIONAL: dict[str, set[str]] = {
     "": {"trackers", "heartbeat_timeout_s", "folder", "store"},
-    "engine": {"port", "public_url", "threads", "max_num_seqs", "device", "vllm_urls", "relays"},
+    "engine": {
+        "port",
+        "public_url",
+        "threads",
+        "max_num_seqs",
+        "device",
+        "vllm_urls",
+        "relays",
+        "lend",
+    },
     "tasks": {"timeout_s"},
     "realtime": {
         "every_minutes",

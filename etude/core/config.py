@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from etude.core.errors import EtudeError
 from etude.core.harness_config import CODING_AGENT, HarnessConfig
+from etude.core.lend_config import LendConfig
 from etude.core.model_config import ModelConfig
 from etude.core.placement_config import PlacementConfig
 from etude.core.realtime_config import RealtimeConfig
@@ -72,6 +73,8 @@ class EngineConfig(Config):
     quarantine_k3_ratio: NonNegative = 10.0
     """A region whose k3 is more than so many times that of the others, over the last steps, is sent
     no more requests; 0: never."""
+    lend: LendConfig | None = None
+    """What its workers lend to RL while they serve users; None: they are for one thing alone."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The port of the gateway, on the loopback interface; 0 chooses a free one. Its tokens are
     signed with ETUDE_SECRET; if that is not set, every launch makes a secret of its own."""

@@ -62,6 +62,8 @@ class Worker:
     """It is being told what to load."""
     draining: bool = False
     """It is given nothing new: it is wanted elsewhere."""
+    is_closed: bool = False
+    """It says itself that it has nothing to give now."""
 
 
 class Fleet:
@@ -104,11 +106,12 @@ class Fleet:
         return not self._awaits_floor and self._is_wanted(worker) and has_floor
 
     def _is_wanted(self, worker: Worker) -> bool:
-        return not worker.draining and worker.region not in self.quarantined
+        is_given_away = worker.draining or worker.is_closed
+        return not is_given_away and worker.region not in self.quarantined
 
     def state(self, url: str) -> WorkerState:
         if (worker := self._workers.get(url)) is not None:
-            if worker.draining:
+            if worker.draining or worker.is_closed:
                 return WorkerState.DRAINING
             if not self._is_wanted(worker):
                 return WorkerState.QUARANTINED
@@ -129,7 +132,9 @@ class Fleet:
         """Those that were taken out for their silence, and have not joined again."""
         return list(self._suspects.values())
 
-    def join(self, url: str, region: str, version: int, now: float) -> Worker:
+    def join(
+        self, url: str, region: str, version: int, now: float, *, is_closed: bool = False
+    ) -> Worker:
         """A worker says that it is there, which renews its lease. If it has less than we knew, it
         was restarted in the meantime."""
         self._suspects.pop(url, None)
@@ -139,7 +144,7 @@ class Fleet:
             draining = url in self._drained or (known is not None and known.draining)
             known = self._workers[url] = Worker(url, region, version, draining=draining)
         self._drained.pop(url, None)
-        known.version, known.heard = version, now
+        known.version, known.heard, known.is_closed = version, now, is_closed
         return known
 
     def expire(self, now: float) -> list[Worker]:
@@ -178,6 +183,10 @@ class Fleet:
         if (worker := self._workers.get(url)) is not None:
             worker.draining = draining
         return worker
+
+    def spares(self, url: str, keep: int) -> bool:
+        """Whether so many would be up without this one."""
+        return sum(worker.url != url for worker in self.up) >= keep
 
     def quarantine(self, regions: Collection[str]) -> None:
         """These from now on, and no others."""

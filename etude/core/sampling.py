@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 Priority = Literal["interactive", "standard", "batch"]
@@ -133,6 +134,11 @@ class RegionSpan:
     count: int
 
 
+def region_spans(regions: Iterable[str]) -> tuple[RegionSpan, ...]:
+    """Run-length form of one region per sampled token."""
+    return tuple(RegionSpan(region, len(list(run))) for region, run in groupby(regions))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sampling request to a policy. Its seed holds all the randomness: the same weights give
@@ -199,3 +205,5 @@ class Sample:
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
     """Draft tokens (see `Request.prediction`) that were accepted, and that were rejected."""
+    gave_way: bool = False
+    """It is of the class batch, and had to wait for requests of a higher class."""

@@ -160,6 +160,11 @@ class Engine:
         return len(self._scheduler.running)
 
     @property
+    def num_batch(self) -> int:
+        """Running requests of the class batch."""
+        return self._scheduler.num_batch
+
+    @property
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
 
@@ -254,6 +259,10 @@ class Engine:
         """Abort a request. An id that is finished or unknown is not an error."""
         if sequence := self._scheduler.find(id):
             self._scheduler.release(sequence)
+
+    def limit_batch(self, max_batch_seqs: int) -> None:
+        """So many requests of the class batch may run at once from now on."""
+        self._scheduler.limit_batch(max_batch_seqs)
 
     def expire(self, now: float) -> list[ExpiredRequest]:
         """Abort the requests whose deadline has passed."""

@@ -11,6 +11,10 @@ waits; it loses no token, only the work of reading them again. Rank is the class
 (interactive, standard, batch), then arrival. A waiting request of a higher class takes the place of
 a running one at once. A request whose deadline has passed is released wherever it is.
 
+The class batch takes what others leave: at most `max_batch_seqs` of it run, and it sits out the
+passes that read the prompt of a higher class, so that its first token comes as if nobody else were
+there.
+
 A sequence with a drafter may compute draft tokens behind its last token, and sample behind each of
 them. Drafts take what is left when every other sequence has got what it needs to go on: no sequence
 is preempted for them, and prompts keep half of the room.
@@ -19,7 +23,7 @@ is preempted for them, and prompts keep half of the room.
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
@@ -89,6 +93,9 @@ class Sequence:
     """Its row in the last pass that sampled for it."""
     incarnation: int = 0
     """How often it lost its blocks. What a pass sampled for an earlier incarnation is ignored."""
+    gave_way: bool = False
+    """Of the class batch: it had to wait for requests of a higher class, or for what is left to
+    them."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -101,6 +108,10 @@ class Sequence:
     @property
     def schedule_order(self) -> tuple[int, int]:
         return PRIORITIES.index(self.request.priority), self.arrival
+
+    @property
+    def is_batch(self) -> bool:
+        return self.request.priority == "batch"
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -157,6 +168,7 @@ class Sequence:
             top_logprobs=tuple(self.top_logprobs),
             accepted_draft_tokens=self.num_accepted,
             rejected_draft_tokens=self.num_drafted - self.num_accepted,
+            gave_way=self.gave_way,
         )
 
 
@@ -172,6 +184,7 @@ class Scheduler:
     ) -> None:
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
+        self.max_batch_seqs = max_num_seqs
         # when all but one decode, the last still gets on
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
         self.waiting: list[Sequence] = []  # both in order of rank
@@ -202,6 +215,22 @@ class Scheduler:
             self.release(sequence)
         return expired
 
+    @property
+    def num_batch(self) -> int:
+        """Sequences of the class batch that are running."""
+        return len(self.running) - self._num_others
+
+    @property
+    def _num_others(self) -> int:
+        """Of the running ones, those of a higher class, which come first."""
+        return bisect_left(self.running, (PRIORITIES.index("batch"), -1), key=_schedule_order)
+
+    def limit_batch(self, max_batch_seqs: int) -> None:
+        """So many of the class batch may run from now on; the last in rank give up their places."""
+        self.max_batch_seqs = max_batch_seqs
+        for sequence in self.running[::-1][: max(0, self.num_batch - max_batch_seqs)]:
+            self._preempt(sequence)
+
     def stop_sharing(self) -> None:
         """Stop sharing what running sequences compute from now on: the weights have changed."""
         for sequence in self.running:
@@ -214,6 +243,8 @@ class Scheduler:
         their number."""
         self._preempt_for_priority()
         ready = [sequence for sequence in self.running if not sequence.awaits_output]
+        if self._reads_for_others:
+            ready = [sequence for sequence in ready if not sequence.is_batch]
         for sequence in ready:
             self._ensure_blocks(sequence)
         ready = [sequence for sequence in ready if sequence.block_table is not None]
@@ -239,7 +270,18 @@ class Scheduler:
             chosen.append((newcomer, min(left, newcomer.num_uncomputed_tokens)))
             left -= chosen[-1][1]
             self._mark_computed(*chosen[-1])
+        if self._num_others or self.max_batch_seqs < self.max_num_seqs:
+            for sequence in self.waiting:
+                sequence.gave_way |= sequence.is_batch
         return chosen, num_decode
+
+    @property
+    def _reads_for_others(self) -> bool:
+        """Whether somebody above the class batch waits for a first token."""
+        others = self.running[: self._num_others]
+        if self.waiting and not self.waiting[0].is_batch:
+            others.append(self.waiting[0])
+        return any(not sequence.num_sampled_tokens for sequence in others)
 
     def _propose_drafts(self, answering: list[Sequence]) -> None:
         """Give drafts to the sequences that have a drafter; the budget that one leaves goes to the
@@ -294,6 +336,8 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return None
         sequence = self.waiting[0]
+        if sequence.is_batch and (self.num_batch >= self.max_batch_seqs or self._reads_for_others):
+            return None
         number = sequence.adapter.number if sequence.adapter else 0
         table = self.block_manager.match_prefix(sequence.tokens, version, number)
         spare = self.block_manager.num_free - (

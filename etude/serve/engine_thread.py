@@ -27,6 +27,7 @@ from statistics import median
 
 from torch import Tensor
 
+from etude.core.lending import SlotPolicy
 from etude.core.sampling import Request, Sample, Token
 from etude.engine.engine import Engine, ExpiredRequest, FinishedRequest, StreamedToken
 from etude.model.detokenizer import IncrementalDetokenizer, StopStringFilter
@@ -34,9 +35,11 @@ from etude.model.tokenizer import ChatTokenizer
 from etude.serve.grammar_matcher import GrammarCompiler, GrammarMatcher
 from etude.serve.http import DeadlineExceeded, Unavailable
 
+LEND_EVERY_S = 1.0
+
 FetchWeights = Callable[[int], Mapping[str, Tensor]]
 Event = Token | Sample
-Inbox = asyncio.Queue[Event | None]
+Inbox = asyncio.Queue[Event | Unavailable | None]
 """None: the deadline of the request has passed."""
 
 
@@ -44,11 +47,23 @@ class EngineThread:
     """An engine on its own thread, as a `Policy`. Everything but `_run` and what it calls belongs
     to the event loop."""
 
-    def __init__(self, engine: Engine, fetch: FetchWeights, files: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        fetch: FetchWeights,
+        files: Mapping[str, bytes],
+        lending: SlotPolicy | None = None,
+    ) -> None:
+        """`lending`: how many slots the class batch may have, in front of users."""
         self.engine = engine
+        self.lending = lending
         self.tokenizer = ChatTokenizer(files)
         self.busy_s = 0.0
         self.num_tokens = 0
+        self.num_batch = 0
+        self.users_only = False
+        self.slot_s = {"users": 0.0, "batch": 0.0}
+        """The time that slots were held: by the class batch, and by all others."""
         self.pauses_s: deque[float] = deque(maxlen=1000)
         """How long each of the last swaps held up the engine."""
         self.started = time.monotonic()
@@ -57,6 +72,8 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._ids = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
+        self._batch: dict[str, Inbox] = {}
+        """Of them, those of the class batch."""
         self._began: float | None = None  # what it does now; None while it has nothing to do
         self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
@@ -97,10 +114,25 @@ class EngineThread:
     async def stream(self, request: Request) -> AsyncIterator[Event]:
         deadline = _deadline(request)
         matcher = await self._guide(request)
+        began, beside_rl = time.monotonic(), self.num_batch > 0
+        is_first = self.lending is not None and request.priority != "batch"
         with self._submitted(request, matcher, deadline, stream=True) as inbox:
             while isinstance(event := await _next(inbox), Token):
+                if is_first and self.lending:
+                    self.lending.first_token(time.monotonic() - began, beside_rl=beside_rl)
+                    is_first = False
                 yield event
         yield _checked(event, matcher)
+
+    async def lend(self) -> None:
+        """Keeps the class batch to what it may have, until it is cancelled."""
+        while self.lending is not None:
+            allowed = self.lending.decide(now := time.time())
+            self._between_steps.put(partial(self.engine.limit_batch, allowed))
+            self.users_only = not self.lending.is_open(now)
+            for inbox in self._batch.values() if self.users_only else ():
+                inbox.put_nowait(Unavailable("this worker is for users alone now"))
+            await asyncio.sleep(LEND_EVERY_S)
 
     async def load(self, version: int) -> None:
         async with self._loading:  # of two calls for one version, the second finds it there
@@ -129,6 +161,7 @@ class EngineThread:
     def gauges(self) -> dict[str, float]:
         stats = {f"engine_{name}": value for name, value in asdict(self.engine.stats()).items()}
         stats |= {"engine_busy_seconds": self.busy_s, "weight_version": self.engine.version}
+        stats |= {f"engine_slot_seconds_{who}": held for who, held in self.slot_s.items()}
         if self.pauses_s:
             stats |= {
                 "swap_pause_seconds_p50": median(self.pauses_s),
@@ -153,6 +186,8 @@ class EngineThread:
         id = str(next(self._ids))
         stop_check = StopStringChecker(self.tokenizer, request.stop) if request.stop else None
         inbox = self._inboxes[id] = Inbox()
+        if request.priority == "batch":
+            self._batch[id] = inbox
         self._between_steps.put(
             partial(
                 self.engine.add,
@@ -167,6 +202,7 @@ class EngineThread:
         try:
             yield inbox
         finally:
+            self._batch.pop(id, None)
             if self._inboxes.pop(id, None) is not None:
                 self._between_steps.put(partial(self.engine.abort, id))
 
@@ -208,7 +244,11 @@ class EngineThread:
         self._began = began = time.monotonic()
         done = [*self.engine.expire(began), *self.engine.step()]
         events = [(event.id, _told(event)) for event in done]
-        self.busy_s += time.monotonic() - began
+        took_s = time.monotonic() - began
+        self.busy_s += took_s
+        self.num_batch = self.engine.num_batch
+        self.slot_s["batch"] += took_s * self.num_batch
+        self.slot_s["users"] += took_s * (self.engine.num_running - self.num_batch)
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
         return True
@@ -241,6 +281,8 @@ def _told(event: StreamedToken | FinishedRequest | ExpiredRequest) -> Event | No
 async def _next(inbox: Inbox) -> Event:
     if (event := await inbox.get()) is None:
         raise DeadlineExceeded()
+    if isinstance(event, Unavailable):
+        raise event
     return event
 
 

@@ -245,6 +245,7 @@ class Gateway:
     async def join(self, http: HttpRequest) -> Response:
         """The worker is asked with the token that it joins with."""
         asked = await read(http, JoinRequest)
+        asked.users_only &= self.pools is None  # production mode is for users
         router = self.router
         if asked.pool:
             if self.pools is None:
@@ -258,6 +259,8 @@ class Gateway:
         active any more, as the answer and `/status` say."""
         asked = await read(http, DrainRequest)
         fleet = self.router.fleet
+        if asked.draining and not fleet.spares(asked.url, asked.keep):
+            raise ApiError(f"{asked.keep} workers have to stay", status=409, code="last_workers")
         if (worker := fleet.drain(asked.url, asked.draining)) is None:
             raise ApiError(f"no worker at {asked.url}", status=404, code="unknown_worker")
         if FORWARDED not in http.headers:
@@ -278,8 +281,9 @@ class Gateway:
             worker.url: {"state": fleet.state(worker.url).value, "active": worker.active}
             for worker in (*fleet.workers, *fleet.suspects)
         }
-        status = {"version": fleet.floor, "up": len(fleet.up), "silent": silent}
+        status: dict[str, object] = {"version": fleet.floor, "up": len(fleet.up), "silent": silent}
         status |= {"workers": workers, "quarantined": sorted(fleet.quarantined)}
+        status["users_ttft_p99_s"] = self.router.users_ttft_p99_s
         if self.pools is not None:
             status["pools"] = self.pools.status()
         own = store_used(self.objects, f"gateway {self.shards.name}")
@@ -358,9 +362,11 @@ class SessionAnswerer:
         return await self._records.take_unreceived(self._session, self._prompt, request)
 
     def _asked(self, request: Request) -> Request:
-        """With what the recorder wants to know beyond the client."""
+        """With what the recorder wants to know beyond the client. A rollout can wait: people, and
+        whatever else asks the same workers, go first."""
         assert self._prompt is not None
-        return replace(request, experts_from=self._prompt.routed.num_tokens)
+        priority = "batch" if request.priority == "standard" else request.priority
+        return replace(request, experts_from=self._prompt.routed.num_tokens, priority=priority)
 
     async def _record(self, request: Request, sample: Sample, show: Show) -> RecordedTurn:
         assert self._prompt is not None

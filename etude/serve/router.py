@@ -9,12 +9,10 @@ against it.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import NoReturn, TypeVar
 
 import aiohttp
@@ -22,7 +20,8 @@ import msgspec
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
-from etude.core.sampling import RegionSpan, Request, Sample, Token
+from etude.core.lending import FirstTokens
+from etude.core.sampling import RegionSpan, Request, Sample, Token, region_spans
 from etude.serve.http import (
     ApiError,
     ClientDisconnected,
@@ -32,7 +31,7 @@ from etude.serve.http import (
 )
 from etude.serve.process import authorization
 from etude.serve.shards import FORWARDED
-from etude.serve.worker_client import WorkerClient, WorkerConnection
+from etude.serve.worker_client import WorkerClient, WorkerConnection, error_message
 from etude.serve.worker_protocol import (
     FrameReader,
     GenerateRequest,
@@ -112,6 +111,7 @@ class Router:
     ) -> None:
         """`awaits_load`: no worker is asked before `load` says which weights may answer."""
         self.fleet = Fleet(live, heartbeat_timeout_s, awaits_floor=awaits_load)
+        self._first_tokens = FirstTokens()
         self._http = http
         self._client = WorkerClient()
         self._clock = clock or AwakeClock(SystemClock())
@@ -130,6 +130,8 @@ class Router:
                     with self._failures_of(attempt):
                         sample = await self._ask(attempt.worker, attempt.request)
                         self._check_known(attempt.worker)
+                        if sample.gave_way:
+                            self.disturb(session)
                         regions = (RegionSpan(attempt.worker.region, len(sample.tokens)),)
                         return replace(sample, regions=regions)
         raise AssertionError("attempts end with an answer or an error")
@@ -139,6 +141,7 @@ class Router:
         what was handed out."""
         begun: list[Token] = []
         regions: list[str] = []
+        asked = self._clock.now()
         attempts = self._attempts(request, session)
         async with aclosing(attempts):
             async for attempt in attempts:
@@ -152,9 +155,13 @@ class Router:
                         async for event in answer:
                             self._check_known(worker)
                             if isinstance(event, Sample):
+                                if event.gave_way:
+                                    self.disturb(session)
                                 regions += [worker.region] * (len(event.tokens) - len(begun))
-                                yield replace(event, regions=_region_spans(regions))
+                                yield replace(event, regions=region_spans(regions))
                                 return
+                            if not begun and request.priority != "batch":
+                                self._first_tokens.add(self._clock.now(), asked)
                             begun.append(event)
                             regions.append(worker.region)
                             yield event
@@ -287,7 +294,7 @@ class Router:
                     method, url + path, data=body, headers=headers
                 ) as answer:
                     if not answer.ok:
-                        raise Unavailable(f"{url}{path}: {_message(await answer.read())}")
+                        raise Unavailable(f"{url}{path}: {error_message(await answer.read())}")
             except aiohttp.ClientError as e:
                 raise Unavailable(f"the gateway at {url} is away: {type(e).__name__}") from e
 
@@ -296,7 +303,8 @@ class Router:
     async def join(self, joining: JoinRequest, token: str = "") -> None:
         """`token`: the worker's own, which it is asked with: no worker learns that of another."""
         self._tokens[joining.url] = token
-        worker = self.fleet.join(joining.url, joining.region, joining.version, self._clock.now())
+        who, now = (joining.url, joining.region, joining.version), self._clock.now()
+        worker = self.fleet.join(*who, now, is_closed=joining.users_only)
         if worker.joining:
             return
         worker.joining = True
@@ -320,6 +328,10 @@ class Router:
 
     async def weights(self) -> list[WorkerWeights]:
         return await self._ask_all("/weights", WorkerWeights)
+
+    @property
+    def users_ttft_p99_s(self) -> float | None:
+        return self._first_tokens.p99(self._clock.now())
 
     async def up(self) -> None:
         """Returns as soon as a worker is."""
@@ -384,7 +396,7 @@ class Router:
                     status = await connection.post(url, body, self._headers(worker))
                     refusal = b"" if status == 200 else await connection.read_all()
                 if status != 200:
-                    _raise_refusal(status, _message(refusal))
+                    _raise_refusal(status, error_message(refusal))
                 yield connection, wait
         finally:
             connection.close()
@@ -400,7 +412,7 @@ class Router:
             self.fleet.leave(worker)
             return None
         if status != 200:
-            return _message(body)
+            return error_message(body)
         worker.version = max(worker.version, version)
         return None
 
@@ -480,13 +492,3 @@ def _raise_refusal(status: int, message: str) -> NoReturn:
     if 400 <= status < 500 and status not in (401, 403):
         raise ValueError(message)
     raise WorkerFailed(message)
-
-
-def _region_spans(regions: list[str]) -> tuple[RegionSpan, ...]:
-    return tuple(RegionSpan(region, len(list(run))) for region, run in groupby(regions))
-
-
-def _message(body: bytes) -> str:
-    with suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(body)["error"]["message"])
-    return body.decode(errors="replace")[:200]

@@ -28,6 +28,7 @@ from torch import Tensor
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import StoreUsed
+from etude.core.lending import SlotPolicy
 from etude.core.sampling import Request, Sample, Token
 from etude.engine.adapters import AdapterLimits
 from etude.engine.engine import Engine
@@ -166,6 +167,12 @@ class Worker:
     def version(self) -> int:
         return self.engine_thread.version
 
+    @property
+    def users_only(self) -> bool:
+        """It lends nothing now."""
+        thread = self.engine_thread
+        return isinstance(thread, EngineThread) and thread.users_only
+
     def well(self) -> bool:
         """False if the engine hangs, while the port answers. Then nobody is told that this worker
         is there."""
@@ -200,7 +207,13 @@ async def keep_joined(
     async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
         refused = False
         while True:
-            joining = JoinRequest(url=url, region=worker.region, version=worker.version, pool=pool)
+            joining = JoinRequest(
+                url=url,
+                region=worker.region,
+                version=worker.version,
+                pool=pool,
+                users_only=worker.users_only,
+            )
             body = msgspec.json.encode(joining)
             # it is not there now; it will be
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -241,9 +254,18 @@ async def own_engine(
         ),
         fetch,
         files,
+        _slot_policy(config, max_num_seqs),
     )
-    yield engine
+    async with process.meanwhile(engine.lend()):
+        yield engine
     engine.close()
+
+
+def _slot_policy(config: RunConfig, slots: int) -> SlotPolicy | None:
+    lend = config.engine.lend
+    if lend is None or lend.run is not None:
+        return None
+    return SlotPolicy(slots=slots, max_ttft_s=lend.max_ttft_s, hours=lend.hours)
 
 
 async def serve_worker(

@@ -8,6 +8,8 @@ answer for each connection.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 from collections.abc import Mapping
 from typing import cast
 from urllib.parse import SplitResult, urlsplit
@@ -174,3 +176,10 @@ def _head(url: SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
     return (
         f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {length}\r\n{lines}\r\n"
     ).encode("latin-1")
+
+
+def error_message(body: bytes) -> str:
+    """What a server says in place of an answer."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(body)["error"]["message"])
+    return body.decode(errors="replace")[:200]

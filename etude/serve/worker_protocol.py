@@ -79,6 +79,8 @@ class JoinRequest(msgspec.Struct):
     version: int
     pool: str = ""
     """That it stands in (`serve.pools`)."""
+    users_only: bool = False
+    """It lends nothing now: a gateway of rollouts sends it none."""
 
 
 class DrainRequest(msgspec.Struct):
@@ -87,6 +89,8 @@ class DrainRequest(msgspec.Struct):
     url: str
     draining: bool = True
     """False: it is wanted again."""
+    keep: int = 0
+    """It is refused (409) if fewer workers than that would be left to answer."""
 
 
 class WorkerStatus(msgspec.Struct):

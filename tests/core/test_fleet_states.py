@@ -216,3 +216,13 @@ def test_the_last_suspects_are_not_forgotten() -> None:
     fleet.join("b", "r", 0, 10_000.0)
     fleet.expire(10_001.0)
     assert fleet.state("a") is WorkerState.GONE
+
+
+def test_the_last_workers_are_not_spared() -> None:
+    fleet = Fleet(0)
+    for url in ("a", "b"):
+        fleet.join(url, "east", 0, 0.0)
+    assert fleet.spares("a", keep=1) and not fleet.spares("a", keep=2)
+    fleet.drain("b")
+    assert not fleet.spares("a", keep=1)
+    assert fleet.spares("b", keep=1), "it is not one of those that answer"

@@ -209,3 +209,39 @@ def test_an_answer_ends_by_a_token_or_by_who_listens_to_it() -> None:
         each.num_pending = 1
         each.append(8, -1.0, 0, ())
         assert (each.stopped, each.finish_reason) == ((True, "stop") if ends else (False, None))
+
+
+def test_the_class_batch_keeps_to_its_limit_and_goes_on_later() -> None:
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=100)
+    for id in range(4):
+        scheduler.add(sequence(id, 3, priority="batch"))
+    assert len(advance(scheduler)) == 4
+    scheduler.limit_batch(1)
+    assert ([s.id for s in scheduler.running], scheduler.num_preempted) == (["0"], 3)
+    assert [s.id for s in scheduler.waiting] == ["1", "2", "3"]
+    assert [id for id, _ in advance(scheduler)] == ["0"]
+    assert all(s.gave_way for s in scheduler.waiting) and not scheduler.running[0].gave_way
+    scheduler.add(sequence(4, 3))
+    assert [id for id, _ in advance(scheduler)] == ["4"], "the limit is none for others"
+    scheduler.limit_batch(4)
+    assert sorted(id for id, _ in advance(scheduler)) == ["0", "1", "2", "4"]
+    assert scheduler.num_batch == 3
+
+
+def test_the_class_batch_sits_out_while_the_prompt_of_another_is_read() -> None:
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=8)
+    scheduler.add(sequence(0, 3, priority="batch"))
+    assert advance(scheduler) == [("0", 3)]
+    scheduler.add(sequence(1, 20))
+    scheduler.add(sequence(2, 3, priority="batch"))
+    assert [advance(scheduler) for _ in range(3)] == [[("1", 8)], [("1", 8)], [("1", 4)]]
+    assert scheduler.num_preempted == 0
+    assert sorted(advance(scheduler)) == [("0", 1), ("1", 1), ("2", 3)]
+
+
+def test_alone_the_class_batch_has_given_way_to_nobody() -> None:
+    scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=1, max_batched_tokens=100)
+    for id in range(2):
+        scheduler.add(sequence(id, 3, priority="batch"))
+    advance(scheduler)
+    assert not any(s.gave_way for s in (*scheduler.running, *scheduler.waiting))

@@ -56,8 +56,8 @@ async def test_no_agent_says_that_it_comes_first(
     sessions = PolicySessions(policy, FILES, max_context=64)
     async with served(create_app(sessions.routes(), SignedTokens(authority))) as url:
         for scope, asked, expected in (
-            (Scope.SESSION, "interactive", "standard"),
-            (Scope.SESSION, "first of all", "standard"),
+            (Scope.SESSION, "interactive", "batch"),
+            (Scope.SESSION, "first of all", "batch"),
             (Scope.ADMIN, "interactive", "interactive"),
         ):
             headers = {"X-Etude-Priority": asked, "X-Etude-Deadline-S": "90"}

@@ -1,5 +1,5 @@
-"""A bad link in front of a server: a TCP proxy with a rate, a delay, and connections that break in
-mid-transfer."""
+"""A bad link in front of a server: a TCP proxy with a rate, a delay, losses, and connections that
+break in mid-transfer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 PIECE = 16 << 10
+IN_FLIGHT = 64
+"""Pieces that may be on their way at once."""
+RESEND_S = 0.3
+"""How long TCP takes to miss a packet, and to send it again."""
 
 
 @dataclass(slots=True)
@@ -20,8 +24,12 @@ class Link:
 
     target: int
     """The server's port."""
+    target_host: str = "127.0.0.1"
     bytes_per_s: float = float("inf")
     delay_s: float = 0.0
+    """Of each way."""
+    loss: float = 0.0
+    """Share of the pieces that come late, and all behind them with them: TCP loses nothing."""
     break_after: int = 0
     """A connection breaks after about so many bytes; 0: never."""
     port: int = 0
@@ -31,44 +39,72 @@ class Link:
     _random: Random = field(default_factory=lambda: Random(0))
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
-            up = asyncio.create_task(self._pass_on(reader, far_writer))
+        with contextlib.suppress(OSError):
+            far_reader, far_writer = await asyncio.open_connection(self.target_host, self.target)
+            up = asyncio.create_task(self._pass_on(reader, far_writer, shared=False))
             try:
-                await self._slowly(far_reader, writer)
+                await self._pass_on(far_reader, writer, shared=True)
             finally:
                 up.cancel()
                 far_writer.close()
         writer.close()
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(PIECE):
-                await asyncio.sleep(self.delay_s)
-                writer.write(data)
-                await writer.drain()
-            writer.write_eof()
+    async def _pass_on(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, shared: bool
+    ) -> None:
+        """`shared`: this way has the rate, is counted, and breaks."""
+        under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT)
+        arriving = asyncio.create_task(self._arrive(under_way, writer, shared=shared))
+        loop = asyncio.get_running_loop()
+        try:
+            with contextlib.suppress(OSError):
+                data = b"."
+                while data:
+                    data = await reader.read(PIECE)
+                    due = loop.time() + self.delay_s
+                    due += RESEND_S * (self._random.random() < self.loss)
+                    if shared:
+                        sent = max(loop.time(), self._free_at) + len(data) / self.bytes_per_s
+                        due += sent - loop.time()
+                        self._free_at = sent
+                    await under_way.put((due, data))
+            await arriving
+        finally:
+            arriving.cancel()
 
-    async def _slowly(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _arrive(
+        self,
+        under_way: asyncio.Queue[tuple[float, bytes]],
+        writer: asyncio.StreamWriter,
+        *,
+        shared: bool,
+    ) -> None:
+        """An empty piece is the end."""
         loop = asyncio.get_running_loop()
         left = self._random.uniform(0.5, 1.5) * self.break_after
-        while data := await reader.read(PIECE):
-            self._free_at = max(loop.time(), self._free_at) + len(data) / self.bytes_per_s
-            await asyncio.sleep(self._free_at - loop.time())
-            left -= len(data)
-            if self.break_after and left < 0:
-                self.broken += 1
-                writer.transport.abort()  # type: ignore[attr-defined]
-                return
-            self.carried += len(data)
-            writer.write(data)
-            await writer.drain()
+        with contextlib.suppress(OSError):
+            while True:
+                due, data = await under_way.get()
+                await asyncio.sleep(due - loop.time())
+                if not data:
+                    writer.write_eof()
+                    return
+                if shared:
+                    left -= len(data)
+                    if self.break_after and left < 0:
+                        self.broken += 1
+                        writer.transport.abort()  # type: ignore[attr-defined]
+                        return
+                    self.carried += len(data)
+                writer.write(data)
+                await writer.drain()
 
 
 @contextlib.contextmanager
-def linked(target: int) -> Iterator[Link]:
-    link, loop = Link(target), asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(link.serve, "127.0.0.1", 0))
+def linked(target: int, target_host: str = "127.0.0.1", host: str = "127.0.0.1") -> Iterator[Link]:
+    """`host`: where its clients find it."""
+    link, loop = Link(target, target_host), asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(link.serve, host, 0))
     link.port = server.sockets[0].getsockname()[1]
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

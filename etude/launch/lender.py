@@ -1,0 +1,219 @@
+"""A worker in front of users that is lent to RL when they leave it idle, and comes back.
+
+    python -m etude.launch.lender --store USERS_RUN --region here --port 8101 --lent-port 8102
+        --gateway http://127.0.0.1:8100
+
+`[engine.lend]` of the users' run says to which run it is lent, and when; `core.lending` decides.
+What is handed over is the machine: the worker is drained, its process ends, and another one is
+started that loads the other run's weights whole and joins that run's gateway, at a port of its own,
+so that neither gateway ever asks the wrong model. On the way back RL's requests are broken off;
+its gateway sends them elsewhere, and no session is graded for that.
+
+ETUDE_TOKEN is an admin's token of the users' gateway, which is asked how they fare, and drains;
+ETUDE_LENT_TOKEN a worker's token of the other one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from typing import Any
+
+import aiohttp
+
+from etude.core.errors import EtudeError
+from etude.core.lend_config import LendConfig
+from etude.core.lending import LoanPolicy, UsersLoad
+from etude.launch.launcher import CREDENTIALS, STOP_S, python
+from etude.run.process import die_with_parent, run_process
+from etude.serve.process import TOKEN_VARIABLE, authorization, log_to_stderr, token
+from etude.store.runs import Run
+
+LENT_TOKEN_VARIABLE = "ETUDE_LENT_TOKEN"
+LOOK_S = 1.0
+
+
+class Lender:
+    """One worker process at a time, the users' or the lent one."""
+
+    def __init__(
+        self, http: aiohttp.ClientSession, lend: LendConfig, *, store: str, gateway: str,
+        region: str, port: int, lent_port: int, host: str, slots: int,
+    ) -> None:  # fmt: skip
+        assert lend.run is not None and lend.gateway is not None
+        self._http = http
+        self._gateway = gateway
+        self._keep = lend.keep
+        self._url = f"http://{host}:{port}"
+        own = ("--region", region, "--host", host)
+        module = "etude.serve.worker"
+        self._programs = {
+            False: python(module, "--store", store, "--gateway", gateway, "--port", port, *own),
+            True: python(
+                module, "--store", lend.run, "--gateway", lend.gateway, "--port", lent_port, *own
+            ),
+        }
+        self._policy = LoanPolicy(
+            slots=slots,
+            keep=lend.keep,
+            max_load=lend.max_load,
+            max_ttft_s=lend.max_ttft_s,
+            calm_s=lend.calm_s,
+            return_s=lend.return_s,
+            hours=lend.hours,
+        )
+        self._lent = False
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            await self._serve_users()
+            while True:
+                await self._look()
+                await asyncio.sleep(LOOK_S)
+        finally:
+            await self._stop()
+
+    async def _look(self) -> None:
+        await self._keep_running()
+        users = await self._users()
+        if self._lent:
+            if self._policy.recalls(time.time(), users):
+                began = time.monotonic()
+                await self._stop()
+                await self._serve_users()
+                self._policy.returned(took_s := time.monotonic() - began)
+                log_to_stderr(f"back with the users, after {took_s:.1f} s")
+        elif users is not None and self._policy.lends(time.time(), users) and await self._empty():
+            await self._stop()
+            self._lent = True
+            await self._start()
+            log_to_stderr("lent to RL")
+
+    async def _serve_users(self) -> None:
+        """Returns when the users' gateway sends requests here again."""
+        self._lent = False
+        await self._start()
+        while await self._drain(draining=False) is None or not await self._is_live():
+            await asyncio.sleep(LOOK_S / 4)
+            await self._keep_running()
+
+    async def _keep_running(self) -> None:
+        assert self._process is not None
+        if self._process.returncode is not None:
+            log_to_stderr(f"the worker ended with code {self._process.returncode}; again")
+            await self._start()
+
+    async def _empty(self) -> bool:
+        """Drains the worker; False, and all is as before, if it must stay or users come back."""
+        while (active := await self._drain(draining=True)) is not None:
+            if active == 0:
+                return True
+            if self._policy.recalls(time.time(), await self._users()):
+                break
+            await asyncio.sleep(LOOK_S / 4)
+        await self._drain(draining=False)
+        return False
+
+    async def _start(self) -> None:
+        assert self._process is None or self._process.returncode is not None
+        parent = os.getpid()
+        kept = {name: value for name, value in os.environ.items() if name not in CREDENTIALS}
+        kept.pop(LENT_TOKEN_VARIABLE, None)
+        given = os.environ.get(LENT_TOKEN_VARIABLE) if self._lent else token()
+        self._process = await asyncio.create_subprocess_exec(
+            *self._programs[self._lent],
+            env=kept | ({TOKEN_VARIABLE: given} if given else {}),
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+
+    async def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None:
+            return
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def _users(self) -> UsersLoad | None:
+        """None if the gateway does not answer."""
+        status = await self._ask("GET", "/status")
+        if status is None:
+            return None
+        workers = [each for each in status["workers"].values() if each["state"] == "live"]
+        active = sum(each["active"] for each in status["workers"].values())
+        return UsersLoad(len(workers), active, status["users_ttft_p99_s"])
+
+    async def _is_live(self) -> bool:
+        status = await self._ask("GET", "/status")
+        return status is not None and status["workers"].get(self._url, {}).get("state") == "live"
+
+    async def _drain(self, *, draining: bool) -> int | None:
+        """How many requests it still works on; None if the gateway does not have it so."""
+        asked = {"url": self._url, "draining": draining, "keep": self._keep}
+        told = await self._ask("POST", "/workers/drain", asked)
+        return None if told is None else int(told["active"])
+
+    async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with self._http.request(method, self._gateway + path, json=body) as response:
+                if response.status in (401, 403):
+                    raise EtudeError(
+                        f"the gateway at {self._gateway} refuses {path}: give an admin's token in "
+                        f"{TOKEN_VARIABLE}"
+                    )
+                if response.ok:
+                    told: dict[str, Any] = await response.json()
+                    return told
+        return None
+
+
+async def lend_worker(
+    *, store: str, gateway: str, region: str, port: int, lent_port: int, host: str
+) -> None:
+    engine = Run.open(store, create=False).config().engine
+    if engine.lend is None or engine.lend.run is None:
+        raise EtudeError(f"{store} lends no workers: say to which run, in [engine.lend] run")
+    headers, limit = authorization(token()), aiohttp.ClientTimeout(total=10 * LOOK_S)
+    async with aiohttp.ClientSession(headers=headers, timeout=limit) as http:
+        await Lender(
+            http, engine.lend, store=store, gateway=gateway, region=region, port=port,
+            lent_port=lent_port, host=host, slots=engine.max_num_seqs,
+        ).run()  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m etude.launch.lender",
+        description="A worker in front of users that is lent to RL when they leave it idle.",
+    )
+    parser.add_argument("--store", required=True, help="the run whose model users are served")
+    parser.add_argument("--gateway", required=True, help="that users ask")
+    parser.add_argument("--region", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True, help="of the worker with the users")
+    parser.add_argument("--lent-port", type=int, required=True, help="of the worker that is lent")
+    a = parser.parse_args()
+    return run_process(
+        lambda: lend_worker(
+            store=a.store,
+            gateway=a.gateway,
+            region=a.region,
+            port=a.port,
+            lent_port=a.lent_port,
+            host=a.host,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
