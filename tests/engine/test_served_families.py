@@ -168,7 +168,7 @@ def test_invariant_arithmetic_is_refused_where_it_cannot_be_kept() -> None:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_blocks_that_no_window_reaches_are_given_up(name: str, prefix_cache: bool) -> None:
     """Some layers see 11 tokens, which lie in two blocks of 16 at most; one is being filled, and
     one may wait until it is known."""
@@ -195,21 +195,17 @@ def test_blocks_that_no_window_reaches_are_given_up(name: str, prefix_cache: boo
         assert list(done[each.id].logprobs) == pytest.approx(found, abs=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    ("name", "seed", "overlaps"), [("gpt_oss", 0, False), ("gemma3_text", 1, True)]
-)
-def test_bits_are_the_same_whether_or_not_layers_with_a_window_give_up_blocks(
-    name: str, seed: int, overlaps: bool
-) -> None:
-    """Under random schedules: shared beginnings, forks, drafts, preemption, priorities, requests
+def test_bits_are_the_same_whether_or_not_layers_with_a_window_give_up_blocks() -> None:
+    """Under a random schedule: shared beginnings, forks, drafts, preemption, priorities, requests
     that are aborted, and new versions in between, whose weights are the same: a hit less moves the
     token that they come before."""
 
+    model = random_model("gpt_oss").compute_with(INVARIANT)
+
     def served(num_windowed_blocks: int) -> tuple[dict[str, list[object]], EngineStats]:
-        model, rng = random_model(name).compute_with(INVARIANT), Random(seed)
+        rng = Random(0)
         own = BatchInvariantTorchRunner(model, 12, num_windowed_blocks=num_windowed_blocks)
-        runner = Overlapping(own) if overlaps else own
-        engine = Engine(model, runner=runner, max_num_seqs=4, max_batched_tokens=23)
+        engine = Engine(model, runner=Overlapping(own), max_num_seqs=4, max_batched_tokens=23)
         waiting = [
             request(
                 str(10 * id + fork), [1 + n % (2 + id % 3) for n in range(rng.randint(1, 70))],
@@ -239,7 +235,6 @@ def test_bits_are_the_same_whether_or_not_layers_with_a_window_give_up_blocks(
             }
         return done, engine.stats()
 
-    model = random_model(name)
     kept, _ = served(0)
     given_up, stats = served(windowed_blocks(model, 4, 23))
     assert stats.preemptions and stats.cached_tokens and stats.accepted_tokens

@@ -55,10 +55,11 @@ preemption and after a swap of weights.
 
 **Fast paths** state what they can compute. `native.c` (CPU) and the CUDA kernels compute layers
 like Llama's, and beyond those what the columns say. On a CUDA device in bf16 other layers with
-keys and values have attention on our kernels (windows, sinks and capped scores too) and the rest on
-torch's operators, in captured graphs: "attention". What is left runs on torch's operators one by
-one, with a warning that names the facts: latent and recurrent layers, heads whose size is no power
-of two, and anything batch-invariant that is not like Llama's.
+keys and values have attention on our kernels (windows, sinks and capped scores too), recurrent
+layers the delta rule, and the rest is on torch's operators, in captured graphs (prompts of models
+with recurrent layers without): "attention". What is left runs on torch's operators one by one, with
+a warning that names the facts: latent layers, heads whose size is no power of two, and anything
+batch-invariant that is not like Llama's.
 
 **Windows.** Layers with a window have blocks of the KV cache of their own, beside layers that see
 everything. A sequence gives up those that its window does not reach any more, and within the same
