@@ -145,7 +145,7 @@ def add_sandboxes(parser: argparse.ArgumentParser) -> None:
     )
 
 
-REALTIME_ACTIONS = ("status", "stop", "resume", "pin", "rollback")
+REALTIME_ACTIONS = ("status", "compare", "stop", "resume", "pin", "rollback")
 
 
 def add_realtime(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +153,7 @@ def add_realtime(parser: argparse.ArgumentParser) -> None:
         "what",
         metavar="RUN.toml|ACTION",
         help="the file of a run with a table [realtime], to start it or go on; or, for a run that "
-        "was started: status; stop (nothing is trained or deployed, users are served on); pin "
+        "was started: status; compare (what all updates together have brought); stop (nothing is trained or deployed, users are served on); pin "
         "(likewise, with --version); rollback (users go back to the version before, then as "
         "stop); resume",
     )

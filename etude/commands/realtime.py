@@ -89,6 +89,22 @@ def status(run: Run, console: Console) -> int:
     return 0
 
 
+def compare(run: Run, console: Console) -> int:
+    """What all updates together have brought: users against those held out."""
+    figures = open_loop(run, run.config()).against_heldout()
+    if not figures:
+        console.print("too few users of either kind so far, or no update is live", highlight=False)
+    for each in figures:
+        console.print(
+            f"{each.metric.name}: {100 * each.candidate:.1f} % of users, "
+            f"{100 * each.live:.1f} % of those held out; better by {100 * each.gain:+.1f} points "
+            f"({100 * each.low:+.1f} to {100 * each.high:+.1f}, at all looks)",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return 0
+
+
 def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
     """What the loop would do next, without doing it."""
     realtime = realtime_settings(config)

@@ -19,9 +19,9 @@ from etude.core.feedback import Joined
 from etude.core.ledger import Batched, Entry, Ledger, Trained
 from etude.core.realtime_config import CanaryConfig, GateConfig, RealtimeConfig
 from etude.core.recorded import Sessions
-from etude.core.traffic import Change, Traffic, decided, refuse, start
+from etude.core.traffic import HELDOUT, Change, Traffic, decided, refuse, start
 from etude.core.updates import Forgotten, UpdateRecord, is_of_user, versions_that_saw
-from etude.realtime.canary import CanaryPlan, Metric, decide
+from etude.realtime.canary import CanaryPlan, Metric, MetricFigures, decide
 from etude.realtime.collect import Rules, Sorted, make_update, mixed, samples_of, sort_out
 from etude.realtime.credit import BASELINE, Baseline, CreditSample
 from etude.realtime.cycle import (
@@ -354,6 +354,31 @@ class RealtimeLoop:
         control = self.config.canary.control_share
         if (change := after_look(last, decision, now, control_share=control)) is not None:
             self._change(change)
+
+    def against_heldout(self) -> tuple[MetricFigures, ...]:
+        """All updates together: users of the live version since it went live, against held-out
+        users. Who is held out and was answered by another version all the same, since their pool
+        was down, says nothing. None if there is nothing to compare yet."""
+        traffic, changes = self.last.traffic, self.traffic.changes()
+        first = traffic.pools.get(HELDOUT)
+        if first is None or first == traffic.version:
+            return ()
+        began = min(change.time for change in changes if change.action == "canary")
+        since = max(
+            change.time
+            for change in changes
+            if change.action == "promote" and change.version == traffic.version
+        )
+        seen = [
+            one
+            for one in self.outcomes()
+            if one.session.started < began
+            or traffic.is_heldout(one.user) == (one.versions == {first})
+        ]
+        users = user_outcomes(
+            seen, new=traffic.version, old=first, first_seen=began, since=since, until=self._now()
+        )
+        return decide(replace(self.plan, first_slack=1.0), 0, users).figures
 
     def _first_seen(self, version: int) -> float:
         return min(

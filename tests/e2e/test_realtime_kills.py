@@ -135,7 +135,7 @@ async def until_batched(store: Path, step: int, child: subprocess.Popen[bytes]) 
 async def test_a_deleted_user_is_in_no_later_batch_and_status_says_what_has_seen_them(
     tmp_path: Path,
 ) -> None:
-    url, population = write_run(tmp_path), Population.of(300, seed=1)
+    url, population = write_run(tmp_path), Population.of(800, seed=1)
     users, store = product(url, population), tmp_path / "songs"
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
 

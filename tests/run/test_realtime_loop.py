@@ -212,6 +212,21 @@ def test_a_canary_that_could_not_be_watched_is_refused_before_anything_runs(
         config(canary=canary)
 
 
+def test_all_updates_together_are_compared_with_held_out_users() -> None:
+    world = World(Objects.open("memory:"), num_users=100, pleases=lambda version: version >= 1)
+    loop = world.loop()
+    world.follow(loop, until=Evaluate(0))
+    assert loop.against_heldout() == (), "no update is live"
+    world.follow(loop, until=Evaluate(2))
+    kept = loop.against_heldout()[0]
+    assert kept.metric.name == "kept" and kept.candidate > 0.8 and kept.live < 0.2
+    heldout = next(user for user in world.users if loop.last.traffic.is_heldout(user))
+    strange = recorded(heldout, f"{int(world.now * 1000):013d}-{digest('x')}", world.now, 1)
+    world.turns.append(strange)
+    world.events.append(said(strange, "kept_5min", world.now))
+    assert loop.against_heldout()[0] == kept, "its pool was down"
+
+
 def test_rollouts_of_tasks_are_trained_on_beside_users_and_balance_in_the_ledger() -> None:
     world = World(Objects.open("memory:"))
     world.follow(world.loop(simulated_share=0.25), until=Done())

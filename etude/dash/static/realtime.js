@@ -7,6 +7,7 @@ import { Bar, Card, Chip, Loading, isNumber, moment, percent, short } from "/ui.
 
 const STATES = ["collect", "train", "evaluate", "canary", "watch"];
 const TONES = { settle: "good", promote: "good", canary: "accent", refuse: "warn", roll_back: "bad", hold: "warn" };
+const WHOLE = { whiteSpace: "nowrap" };
 const SUITE = /^(.*) loss$/;
 const METRIC = /^(.*) gain$/;
 
@@ -80,7 +81,7 @@ function Decisions({ changes }) {
     <div class="scroll" tabindex="0" role="region" aria-label="decisions"><table>
       <thead><tr><th>when</th><th>what</th><th class="num">version</th><th class="num">live</th><th class="num">beside it</th><th>why</th></tr></thead>
       <tbody>${changes.map((each) => html`<tr key=${each.number}>
-        <td class="dim">${moment(each.time)}</td><td><${Chip} tone=${TONES[each.action]}>${each.action}<//> ${each.held && html`<${Chip} tone="warn">held<//>`}</td>
+        <td class="dim" style=${WHOLE}>${moment(each.time)}</td><td style=${WHOLE}><${Chip} tone=${TONES[each.action]}>${each.action}<//> ${each.held && html`<${Chip} tone="warn">held<//>`}</td>
         <td class="num">${each.version}</td><td class="num">${each.live}</td><td class="num">${each.share ? percent(each.share) : "–"}</td><td>${each.why}</td>
       </tr>`)}</tbody>
     </table></div>
