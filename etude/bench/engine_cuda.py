@@ -281,12 +281,13 @@ def weight_bytes(model: Transformer, active: float) -> float:
     """What one pass reads of the weights, if it uses `active` experts of each layer that has
     some."""
     embedding = model.model.embed_tokens.weight
+    in_fp8 = {id(own.weight) for own in model.quantised_layers()}
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is embedding and model.lm_head is not None:
             continue  # a row or two of it
         share = active / len(parameter) if ".experts." in name else 1.0
-        total += parameter.nbytes * share
+        total += (parameter.numel() if id(parameter) in in_fp8 else parameter.nbytes) * share
     return total
 
 
@@ -304,7 +305,8 @@ def engine_figures(
 ) -> dict[str, float]:
     size = max(CudaRunner.block_size, block_size(model.config))
     blocks = 2 * batch * ((prompt_tokens + NEW) // size + 1) + 64
-    counting = CountingRunner(CudaRunner(model, blocks, batch), model.config)
+    runner = CudaRunner(model, blocks, batch, invariant=model.invariant)
+    counting = CountingRunner(runner, model.config)
     engine = Engine(
         model,
         max_num_seqs=batch,
@@ -375,13 +377,13 @@ def run(
             found = engine_figures(model, batch, bytes_per_s, drawn, prompt_tokens)
             figures |= {f"{shape}.b{batch}.{name}": value for name, value in found.items()}
             _note(found, f"{shape}.b{batch}")
-            _free()
+            free()
         del model
-        _free()
+        free()
         if compare and not SHAPES[shape].experts:
             found = transformers_figures(SHAPES[shape], batches)
             figures |= {f"{shape}.{name}": value for name, value in found.items()}
-            _free()
+            free()
     return figures
 
 
@@ -391,7 +393,7 @@ def _note(found: Mapping[str, float], what: str) -> None:
     )
 
 
-def _free() -> None:
+def free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -38,6 +38,7 @@ class BatchInvariantTorchRunner:
         self.num_blocks = num_blocks
         self._adapters = TorchAdapters(model) if with_adapters else None
         self._model = model
+        self._model.quantise()
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(model.config, num_blocks, BLOCK_SIZE, like=weight)
@@ -80,6 +81,7 @@ class BatchInvariantTorchRunner:
         like = self._model.model.embed_tokens.weight
         model = Transformer(self._model.config).to(like.device, like.dtype).requires_grad_(False)
         load_weights(model.compute_with(self._model.arithmetic), tensors)
+        model.quantise()
         if self._adapters:
             self._adapters.attach(model)
 

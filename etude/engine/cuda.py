@@ -37,7 +37,7 @@ from etude.engine.graph_inputs import (
     fits,
     sampling_inputs,
 )
-from etude.engine.kernels import attention, batch_invariant
+from etude.engine.kernels import attention, batch_invariant, fp8
 from etude.engine.kernels.delta import DecodeRecurrence
 from etude.engine.kernels.fused import ForwardContext, FusedForward, unsupported
 from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
@@ -99,6 +99,8 @@ class CudaRunner:
         self.max_num_seqs = max_num_seqs
         self._max_rows = max_num_seqs + MAX_DRAFT_TOKENS
         self._model = model.eval()
+        for own in model.quantised_layers():
+            own.quantised = fp8.quantise_rows(own.weight.detach())
         self._adapters = CudaAdapters(model, adapters) if adapters else None
         self._forward = _forward_of(model, invariant)
         self._forward.adapters = self._adapters
@@ -409,7 +411,16 @@ class CudaRunner:
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         # In place, so that the graphs go on to be right; in the order of the stream, so after all
         # passes so far.
-        return stage_weights(self._model, tensors)
+        put_in_place = stage_weights(self._model, tensors)
+        quantised = self._model.quantised_layers()
+
+        def swap() -> None:
+            put_in_place()
+            for own in quantised:
+                assert own.quantised is not None
+                fp8.quantise_into(own.weight, own.quantised)
+
+        return swap
 
     def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
         assert self._adapters is not None

@@ -20,6 +20,7 @@ from etude.engine.kernels import attention, experts, head, linear, norm
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from tests.engine.adapter_checks import check_adapters
 from tests.engine.engine_checks import ENGINES, check_engine
+from tests.engine.fp8_checks import check_fp8
 from tests.small_model import add, drain, request, sharp
 
 
@@ -373,6 +374,7 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "linear, one row": lambda new: check_linear(new, 1, 72, 192),
     "linear, a few": lambda new: check_linear(new, 5, 72, 320),
     "linear, split": lambda new: check_linear(new, 17, 40, 520),
+    "fp8": lambda new: check_fp8(new.normal(5, 96), new.normal(72, 96), new.normal(72)),
     "decode": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 16, 70, 129], 1),
     "decode, split": lambda new: check_decode(new, 6, 2, 32, [1, 0, 33, 17, 70, 330], 4),
     "prefill": lambda new: check_prefill(new, 4, 2, 32, [40, 75, 3], [40, 70, 2]),
@@ -391,6 +393,8 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "linear 3": lambda new: check_linear(new, 3, 1024, 3072),
     "linear 64": lambda new: check_linear(new, 64, 1024, 2048),
     "linear 200": lambda new: check_linear(new, 200, 3072, 1024),
+    "fp8 3": lambda new: check_fp8(new.normal(3, 3072), new.normal(1024, 3072), new.normal(1024)),
+    "fp8 200": lambda new: check_fp8(new.normal(200, 96), new.normal(6144, 96), new.normal(6144)),
     "decode": lambda new: check_decode(new, 16, 8, 128, [1, 0, 300, 16, 1000, 129] * 10, 1),
     "decode, split": lambda new: check_decode(new, 32, 4, 128, [1, 0, 300, 17, 5000, 330], 16),
     "decode, one": lambda new: check_decode(new, 16, 8, 128, [333], 16),
