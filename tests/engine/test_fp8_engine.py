@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from etude.model.transformer import Transformer
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 from tests.small_model import Asked, add, config, drain, request, sharp
+
+pytestmark = pytest.mark.filterwarnings("ignore:native.c")
 
 SHAPE = replace(config(context=96), hidden_size=64, num_hidden_layers=3, intermediate_size=96)
 ASKED = [

@@ -119,6 +119,7 @@ def test_an_engine_on_kernels_says_what_the_model_says(
         assert sample.experts == reference[id].experts
 
 
+@pytest.mark.filterwarnings("ignore:native.c")
 def test_an_engine_in_fp8_on_kernels_says_what_the_model_in_fp8_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
