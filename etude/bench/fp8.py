@@ -59,7 +59,7 @@ SMALL = replace(
     vocab_size=32_768,
     tie_word_embeddings=False,
 )
-SESSIONS, PROMPT, NEW = 32, 64, 128
+SESSIONS, PROMPT, NEW = 16, 64, 128
 
 
 def run(parts: Sequence[str] = PARTS) -> dict[str, float]:
