@@ -14,6 +14,7 @@ BENCHMARKS = {
     "edits": "speculative edits: forward passes over real edits, and time",
     "engine": "the engine's throughput, beside transformers on the same weights",
     "engine_cuda": "the engine on a CUDA device: tokens per second, share of the roofline",
+    "fp8": "FP8 beside bf16 on a CUDA device: decoding, the trainer's forward pass, k3",
     "gateway": "what the gateway adds to a turn, beside LiteLLM's proxy (make bench-gateway)",
     "invariance": "batch invariance: what it costs at 1, 64 and 256 requests at once",
     "lag": "staleness: the demo's rl with a lag of 0, 2 and 8, and every correction",

@@ -283,12 +283,13 @@ def weight_bytes(model: Transformer, active: float) -> float:
     """What one pass reads of the weights, if it uses `active` experts of each layer that has
     some."""
     embedding = model.model.embed_tokens.weight
+    in_fp8 = {id(own.weight) for own in model.quantised_layers()}
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is embedding and model.lm_head is not None:
             continue  # a row or two of it
         share = active / len(parameter) if ".experts." in name else 1.0
-        total += parameter.nbytes * share
+        total += (parameter.numel() if id(parameter) in in_fp8 else parameter.nbytes) * share
     return total
 
 
@@ -310,7 +311,9 @@ def engine_figures(
     windowed = 0
     if window is not None:
         windowed = num_windowed_blocks(window, size, max_num_seqs=batch, max_batched_tokens=batched)
-    runner = CudaRunner(model, blocks, batch, num_windowed_blocks=windowed)
+    runner = CudaRunner(
+        model, blocks, batch, invariant=model.invariant, num_windowed_blocks=windowed
+    )
     counting = CountingRunner(runner, model.config)
     engine = Engine(
         model,
@@ -382,13 +385,13 @@ def run(
             found = engine_figures(model, batch, bytes_per_s, drawn, prompt_tokens)
             figures |= {f"{shape}.b{batch}.{name}": value for name, value in found.items()}
             _note(found, f"{shape}.b{batch}")
-            _free()
+            free()
         del model
-        _free()
+        free()
         if compare and not SHAPES[shape].experts:
             found = transformers_figures(SHAPES[shape], batches)
             figures |= {f"{shape}.{name}": value for name, value in found.items()}
-            _free()
+            free()
     return figures
 
 
@@ -398,7 +401,7 @@ def _note(found: Mapping[str, float], what: str) -> None:
     )
 
 
-def _free() -> None:
+def free() -> None:
     gc.collect()
     torch.cuda.empty_cache()
 

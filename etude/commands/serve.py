@@ -28,7 +28,7 @@ from etude.model.lora import (
     read_adapter,
     whole_model,
 )
-from etude.model.numerics import INVARIANT
+from etude.model.numerics import Arithmetic
 from etude.model.transformer import Transformer
 from etude.serve import process
 from etude.serve.access import OneToken
@@ -70,6 +70,7 @@ class Options:
     device: str
     """cpu, cuda, or auto."""
     invariant: bool
+    quantization: str | None
     quiet: bool
     """Without a log of the requests, and without warnings."""
 
@@ -133,8 +134,8 @@ async def _serve(options: Options) -> None:
         torch.set_num_threads(options.threads)
     device = select_device(options.device)
     loaded = load(options.target, options.dtype, device, version=options.version)
-    if options.invariant:
-        loaded.model.compute_with(INVARIANT)
+    fp8 = options.quantization == "fp8"
+    loaded.model.compute_with(Arithmetic.of(invariant=options.invariant, fp8=fp8))
     adapters = read_adapters(options.adapter)
     inner = make_engine(loaded, adapters, options)
     engine = EngineThread(inner, no_other_version, loaded.files)

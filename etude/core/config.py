@@ -142,6 +142,10 @@ class RunConfig(Config):
     batch_invariant: bool = False
     """The log-prob of a token has the same bits whatever is computed beside it, in the engine and
     in the trainer; so at equal weights they agree exactly. Slower."""
+    quantization: Literal["fp8"] | None = None
+    """`fp8`: the matrices of attention and dense MLPs are multiplied in FP8 (e4m3, a scale for each
+    token and each output), in the engine and in the trainer's forward pass; weights are trained and
+    published as without it (docs/training.md)."""
     heartbeat_timeout_s: Positive = 10.0
     """Time without a heartbeat after which a process of the run is named on the screen, a worker
     gets no requests until its next one, and a sandbox has failed. A step of an engine may take ten
@@ -288,6 +292,11 @@ class RunConfig(Config):
             raise ValueError(
                 "a vLLM server promises nothing about its bits: leave out engine.vllm_urls, or "
                 "batch_invariant and deterministic"
+            )
+        if self.engine.vllm_urls and self.quantization:
+            raise ValueError(
+                "a vLLM server is told by its own options how it quantises: leave out "
+                "engine.vllm_urls, or quantization"
             )
         if self.batch_invariant and len(threads) > 1:
             # A product that several threads share is added up in another order than one that a

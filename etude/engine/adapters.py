@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from etude.engine.batch import Ints, ModelRunner
-from etude.engine.scheduler import LoadedAdapter
+from etude.engine.scheduler import AdapterSlot
 from etude.model.layers import Linear
 from etude.model.lora import (
     Adapter,
@@ -115,11 +115,11 @@ class EngineAdapters:
     def __init__(self, limits: AdapterLimits | None, runner: ModelRunner) -> None:
         self._limits = limits
         self._runner = runner
-        self._named: dict[str, LoadedAdapter] = {}
+        self._named: dict[str, AdapterSlot] = {}
         self._numbers = itertools.count(1)
         self._base: dict[str, Tensor] = {}  # in place, under an adapter that came with weights
 
-    def find(self, name: str | None) -> LoadedAdapter | None:
+    def find(self, name: str | None) -> AdapterSlot | None:
         """Raises ValueError for a name that is not there. Any thread may call it."""
         if name is None:
             return None
@@ -130,7 +130,7 @@ class EngineAdapters:
 
     def load(self, name: str, adapter: Adapter) -> None:
         most = self._limits.num_named if self._limits else 0
-        loaded = self._named.get(name) or LoadedAdapter(1 + len(self._named), 0)
+        loaded = self._named.get(name) or AdapterSlot(1 + len(self._named), 0)
         if self._limits is None or loaded.slot > most:
             raise ValueError(f"there is room for {most} adapters, and {name} is one more")
         if adapter.config.rank > self._limits.rank:

@@ -46,6 +46,7 @@ class BatchInvariantTorchRunner:
         self.num_windowed_blocks = num_windowed_blocks
         self._adapters = TorchAdapters(model) if with_adapters else None
         self._model = model
+        self._model.quantise()
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(
@@ -90,6 +91,7 @@ class BatchInvariantTorchRunner:
         like = self._model.model.embed_tokens.weight
         model = Transformer(self._model.config).to(like.device, like.dtype).requires_grad_(False)
         load_weights(model.compute_with(self._model.arithmetic), tensors)
+        model.quantise()
         if self._adapters:
             self._adapters.attach(model)
 

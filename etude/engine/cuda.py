@@ -29,9 +29,9 @@ from etude.engine.graph_inputs import (
     ADAPTER_FIELDS,
     BLOCKS,
     SLOTS,
-    GraphInputs,
     GraphShape,
     InputLayout,
+    PhaseInputs,
     PinnedBuffers,
     adapter_inputs,
     as_words,
@@ -40,7 +40,7 @@ from etude.engine.graph_inputs import (
     sampling_inputs,
     slot_inputs,
 )
-from etude.engine.kernels import attention, batch_invariant
+from etude.engine.kernels import attention, batch_invariant, fp8
 from etude.engine.kernels.delta import DecodeRecurrence, delta_chunks
 from etude.engine.kernels.fused import ForwardContext, FusedForward, unsupported
 from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
@@ -103,6 +103,8 @@ class CudaRunner:
         self.max_num_seqs = max_num_seqs
         self._max_rows = max_num_seqs + MAX_DRAFT_TOKENS
         self._model = model.eval()
+        for own in model.quantised_layers():
+            own.quantised = fp8.quantise_rows(own.weight.detach())
         self._adapters = CudaAdapters(model, adapters) if adapters else None
         self._forward = _forward_of(model, invariant)
         self._forward.adapters = self._adapters
@@ -156,7 +158,7 @@ class CudaRunner:
 
     def _prefill_shape(self, tokens: int, sequences: int, rows: int) -> GraphShape:
         """The shape of a prefill graph, with the most tiles that such a batch can have."""
-        params = self._forward.layers[0].attention_params
+        params = self._forward.layers[0].attention_config
         tiles = tokens // attention.tile_tokens(params) + sequences
         return GraphShape(tokens, sequences, rows, tiles)
 
@@ -229,7 +231,7 @@ class CudaRunner:
         )
         return lambda: sampled
 
-    def _add_adapters(self, parts: list[GraphInputs], batch: ForwardBatch) -> None:
+    def _add_adapters(self, parts: list[PhaseInputs], batch: ForwardBatch) -> None:
         """Tell the parts of a batch which adapters their rows have, if any has one. Rows without
         have the same bits either way only in graphs that are the same: so in batch-invariant mode
         all are told."""
@@ -272,13 +274,13 @@ class CudaRunner:
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
 
-    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
+    def _prefill_inputs(self, batch: ForwardBatch, tokens_N: Ints) -> PhaseInputs | None:
         begin = batch.num_decode  # of the sequences, and of the tokens
         if begin == len(batch.query_starts_B):
             return None
         starts_B = batch.query_starts_B[begin:] - begin
         ends_B = np.append(starts_B[1:], len(batch.tokens_N) - begin)
-        step = attention.tile_tokens(self._forward.layers[0].attention_params)
+        step = attention.tile_tokens(self._forward.layers[0].attention_config)
         tiles = [
             (b, n)
             for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
@@ -293,7 +295,7 @@ class CudaRunner:
             "sequence": sequence_T, "first": first_T,
         }  # fmt: skip
         packed = as_words(values) | sampling_inputs(batch, row_R)
-        return GraphInputs(
+        return PhaseInputs(
             packed,
             batch.block_table_GBM[:, begin:],
             len(batch.tokens_N) - begin,
@@ -302,7 +304,7 @@ class CudaRunner:
             row_R,
         )
 
-    def _upload(self, part: GraphInputs, host: PinnedBuffers) -> GraphShape:
+    def _upload(self, part: PhaseInputs, host: PinnedBuffers) -> GraphShape:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles,
@@ -341,7 +343,7 @@ class CudaRunner:
         )  # fmt: skip
 
     def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        first, rows = self._forward.layers[0].attention_params, len(got["tokens"])
+        first, rows = self._forward.layers[0].attention_config, len(got["tokens"])
         decode = (
             batch_invariant.decode
             if self._invariant
@@ -352,7 +354,7 @@ class CudaRunner:
             layer, group = self._forward.layers[number], self._group_of[number]
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
-                layer.attention_params, qkv, self._k[number], self._v[number], got[BLOCKS[group]],
+                layer.attention_config, qkv, self._k[number], self._v[number], got[BLOCKS[group]],
                 got["stride"], got["lengths"], got[SLOTS[group]], out, page_size=self.block_size,
                 pdl=qkv.is_cuda,
             )  # fmt: skip
@@ -361,7 +363,7 @@ class CudaRunner:
         return attend
 
     def _split_buffers(
-        self, rows: int, layer: attention.AttentionLayerParams
+        self, rows: int, layer: attention.AttentionLayerConfig
     ) -> attention.SplitBuffers:
         splits = attention.num_splits(rows, layer.num_kv_heads)
         shape = (rows, layer.num_kv_heads, splits, attention.group_rows(layer))
@@ -377,7 +379,7 @@ class CudaRunner:
         prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads, group = self._forward.layers[number].attention_params, self._group_of[number]
+            heads, group = self._forward.layers[number].attention_config, self._group_of[number]
             k = self._k[number]
             v = self._v[number]
             attention.write(
@@ -413,7 +415,16 @@ class CudaRunner:
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         # In place, so that the graphs go on to be right; in the order of the stream, so after all
         # passes so far.
-        return stage_weights(self._model, tensors)
+        put_in_place = stage_weights(self._model, tensors)
+        quantised = self._model.quantised_layers()
+
+        def swap() -> None:
+            put_in_place()
+            for own in quantised:
+                assert own.quantised is not None
+                fp8.quantise_into(own.weight, own.quantised)
+
+        return swap
 
     def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
         assert self._adapters is not None

@@ -119,7 +119,7 @@ class InputLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphInputs:
+class PhaseInputs:
     """The inputs of one graph, still on the host: the decode or the prefill part of a batch."""
 
     values: dict[str, NDArray[Any]]
@@ -198,7 +198,7 @@ def adapter_inputs(slots_N: Ints) -> dict[str, NDArray[np.int32]]:
     return as_words(dict(zip(ADAPTER_FIELDS, (first_T, count_T, slots_N[first_T]), strict=True)))
 
 
-def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
+def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> PhaseInputs | None:
     count = batch.num_decode
     if not count:
         return None
@@ -208,7 +208,7 @@ def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> GraphInputs | None:
         "positions": batch.positions_N[:count],
         "lengths": batch.seq_lens_B[:count],
     } | slot_inputs(batch, slice(count))
-    return GraphInputs(
+    return PhaseInputs(
         as_words(values) | sampling_inputs(batch, row_R),
         batch.block_table_GBM[:, :count],
         count,

@@ -154,7 +154,7 @@ class TorchRunner:
             like = self._plain.model.embed_tokens.weight
             plain = (
                 Transformer(self._plain.config).to(like.device, like.dtype).requires_grad_(False)
-            )
+            ).compute_with(self._plain.arithmetic)
         load_weights(plain, tensors)
         model = self._ready(plain)
 
@@ -166,8 +166,9 @@ class TorchRunner:
 
     def _ready(self, model: Transformer) -> Transformer:
         """What computes with these parameters."""
+        model.quantise()
         if self._adapters is None:
-            return _prepacked(model)
+            return model if model.arithmetic.fp8 else _prepacked(model)
         self._adapters.attach(model)
         return model
 

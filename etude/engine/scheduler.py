@@ -53,7 +53,7 @@ class Constraint(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class LoadedAdapter:
+class AdapterSlot:
     """An adapter that requests ask for by name."""
 
     slot: int
@@ -71,7 +71,7 @@ class Sequence:
     arrival: int
     uniforms: NDArray[np.float64]
     tokens: list[int]
-    adapter: LoadedAdapter | None = None
+    adapter: AdapterSlot | None = None
     """The adapter that its request names."""
     stream: bool = False
     """Report every token as soon as it is sampled."""

@@ -22,7 +22,7 @@ from etude.engine.runner import (
     windowed_bytes,
 )
 from etude.model.layers import ADAPTER_KINDS
-from etude.model.numerics import INVARIANT
+from etude.model.numerics import Arithmetic
 from etude.model.transformer import Transformer
 
 MAX_PLAIN_BLOCK_SIZE = 64
@@ -138,7 +138,7 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     kernels, or with the same operators."""
     if not has_kernels(model, dtype, invariant=True):
         _check_invariant(model)
-        return model.compute_with(INVARIANT)
+        return model.compute_with(Arithmetic.of(invariant=True, fp8=model.arithmetic.fp8))
     if any(name.endswith(ADAPTER_KINDS) for name, _ in model.named_parameters()):
         raise EtudeError(
             "batch_invariant with trainer.lora is not to be had on CUDA: leave out one of them, or "
@@ -148,6 +148,7 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
 
     trainable = BatchInvariantTransformer(model.config).to(model.model.embed_tokens.weight.device)
     trainable.load_state_dict(model.state_dict())
+    trainable.compute_with(model.arithmetic)
     return trainable
 
 
@@ -188,6 +189,7 @@ def select_runner(
         # It merges the adapter of the weights; in bf16 that would be another model.
         merges = adapters is not None and not adapters.num_named and weight.dtype == torch.float32
         missing = [] if adapters is None or merges else ["adapters"]
+        missing += ["FP8"] if model.arithmetic.fp8 else []
         if not missing and not native.unsupported(model.config, weight.dtype):
             return native.CpuRunner(model, blocks(native.BLOCK_SIZE)[0], with_adapter=merges)
         _say_once("native.c does", [*model.config.beyond(native.CAN), *missing])

@@ -37,6 +37,7 @@ class GatedDeltaNet(nn.Module):
             "in_proj_ba": 2 * linear.num_value_heads,
         }
         self.in_proj = Fused(c.hidden_size, sizes)
+        self.in_proj.quantisable = False  # it says how fast a memory fades
         self.conv1d = Convolution(linear.conv_dim, linear.conv_kernel_dim)
         self.dt_bias = nn.Parameter(torch.ones(linear.num_value_heads))
         self.A_log = nn.Parameter(torch.linspace(1, 16, linear.num_value_heads).log())

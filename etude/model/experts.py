@@ -214,7 +214,7 @@ class StackedExperts(nn.Module):
     def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
         """What experts make of the tokens that are theirs, sorted by expert: `ends_X`."""
         bf16 = x_ME.is_cuda and x_ME.dtype == torch.bfloat16
-        if bf16 and self.arithmetic is PLAIN and self.act == "silu":
+        if bf16 and not self.arithmetic.invariant and self.act == "silu":
             return _grouped(x_ME, self.gate_up_proj, self.down_proj, ends_X.int())
         return _one_by_one(x_ME, ends_X, self._one)
 
@@ -245,7 +245,7 @@ class ClampedExperts(StackedExperts):
             yield f"experts.{name}", tensor
 
     def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
-        if not x_ME.is_cuda or x_ME.dtype != torch.bfloat16 or self.arithmetic is not PLAIN:
+        if not x_ME.is_cuda or x_ME.dtype != torch.bfloat16 or self.arithmetic.invariant:
             return _one_by_one(x_ME, ends_X, self._one)
         grouped_mm: Any = F.grouped_mm
         rows_M = torch.arange(len(x_ME), device=x_ME.device)
@@ -300,6 +300,8 @@ class SparseMoE(nn.Module):
         shared = own or c.moe_intermediate_size * c.n_shared_experts
         self.shared_experts = MLP(hidden_size, shared, act=act) if shared else None
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if own else None
+        if self.shared_expert_gate is not None:
+            self.shared_expert_gate.quantisable = False
 
     def forward(self, x: Tensor, routing: Routing | None) -> Tensor:
         x_NE = x.reshape(-1, x.shape[-1])

@@ -127,6 +127,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, LATENT_EPS)
         expanded = self.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.kv_b_proj = Linear(latent.kv_lora_rank, expanded, bias=False)
+        self.kv_b_proj.quantisable = False  # `_over_latent` multiplies its pieces with others
         self.o_proj = Linear(self.num_heads * latent.v_head_dim, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend) -> Tensor:

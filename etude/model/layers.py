@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from etude.model import fp8
 from etude.model.numerics import PLAIN
 
 
@@ -35,6 +36,11 @@ class Linear(nn.Linear):
     arithmetic = PLAIN
     adapter: Callable[[Linear, Tensor, Tensor], Tensor] | None = None
     """Adds to the product y of x what adapters say: (this layer, x, y) -> y."""
+    quantisable = True
+    """False: it keeps its type where others are quantised. For what decides between scores that lie
+    close together, and for weights that are not only multiplied with a row."""
+    quantised: fp8.Quantised | None = None
+    """The weight in FP8, where an engine keeps that beside the plain one."""
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     adapted_parts: Mapping[str, int] = {}
@@ -45,7 +51,12 @@ class Linear(nn.Linear):
         loading them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.arithmetic.linear(x, self.weight, self.bias)
+        if self.quantised is not None:
+            y = fp8.linear(x, self.quantised, self.bias, self.arithmetic)
+        elif self.arithmetic.fp8 and self.quantisable:
+            y = fp8.trainable_linear(x, self.weight, self.bias, self.arithmetic)
+        else:
+            y = self.arithmetic.linear(x, self.weight, self.bias)
         return y if self.adapter is None else self.adapter(self, x, y)
 
 

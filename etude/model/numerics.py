@@ -1,5 +1,5 @@
 """The arithmetic of a model: the usual one, or a batch-invariant one, in which a token does not
-depend on its neighbours in the batch.
+depend on its neighbours in the batch. Either may take the products of its layers in FP8.
 
 A matrix product of one row and one of twenty add up in different orders, and so do attention over a
 prompt and over a cache. `PLAIN` lets the library choose. In `INVARIANT` whatever is computed for a
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,14 @@ class Arithmetic:
     tanh: Callable[[Tensor], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """(x, cos, other, sin) -> x cos + other sin"""
+    invariant: bool = False
+    """A token has the same bits in any company."""
+    fp8: bool = False
+    """Matrices of layers are multiplied in FP8 (`model.fp8`)."""
+
+    @staticmethod
+    def of(*, invariant: bool, fp8: bool) -> Arithmetic:
+        return replace(INVARIANT if invariant else PLAIN, fp8=fp8)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """By the name that config.json gives it."""
@@ -79,12 +87,74 @@ class _Instead(torch.autograd.Function):
         return grad, None
 
 
+def value_of_later(
+    exact: Callable[[], Tensor], gradient_of: Callable[..., Tensor], *inputs: Tensor
+) -> Tensor:
+    """As `value_of`, where the other function is first computed in the backward pass, and until
+    then only its inputs are kept; they are all that it has a gradient for."""
+    value: Tensor = _Later.apply(exact, gradient_of, *inputs)  # type: ignore[no-untyped-call]
+    return value
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, exact: Callable[[], Tensor], plain: Callable[..., Tensor], *inputs: Tensor
+    ) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        return exact()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = [
+            tensor.detach().requires_grad_(wanted)
+            for tensor, wanted in zip(ctx.saved_tensors, ctx.needs_input_grad[2:], strict=True)
+        ]
+        with torch.enable_grad():
+            plain = ctx.plain(*inputs)
+        found = iter(torch.autograd.grad(plain, [x for x in inputs if x.requires_grad], grad))
+        return None, None, *(next(found) if x.requires_grad else None for x in inputs)
+
+
+def product_of(
+    exact: Callable[[], Tensor], x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None
+) -> Tensor:
+    """The value of `exact`, and in the backward pass the gradient of x wᵀ + bias, which is the same
+    but for rounding: it takes x and w alone, so the plain product is not computed."""
+    if not torch.is_grad_enabled():
+        return exact()
+    with torch.no_grad():
+        value = exact()
+    product: Tensor = _Product.apply(x, w_MC, bias_M, value)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_MC: Tensor, bias_M: Tensor | None, value: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w_MC)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w_MC = ctx.saved_tensors
+        wants_x, wants_w, wants_bias, _ = ctx.needs_input_grad
+        grad_NM = grad.flatten(0, -2)
+        return (
+            grad @ w_MC if wants_x else None,
+            grad_NM.T @ x.flatten(0, -2) if wants_w else None,
+            grad_NM.sum(0) if wants_bias else None,
+            None,
+        )
+
+
 def tiled_linear(x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    product = value_of(
-        lambda: _in_row_tiles(x.flatten(0, -2), w_MC),
-        gradient_of=lambda: F.linear(x, w_MC).flatten(0, -2),
-    )
-    return (product if bias_M is None else product + bias_M).view(*x.shape[:-1], -1)
+    def exact() -> Tensor:
+        return _in_row_tiles(x.flatten(0, -2), w_MC).view(*x.shape[:-1], -1)
+
+    product = product_of(exact, x, w_MC)
+    return product if bias_M is None else product + bias_M
 
 
 def _in_row_tiles(x_NC: Tensor, w_MC: Tensor) -> Tensor:
@@ -182,4 +252,5 @@ INVARIANT = Arithmetic(
     gelu_tanh=_stepwise_gelu_tanh,
     tanh=_stepwise_tanh,
     rotate=_turn_in_steps,
+    invariant=True,
 )

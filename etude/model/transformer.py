@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from etude.model.config import ModelConfig
 from etude.model.delta_net import GatedDeltaNet
 from etude.model.experts import Routing, SparseMoE
+from etude.model.fp8 import quantise_rows
 from etude.model.heads import AttentionBackend, GroupedQueryAttention, LatentAttention
 from etude.model.layers import MLP, Embedding, Linear, RMSNorm
-from etude.model.numerics import INVARIANT, PLAIN, Arithmetic
+from etude.model.numerics import PLAIN, Arithmetic
 from etude.model.rope import local_table, table
 
 __all__ = ["AttentionBackend", "ModelConfig", "Routing", "Transformer", "init_from_scratch"]
@@ -144,7 +145,7 @@ class Transformer(nn.Module):
     @property
     def invariant(self) -> bool:
         """What is computed for a token has the same bits whatever else is computed with it."""
-        return self.arithmetic is INVARIANT
+        return self.arithmetic.invariant
 
     def rope_of(self, layer: int) -> Tensor:
         """The table by which a layer rotates."""
@@ -156,6 +157,18 @@ class Transformer(nn.Module):
         for module in self.modules():
             module.arithmetic = arithmetic  # type: ignore[assignment]
         return self
+
+    def quantised_layers(self) -> list[Linear]:
+        """Those that multiply in FP8."""
+        if not self.arithmetic.fp8:
+            return []
+        return [own for own in self.model.modules() if isinstance(own, Linear) and own.quantisable]
+
+    @torch.no_grad()
+    def quantise(self) -> None:
+        """Keep their weights in FP8, for inference: to be done again after every change of them."""
+        for own in self.quantised_layers():
+            own.quantised = quantise_rows(own.weight)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
         """Parameters in this type, tables and biases of routers as they are; returns itself."""

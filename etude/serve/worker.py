@@ -34,7 +34,7 @@ from etude.engine.adapters import AdapterLimits
 from etude.engine.engine import Engine
 from etude.engine.select import select_device
 from etude.model.lora import CONFIG_FILE, LoraConfig, whole_model
-from etude.model.numerics import INVARIANT
+from etude.model.numerics import Arithmetic
 from etude.model.transformer import ModelConfig, Transformer
 from etude.serve import heartbeat, process
 from etude.serve.access import OneToken
@@ -237,8 +237,9 @@ async def own_engine(
     dtype = usual if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
     model = model.to(device, dtype)
-    if config.batch_invariant:
-        model.compute_with(INVARIANT)
+    model.compute_with(
+        Arithmetic.of(invariant=config.batch_invariant, fp8=config.quantization == "fp8")
+    )
     # One request at a time in deterministic mode: what else is in a batch changes the last bits of
     # a result, and nothing may depend on what was asked before.
     max_num_seqs = 1 if config.deterministic else config.engine.max_num_seqs

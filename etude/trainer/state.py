@@ -26,6 +26,7 @@ from etude.engine.select import invariant_trainer_model
 from etude.model.directory import cut_context
 from etude.model.files import build_model
 from etude.model.lora import add_adapter
+from etude.model.numerics import Arithmetic
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
 from etude.run.plugins import import_from
@@ -116,6 +117,7 @@ class TrainerState:
             assert config.trainer.lora is not None
             add_adapter(model, adapter_config(config.trainer.lora), config.seed)
         compute = computed_in(config.trainer, self._device)
+        model.compute_with(Arithmetic.of(invariant=False, fp8=config.quantization == "fp8"))
         if config.batch_invariant:
             model = invariant_trainer_model(model, compute)
         elif compute == torch.bfloat16 and not config.deterministic:

@@ -2,7 +2,8 @@
 and the trainer.
 
 `test_batch_invariance` asks this of small models on the CPU; on a machine with a GPU run `python -m
-tests.engine.invariance_checks`, which asks it there, of dense models, experts and latent attention.
+tests.engine.invariance_checks`, which asks it there, of dense models, also in FP8, of experts and
+latent attention.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from etude.engine.batch import ForwardBatch, Ints, ModelRunner, SamplerOutput
 from etude.engine.batch_invariant import BatchInvariantTorchRunner
 from etude.engine.engine import Engine, FinishedRequest
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
-from etude.model.numerics import INVARIANT
+from etude.model.numerics import INVARIANT, Arithmetic
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
@@ -150,6 +151,7 @@ EXPERTS = ExpertsConfig(
 LATENT = LatentConfig(kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 MODELS = {
     "dense": SHAPE,
+    "fp8": SHAPE,
     "experts": replace(SHAPE, model_type="qwen3_moe", experts=EXPERTS),
     "latent": replace(
         SHAPE, model_type="deepseek_v3", head_dim=0, latent=LATENT,
@@ -173,6 +175,8 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     if name == "latent":
         model.compute_with(INVARIANT)
+    if name == "fp8":  # attention is invariant by the class of the model
+        model.compute_with(Arithmetic.of(invariant=False, fp8=True))
     blocks = 20 * max_num_seqs + 40
 
     def runner(max_num_seqs: int) -> ModelRunner:

@@ -22,6 +22,7 @@ from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.recurrence import Chunks, DeltaRule, Span, delta_step
 from tests.engine.adapter_checks import check_adapters
 from tests.engine.engine_checks import ENGINES, check_engine
+from tests.engine.fp8_checks import check_fp8
 from tests.small_model import add, drain, request, sharp
 
 
@@ -112,7 +113,7 @@ def check_linear(new: Inputs, rows: int, outputs: int, inner: int) -> dict[str, 
 
 
 def turned(
-    x: Tensor, gain: Tensor | None, heads: attention.AttentionLayerParams, positions: Tensor
+    x: Tensor, gain: Tensor | None, heads: attention.AttentionLayerConfig, positions: Tensor
 ) -> Tensor:
     """Heads [N, heads, D] with one row of the table a token."""
     if heads.rope is None:
@@ -123,7 +124,7 @@ def turned(
 
 
 def attended(
-    q_HD: Tensor, k_SKD: Tensor, v_SKD: Tensor, heads: attention.AttentionLayerParams
+    q_HD: Tensor, k_SKD: Tensor, v_SKD: Tensor, heads: attention.AttentionLayerConfig
 ) -> Tensor:
     """The last token of a sequence: it sees everything, or what its window holds."""
     group, low = len(q_HD) // k_SKD.shape[1], -(heads.window or len(k_SKD))
@@ -143,7 +144,7 @@ class Sequences:
 
     new: Inputs
     lengths: list[int]
-    heads: attention.AttentionLayerParams
+    heads: attention.AttentionLayerConfig
     page_size: int = 16
 
     def __post_init__(self) -> None:
@@ -173,18 +174,18 @@ class Sequences:
 
 def random_heads(
     new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int, odd: bool
-) -> attention.AttentionLayerParams:
+) -> attention.AttentionLayerConfig:
     """`odd`: with a window, capped scores and sinks, for heads that come normed and turned."""
     if odd:
         sinks = new.normal(queries)
-        return attention.AttentionLayerParams(
+        return attention.AttentionLayerConfig(
             queries, keys, size, 0.3, 1e-6, None, None, None, 37, 1.5, sinks
         )
     gains = (new.normal(size), new.normal(size)) if normed else (None, None)
     angle = torch.rand(positions, size // 2, device=new.device, generator=new.generator) * 6
     cos, sin = angle.cos(), angle.sin()
     rope = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    return attention.AttentionLayerParams(
+    return attention.AttentionLayerConfig(
         queries, keys, size, size**-0.5, 1e-6, *gains, rope[:, :, None]
     )
 
@@ -413,6 +414,7 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "linear, one row": lambda new: check_linear(new, 1, 72, 192),
     "linear, a few": lambda new: check_linear(new, 5, 72, 320),
     "linear, split": lambda new: check_linear(new, 17, 40, 520),
+    "fp8": lambda new: check_fp8(new.normal(5, 96), new.normal(72, 96), new.normal(72)),
     "decode": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 16, 70, 129], 1),
     "decode, split": lambda new: check_decode(new, 6, 2, 32, [1, 0, 33, 17, 70, 330], 4),
     "prefill": lambda new: check_prefill(new, 4, 2, 32, [40, 75, 3], [40, 70, 2]),
@@ -432,6 +434,8 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "linear 3": lambda new: check_linear(new, 3, 1024, 3072),
     "linear 64": lambda new: check_linear(new, 64, 1024, 2048),
     "linear 200": lambda new: check_linear(new, 200, 3072, 1024),
+    "fp8 3": lambda new: check_fp8(new.normal(3, 3072), new.normal(1024, 3072), new.normal(1024)),
+    "fp8 200": lambda new: check_fp8(new.normal(200, 96), new.normal(6144, 96), new.normal(6144)),
     "decode": lambda new: check_decode(new, 16, 8, 128, [1, 0, 300, 16, 1000, 129] * 10, 1),
     "decode, split": lambda new: check_decode(new, 32, 4, 128, [1, 0, 300, 17, 5000, 330], 16),
     "decode, one": lambda new: check_decode(new, 16, 8, 128, [333], 16),

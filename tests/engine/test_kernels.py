@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":  # conftest sets it where there is no device
     pytest.skip("a device runs them: tests.engine.kernel_checks", allow_module_level=True)
@@ -15,9 +17,13 @@ pytest.importorskip("triton", reason="triton is not installed")
 from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
+from etude.engine.kernels import fp8, norm
 from etude.engine.kernels.transformer import BatchInvariantTransformer
 from etude.model.config import ExpertsConfig, LinearConfig
 from etude.model.experts import Routing
+from etude.model.files import hf_state_dict
+from etude.model.fp8 import Quantised, quantise_rows
+from etude.model.numerics import Arithmetic
 from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
@@ -114,6 +120,46 @@ def test_an_engine_on_kernels_says_what_the_model_says(
         assert sample.tokens == reference[id].tokens
         assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=ROUNDING)
         assert sample.experts == reference[id].experts
+
+
+@pytest.mark.filterwarnings("ignore:native.c")
+def test_an_engine_in_fp8_on_kernels_says_what_the_model_in_fp8_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sequence and several, and a swap. Triton's interpreter rounds to e4m3 in its own way, so
+    that here rows are rounded by torch."""
+
+    def fill(x_NC: Tensor, out: Quantised, *, gated: bool = False, pdl: bool = False) -> None:
+        for to, made in zip(out, quantise_rows(fp8.gated(x_NC) if gated else x_NC), strict=True):
+            to.copy_(made)
+
+    def add_norm(x: Tensor, parts: Tensor, gain: Tensor, normed: Tensor, *rest: Any) -> None:
+        eps, pdl, *rounded = rest
+        by_kernel(x, parts, gain, normed, eps, pdl)
+        if rounded and rounded[0] is not None:
+            fill(normed, rounded[0])
+
+    by_kernel = norm.add_norm
+    monkeypatch.setattr(norm, "add_norm", add_norm)
+    monkeypatch.setattr(fp8, "quantise_into", fill)
+    monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (8,))
+    monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", ())
+    monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
+    own, other = (
+        sharp(MODELS["qwen2"], seed, 3.0).compute_with(Arithmetic.of(invariant=False, fp8=True))
+        for seed in (3, 4)
+    )
+    found = []
+    for runner in (cuda.CudaRunner(own, num_blocks=12, max_num_seqs=3), None):
+        engine = Engine(own if runner else other, max_num_seqs=3, runner=runner)
+        if runner:
+            engine.load_weights(1, hf_state_dict(other, torch.float32))
+        for number in range(2):
+            add(engine, request(str(number), [7, 9 + number], max_tokens=1 + number))
+        found.append(drain(engine))
+    for id, sample in found[0].items():
+        assert sample.tokens == found[1][id].tokens
+        assert sample.logprobs == pytest.approx(found[1][id].logprobs, abs=ROUNDING)
 
 
 def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

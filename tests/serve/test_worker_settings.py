@@ -87,7 +87,10 @@ async def test_an_engine_is_made_as_the_run_says(
     model, _ = await engine_of(store, config(engine='dtype = "bfloat16"'), monkeypatch)
     assert next(model.parameters()).dtype == torch.bfloat16
     model, _ = await engine_of(store, config(top="batch_invariant = true"), monkeypatch)
-    assert model.invariant
+    assert model.invariant and not model.arithmetic.fp8
+    both = 'batch_invariant = true\nquantization = "fp8"'
+    model, _ = await engine_of(store, config(top=both), monkeypatch)
+    assert model.invariant and model.arithmetic.fp8
 
 
 async def test_a_deterministic_run_is_served_one_request_at_a_time(

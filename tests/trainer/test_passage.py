@@ -55,6 +55,15 @@ def started(run: Run, events: list[Event] | None = None) -> Trainer:
     return Trainer(run, parse(TOML), emit=(events if events is not None else []).append)
 
 
+def test_a_run_in_fp8_trains_in_fp8(run: Run) -> None:
+    config = parse('quantization = "fp8"\n' + TOML)
+    model = Trainer(run, config, emit=lambda event: None).learner.model
+    assert model.quantised_layers() and not model.invariant
+    config = config.model_copy(update={"batch_invariant": True})
+    model = Trainer(run, config, emit=lambda event: None).learner.model
+    assert model.quantised_layers() and model.invariant
+
+
 def test_a_new_stage_takes_nothing_but_the_weights_and_a_resumed_one_all(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -328,7 +328,7 @@ def _prefill(
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionLayerParams:
+class AttentionLayerConfig:
     """The attention parameters of one layer: head counts and size, softmax scale, q and k norms
     (None without), and the rotary table [P, 2, 1, D]; None: queries and keys come normed and
     turned. Window, cap and sinks as in `model.scoring`."""
@@ -362,13 +362,13 @@ def num_splits(rows: int, keys: int, processors: int = 132) -> int:
     return max(1, min(16, int(triton.next_power_of_2(4 * processors // (rows * keys)))))
 
 
-def group_rows(params: AttentionLayerParams) -> int:
+def group_rows(params: AttentionLayerConfig) -> int:
     """Query heads of a key head, padded to the 16 rows or more that tensor cores take."""
     return max(16, int(triton.next_power_of_2(params.num_q_heads // params.num_kv_heads)))
 
 
 def decode(
-    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitBuffers, page_size: int,
     pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -392,13 +392,13 @@ def _given(instead: Tensor, *tensors: Tensor | None) -> list[Tensor]:
     return [instead if tensor is None else tensor for tensor in tensors]
 
 
-def _stages(params: AttentionLayerParams) -> int:
+def _stages(params: AttentionLayerConfig) -> int:
     """Blocks of keys and values under way: as many as fit beside each other."""
     return 3 if params.head_dim <= 128 else 2
 
 
 def write(
-    params: AttentionLayerParams,
+    params: AttentionLayerConfig,
     qkv: Tensor,
     k: Tensor,
     v: Tensor,
@@ -420,13 +420,13 @@ def write(
 PREFILL_ROWS = 64
 
 
-def tile_tokens(params: AttentionLayerParams) -> int:
+def tile_tokens(params: AttentionLayerConfig) -> int:
     """New tokens of one tile of `prefill`."""
     return PREFILL_ROWS // (params.num_q_heads // params.num_kv_heads)
 
 
 def prefill(
-    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip

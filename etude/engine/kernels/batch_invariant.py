@@ -26,11 +26,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as gpu
 
-from etude.engine.kernels import head, linear
+from etude.engine.kernels import fp8, head, linear
 from etude.engine.kernels.attention import (
     LOG2E,
     PREFILL_ROWS,
-    AttentionLayerParams,
+    AttentionLayerConfig,
     _place,
     _places,
     _rotated,
@@ -39,6 +39,7 @@ from etude.engine.kernels.attention import (
 from etude.engine.kernels.fused import INVARIANT_CAN, ForwardContext, FusedForward, expert_parts
 from etude.engine.kernels.linear import GemmConfig
 from etude.model.experts import SparseMoE
+from etude.model.fp8 import Quantised
 
 BLOCK = 64
 """Keys that attention adds at a time."""
@@ -199,7 +200,7 @@ def gemm_config(rows: int, *, split_k: int = 1, gated: bool = False) -> GemmConf
 
 
 def prefill(
-    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -212,7 +213,7 @@ def prefill(
 
 
 def decode(
-    params: AttentionLayerParams, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.decode`, without splits."""
@@ -306,6 +307,9 @@ class BatchInvariantForward(FusedForward):
 
     def _split_product(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
         return split_product(x_NC, w, pdl)
+
+    def _fp8_summands(self, x: Quantised, w: Quantised, dtype: torch.dtype, pdl: bool) -> Tensor:
+        return fp8.product(x, w, None, dtype, pdl=pdl)[None]
 
     def _experts(
         self, x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from etude.core.errors import EtudeError
-from etude.engine.kernels import attention, experts, head, linear, norm
+from etude.engine.kernels import attention, experts, fp8, head, linear, norm
 from etude.engine.kernels.lora import CudaAdapters
 from etude.model.config import Can
 from etude.model.experts import SparseMoE
+from etude.model.fp8 import Quantised
 from etude.model.heads import GroupedQueryAttention
-from etude.model.layers import MLP
+from etude.model.layers import MLP, Linear
 from etude.model.recurrence import Recur
 from etude.model.transformer import Block, ModelConfig, Transformer
 
@@ -85,9 +86,9 @@ class LayerWeights:
     """The weights of one transformer layer, in the shapes that the kernels read."""
 
     input_gain: Tensor
-    qkv: nn.Linear
-    attention_params: attention.AttentionLayerParams
-    out: Tensor
+    qkv: Linear
+    attention_config: attention.AttentionLayerConfig
+    out: Linear
     mlp_gain: Tensor
     mlp: MLP | SparseMoE
 
@@ -124,7 +125,8 @@ class FusedForward:
         """The normalised output of the last layer. `record` [slots, layers with experts, k] takes
         the experts used. With `pdl` a kernel may begin while the one before it ends."""
         x_NE = self._embedded(tokens_N, sampled)
-        if len(x_NE) == 1 and not self.config.experts and not self._has_adapters:
+        alone = len(x_NE) == 1 and not self.config.experts and not self._has_adapters
+        if alone and not self._in_fp8:
             return self._one_row(x_NE, context.attend, pdl)
         return self._rows(x_NE, slot_mapping_N, context.attend, record, pdl)
 
@@ -145,35 +147,42 @@ class FusedForward:
         self, x_NE: Tensor, slot_mapping_N: Tensor, attend: Attend, record: Tensor | None, pdl: bool
     ) -> Tensor:
         normed_NE = torch.empty_like(x_NE)
-        norm.add_norm(x_NE, None, self.layers[0].input_gain, normed_NE, self.eps, pdl)
+        rounded = fp8.empty_rows(x_NE) if self._in_fp8 else None
+        norm.add_norm(x_NE, None, self.layers[0].input_gain, normed_NE, self.eps, pdl, rounded)
         gains = [layer.input_gain for layer in self.layers[1:]] + [self.gain_E]
         for number, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             path = f"model.layers.{number}"
-            qkv = self._product(normed_NE, layer.qkv.weight, layer.qkv.bias, pdl)
+            qkv = self._linear(normed_NE, layer.qkv, rounded, pdl)
             self._adapt(f"{path}.self_attn.qkv_proj", normed_NE, qkv, pdl)
             mixed = attend(number, qkv)
-            parts = self._split_product(mixed, layer.out, pdl)
+            parts = self._summands(mixed, layer.out, pdl)
             self._adapt(f"{path}.self_attn.o_proj", mixed, parts[0], pdl)
-            norm.add_norm(x_NE, parts, layer.mlp_gain, normed_NE, self.eps, pdl)
+            norm.add_norm(x_NE, parts, layer.mlp_gain, normed_NE, self.eps, pdl, rounded)
             if isinstance(layer.mlp, SparseMoE):
                 assert record is not None
                 parts = self._experts(
                     normed_NE, layer.mlp, slot_mapping_N, record[:, layer.mlp.place], pdl
                 )
             else:
-                parts = self._mlp(f"{path}.mlp", layer.mlp, normed_NE, pdl)
-            norm.add_norm(x_NE, parts, gain, normed_NE, self.eps, pdl)
+                parts = self._mlp(f"{path}.mlp", layer.mlp, normed_NE, rounded, pdl)
+            norm.add_norm(x_NE, parts, gain, normed_NE, self.eps, pdl, rounded)
         return normed_NE
 
-    def _mlp(self, path: str, mlp: MLP, x_NE: Tensor, pdl: bool) -> Tensor:
-        up, down = mlp.gate_up_proj.weight, mlp.down_proj.weight
+    def _mlp(
+        self, path: str, mlp: MLP, x_NE: Tensor, rounded: Quantised | None, pdl: bool
+    ) -> Tensor:
+        up, down = mlp.gate_up_proj, mlp.down_proj
         # Dense layers between sparse ones have no adapters.
         if self.adapters is None or not self._has_adapters or self.config.experts:
-            return self._split_product(self._gated(x_NE, up, pdl), down, pdl)
-        gate_up = self._product(x_NE, up, None, pdl)
-        act = self.adapters.gated(f"{path}.gate_up_proj", x_NE, gate_up, pdl)
-        parts = self._split_product(act, down, pdl)
-        self._adapt(f"{path}.down_proj", act, parts[0], pdl)
+            if up.quantised is None or down.quantised is None:
+                return self._summands(self._gated(x_NE, up.weight, pdl), down, pdl)
+            gate_up = self._linear(x_NE, up, rounded, pdl)
+            act = fp8.quantise_rows(gate_up, gated=True, pdl=pdl)
+            return self._fp8_summands(act, down.quantised, x_NE.dtype, pdl)
+        gate_up = self._linear(x_NE, up, rounded, pdl)
+        act_NF = self.adapters.gated(f"{path}.gate_up_proj", x_NE, gate_up, pdl)
+        parts = self._summands(act_NF, down, pdl)
+        self._adapt(f"{path}.down_proj", act_NF, parts[0], pdl)
         return parts
 
     @property
@@ -184,6 +193,26 @@ class FusedForward:
     def _adapt(self, path: str, x_NC: Tensor, y_NM: Tensor, pdl: bool) -> None:
         if self.adapters is not None:
             self.adapters.add(path, x_NC, y_NM, pdl)
+
+    @property
+    def _in_fp8(self) -> bool:
+        return self.layers[0].qkv.quantised is not None
+
+    def _linear(self, x_NC: Tensor, own: Linear, rounded: Quantised | None, pdl: bool) -> Tensor:
+        """`rounded`: x in FP8."""
+        if own.quantised is None or rounded is None:
+            return self._product(x_NC, own.weight, own.bias, pdl)
+        return fp8.product(rounded, own.quantised, own.bias, x_NC.dtype, pdl=pdl)
+
+    def _summands(self, x_NC: Tensor, own: Linear, pdl: bool) -> Tensor:
+        """Its product as parts, which `norm.add_norm` adds up."""
+        if own.quantised is None:
+            return self._split_product(x_NC, own.weight, pdl)
+        x = fp8.quantise_rows(x_NC, pdl=pdl)
+        return self._fp8_summands(x, own.quantised, x_NC.dtype, pdl)
+
+    def _fp8_summands(self, x: Quantised, w: Quantised, dtype: torch.dtype, pdl: bool) -> Tensor:
+        return fp8.split_product(x, w, dtype, pdl=pdl)
 
     def _product(self, x_NC: Tensor, w: Tensor, bias: Tensor | None, pdl: bool) -> Tensor:
         if len(x_NC) > FEW_ROWS:
@@ -228,7 +257,7 @@ class FusedForward:
                 bias_N=bias,
                 pdl=pdl,
             )
-            linear.gemv(attend(number, qkv)[0], layer.out, x_E, add=True, pdl=pdl)
+            linear.gemv(attend(number, qkv)[0], layer.out.weight, x_E, add=True, pdl=pdl)
             linear.gemv(
                 x_E,
                 layer.mlp.gate_up_proj.weight,
@@ -303,10 +332,10 @@ def _layer(block: Block, rope: Tensor, eps: float) -> LayerWeights:
     return LayerWeights(
         input_gain=block.input_layernorm.weight.detach(),
         qkv=heads.qkv_proj,
-        attention_params=attention.AttentionLayerParams(
+        attention_config=attention.AttentionLayerConfig(
             heads.num_q, heads.num_kv, size, size**-0.5, eps, q_gain, k_gain, rope, heads.window
         ),
-        out=heads.o_proj.weight.detach(),
+        out=heads.o_proj,
         mlp_gain=block.post_attention_layernorm.weight.detach(),
         mlp=block.mlp,
     )

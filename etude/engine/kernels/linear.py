@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as gpu
 
+FP8_SUM = tl.constexpr(128)
+
 
 @triton.jit
 def _gemv(
@@ -76,8 +78,9 @@ def _gemv(
 
 @triton.jit
 def _gemm(
-    x, w, bias, out, B, N, C, piece, GATED: tl.constexpr, BIAS: tl.constexpr, BB: tl.constexpr,
-    BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    x, w, x_scale, w_scale, bias, out, B, N, C, piece,
+    GATED: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     s = tl.program_id(1)
@@ -93,14 +96,20 @@ def _gemm(
     end = min(C, (s + 1) * piece)
     for start in range(s * piece, end, BC):
         column = start + c[None, :]
-        value = tl.load(inputs + column, mask=(b < B)[:, None] & (column < end), other=0)
-        tile = tl.load(rows + column, mask=(n < N)[:, None] & (column < end), other=0)
-        sums = tl.dot(value, tl.trans(tile), sums)
+        value = tl.load(inputs + column, mask=(b < B)[:, None] & (column < end), other=0.0)
+        tile = tl.load(rows + column, mask=(n < N)[:, None] & (column < end), other=0.0)
+        # Tensor cores add FP8 up with few digits; sums of so many products go on in fp32.
+        sums = tl.dot(value, tl.trans(tile), sums, max_num_imprecise_acc=FP8_SUM if FP8 else None)
         if GATED:
             tile_up = tl.load(
-                rows + N.to(tl.int64) * C + column, mask=(n < N)[:, None] & (column < end), other=0
+                rows + N.to(tl.int64) * C + column,
+                mask=(n < N)[:, None] & (column < end),
+                other=0.0,
             )
             sums_up = tl.dot(value, tl.trans(tile_up), sums_up)
+    if FP8:
+        sums = sums * tl.load(w_scale + n, mask=n < N, other=0)[None, :]
+        sums = sums * tl.load(x_scale + b, mask=b < B, other=0)[:, None]
     if BIAS:
         sums += tl.load(bias + n, mask=n < N, other=0).to(tl.float32)[None, :]
     if GATED:
@@ -160,16 +169,20 @@ def gemv(
 
 def gemm(
     x_BC: Tensor, w_NC: Tensor, out_SBN: Tensor, *, config: GemmConfig,
-    bias_N: Tensor | None = None, gated: bool = False, pdl: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None, bias_N: Tensor | None = None, gated: bool = False,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Matrix product on the tensor cores: out[s] = split s of x wᵀ, or of silu(gate) * up with
-    `gated`. `gated` and a bias take one split only."""
+    `gated`. `gated` and a bias take one split only. `scales`: of the rows of x and of w, both in
+    FP8, which is not for a gated pair."""
     rows, inner = x_BC.shape
     outputs = w_NC.shape[0] // (2 if gated else 1)
     assert config.split_k == 1 or not (gated or bias_N is not None)
+    assert scales is None or not gated
     piece = triton.cdiv(triton.cdiv(inner, config.inner), config.split_k) * config.inner
     _gemm[(triton.cdiv(outputs, config.outputs), config.split_k, triton.cdiv(rows, config.rows))](
-        x_BC, w_NC, w_NC if bias_N is None else bias_N, out_SBN, rows, outputs, inner, piece,
-        gated, bias_N is not None, config.rows, config.outputs, config.inner, pdl,
+        x_BC, w_NC, *(scales or (x_BC, w_NC)), w_NC if bias_N is None else bias_N, out_SBN, rows,
+        outputs, inner, piece, gated, bias_N is not None, scales is not None, config.rows,
+        config.outputs, config.inner, pdl,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
     )  # fmt: skip

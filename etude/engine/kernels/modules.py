@@ -44,7 +44,7 @@ class _Layer:
 
     def __init__(self, heads: GroupedQueryAttention, eps: float) -> None:
         size = heads.head_dim
-        self.attention_params = attention.AttentionLayerParams(
+        self.attention_config = attention.AttentionLayerConfig(
             heads.num_q,
             heads.num_kv,
             size,

@@ -11,6 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as gpu
 
+from etude.engine.kernels.fp8 import store_quantised
+from etude.model.fp8 import LARGEST, Quantised
+
 
 @triton.jit
 def _embed(tokens, sampled, table, x, E, SIZE: tl.constexpr, PDL: tl.constexpr):
@@ -32,11 +35,15 @@ def _add_norm(
     parts,
     gain,
     normed,
+    values,
+    scales,
     E,
     eps,
     row_stride,
     part_stride,
     S: tl.constexpr,
+    FP8: tl.constexpr,
+    LARGEST: tl.constexpr,
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -62,7 +69,10 @@ def _add_norm(
         )
         tl.store(x + row * E + column, value.to(x.dtype.element_ty), mask=inside)
     norm = value * tl.rsqrt(tl.sum(value * value) / E + eps)
-    tl.store(normed + row * E + column, (norm * scale).to(normed.dtype.element_ty), mask=inside)
+    norm = (norm * scale).to(normed.dtype.element_ty)
+    tl.store(normed + row * E + column, norm, mask=inside)
+    if FP8:
+        store_quantised(norm.to(tl.float32), values, scales, row, column, E, LARGEST)
 
 
 def embed(
@@ -82,13 +92,16 @@ def add_norm(
     normed_BE: Tensor,
     eps: float,
     pdl: bool = False,
+    rounded: Quantised | None = None,
 ) -> None:
-    """x += sum of the parts (any strides, the last axis dense); normed = RMSNorm(x)."""
+    """x += sum of the parts (any strides, the last axis dense); normed = RMSNorm(x), also in FP8 if
+    `rounded` is there to be filled."""
     rows, size = x_BE.shape
     parts = x_BE[None] if parts_SBE is None else parts_SBE
     width = triton.next_power_of_2(size)
     _add_norm[(rows,)](
-        x_BE, parts, gain_E, normed_BE, size, eps, parts.stride(1), parts.stride(0),
-        0 if parts_SBE is None else len(parts_SBE), width, pdl, num_warps=4 if width <= 2048 else 8,
+        x_BE, parts, gain_E, normed_BE, *(rounded or (normed_BE, normed_BE)), size, eps,
+        parts.stride(1), parts.stride(0), 0 if parts_SBE is None else len(parts_SBE),
+        rounded is not None, LARGEST, width, pdl, num_warps=4 if width <= 2048 else 8,
         launch_pdl=pdl,
     )  # fmt: skip

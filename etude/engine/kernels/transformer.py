@@ -11,19 +11,20 @@ a product, M what comes out, V vocabulary, H query heads, K key heads, D head si
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from etude.engine.kernels import attention, head, norm
+from etude.engine.kernels import attention, fp8, head, norm
 from etude.engine.kernels import batch_invariant as invariant
 from etude.engine.kernels.fused import FusedForward, LayerWeights, expert_parts
 from etude.model.attention import CausalAttention
 from etude.model.experts import Routing, SparseMoE
 from etude.model.heads import AttentionBackend, GroupedQueryAttention
-from etude.model.layers import MLP, RMSNorm
-from etude.model.numerics import PLAIN, value_of
+from etude.model.layers import MLP, Linear, RMSNorm
+from etude.model.numerics import PLAIN, product_of, value_of, value_of_later
 from etude.model.rope import rotate
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Block, Transformer
@@ -52,16 +53,14 @@ class BatchInvariantTransformer(Transformer):
         x_NE = F.embedding(tokens_N, self.model.embed_tokens.weight)
         for block, layer in zip(self.model.layers, fused.layers, strict=True):
             assert isinstance(block, Block) and isinstance(block.self_attn, GroupedQueryAttention)
-            qkv = _linear(_normed(x_NE, block.input_layernorm), layer.qkv.weight, layer.qkv.bias)
-            x_NE = x_NE + _summed(
-                paged.attend(layer, block.self_attn, qkv), block.self_attn.o_proj.weight
-            )
+            qkv = _linear(_normed(x_NE, block.input_layernorm), layer.qkv)
+            x_NE = x_NE + _summed(paged.attend(layer, block.self_attn, qkv), layer.out)
             normed_NE = _normed(x_NE, block.post_attention_layernorm)
             if isinstance(layer.mlp, SparseMoE):
                 x_NE = x_NE + _experts(normed_NE, layer.mlp, routing)
             else:
                 assert isinstance(layer.mlp, MLP)
-                x_NE = x_NE + _summed(_gated(normed_NE, layer.mlp), layer.mlp.down_proj.weight)
+                x_NE = x_NE + _summed(_gated(normed_NE, layer.mlp), layer.mlp.down_proj)
         return _normed(x_NE, self.model.norm)
 
     def logprobs(
@@ -121,7 +120,7 @@ class _PagedCausalAttention:
     def attend(self, layer: LayerWeights, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
         def exact() -> Tensor:
             turned, out = qkv.clone(), qkv.new_empty(len(qkv), own.num_q * own.head_dim)
-            params = layer.attention_params
+            params = layer.attention_config
             attention.write(
                 params, turned, self._k, self._v, self._positions, self._slots, page_size=PAGE_SIZE
             )
@@ -131,13 +130,18 @@ class _PagedCausalAttention:
             )  # fmt: skip
             return out
 
-        return value_of(exact, gradient_of=lambda: self._attend(own, qkv))
+        norms = [own.q_norm, own.k_norm] if own.q_norm and own.k_norm else []
+        gains = [norm.weight for norm in norms if norm]
+        return value_of_later(exact, partial(self._attend, own), qkv, *gains)
 
-    def _attend(self, own: GroupedQueryAttention, qkv: Tensor) -> Tensor:
+    def _attend(self, own: GroupedQueryAttention, qkv: Tensor, *gains: Tensor) -> Tensor:
         heads = qkv.view(len(qkv), -1, own.head_dim)
         q, k, v = heads.split_with_sizes((own.num_q, own.num_kv, own.num_kv), -2)
         if own.q_norm and own.k_norm:
-            q, k = own.q_norm(q), own.k_norm(k)
+            q, k = (
+                F.rms_norm(x, gain.shape, gain, own.q_norm.eps)
+                for x, gain in zip((q, k), gains, strict=True)
+            )
         q, k = (rotate(x, self._cos, self._sin, PLAIN) for x in (q, k))
         return self._plain(own.layer, q, k, v).flatten(1)
 
@@ -148,21 +152,37 @@ def _normed(x_NE: Tensor, own: RMSNorm) -> Tensor:
         norm.add_norm(x_NE, None, own.weight.detach(), out_NE, own.eps)
         return out_NE
 
-    return value_of(exact, gradient_of=lambda: own(x_NE))
+    def plain(x_NE: Tensor, gain_E: Tensor) -> Tensor:
+        return F.rms_norm(x_NE, gain_E.shape, gain_E, own.eps)
+
+    return value_of_later(exact, plain, x_NE, own.weight)
 
 
-def _linear(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor | None) -> Tensor:
-    return value_of(
-        lambda: invariant.product(x_NC, w_MC, bias_M),
-        gradient_of=lambda: F.linear(x_NC, w_MC, bias_M),
+def _linear(x_NC: Tensor, own: Linear) -> Tensor:
+    if own.arithmetic.fp8:
+        return _in_fp8(x_NC, own)
+    return product_of(
+        lambda: invariant.product(x_NC, own.weight, own.bias), x_NC, own.weight, own.bias
     )
 
 
-def _summed(x_NC: Tensor, w_MC: Tensor) -> Tensor:
+def _summed(x_NC: Tensor, own: Linear) -> Tensor:
     """Added up as `norm.add_norm` does: in float32, in order, and rounded once."""
-    return value_of(
-        lambda: _sum(invariant.split_product(x_NC, w_MC), x_NC.dtype),
-        gradient_of=lambda: F.linear(x_NC, w_MC),
+    if own.arithmetic.fp8:
+        return _in_fp8(x_NC, own)
+    return product_of(
+        lambda: _sum(invariant.split_product(x_NC, own.weight), x_NC.dtype), x_NC, own.weight
+    )
+
+
+def _in_fp8(x_NC: Tensor, own: Linear) -> Tensor:
+    return product_of(
+        lambda: fp8.product(
+            fp8.quantise_rows(x_NC), fp8.quantise_rows(own.weight), own.bias, x_NC.dtype
+        ),
+        x_NC,
+        own.weight,
+        own.bias,
     )
 
 
@@ -174,11 +194,20 @@ def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _gated(x_NE: Tensor, own: MLP) -> Tensor:
-    def plain() -> Tensor:
-        gate, up = F.linear(x_NE, own.gate_up_proj.weight).chunk(2, -1)
-        return F.silu(gate) * up
+    if own.arithmetic.fp8:
+        gate_up = _in_fp8(x_NE, own.gate_up_proj)
+        return value_of_later(lambda: fp8.gated(gate_up), _act, gate_up)
 
-    return value_of(lambda: invariant.gated(x_NE, own.gate_up_proj.weight), gradient_of=plain)
+    def plain(x_NE: Tensor, w: Tensor) -> Tensor:
+        return _act(F.linear(x_NE, w))
+
+    weight = own.gate_up_proj.weight
+    return value_of_later(lambda: invariant.gated(x_NE, weight), plain, x_NE, weight)
+
+
+def _act(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
 
 
 def _experts(x_NE: Tensor, own: SparseMoE, routing: Routing | None) -> Tensor:

@@ -1,0 +1,85 @@
+"""Products in FP8: what is rounded, what is not, and what the gradient sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from etude.model.config import ExpertsConfig, LatentConfig
+from etude.model.fp8 import LARGEST, linear, quantise_rows
+from etude.model.layers import Linear
+from etude.model.numerics import INVARIANT, PLAIN, Arithmetic
+from etude.model.transformer import Transformer, init_from_scratch
+from tests.small_model import config
+
+IN_FP8 = Arithmetic.of(invariant=False, fp8=True)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_row_is_rounded_by_its_own_scale() -> None:
+    x = normal(5, 40) * torch.tensor([1e-6, 1.0, 3e4, 0.0, 2.0])[:, None]
+    values, scales = quantise_rows(x)
+    assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    assert values.float().abs().amax(-1).tolist() == [LARGEST] * 3 + [0.0, LARGEST]
+    read = values.float() * scales[:, None]
+    # three digits after the point; below that, steps of 2^-9 of the scale
+    assert ((read - x).abs() <= torch.maximum(x.abs() / 16, scales[:, None] / 512)).all()
+    for row, value, scale in zip(x, values, scales, strict=True):
+        alone = quantise_rows(row)
+        assert torch.equal(alone.values.float(), value.float()) and alone.scales == scale
+
+
+@pytest.mark.parametrize("arithmetic", [PLAIN, INVARIANT])
+def test_a_product_is_that_of_the_rounded_numbers(arithmetic: Arithmetic) -> None:
+    x, w, bias = normal(2, 7, 48), normal(24, 48, seed=1), normal(24, seed=2)
+    (a, row), (b, column) = quantise_rows(x), quantise_rows(w)
+    exact = (a.double() * row.double()[..., None]) @ (b.double() * column.double()[:, None]).T
+    out = linear(x, quantise_rows(w), bias, arithmetic)
+    torch.testing.assert_close(out.double(), exact + bias.double(), rtol=1e-5, atol=1e-5)
+    assert (exact - x.double() @ w.double().T).norm() > 0.01 * exact.norm()
+
+
+def test_gradients_are_those_of_the_unrounded_product() -> None:
+    x, layer = normal(3, 16).requires_grad_(), Linear(16, 8)
+    with torch.no_grad():
+        layer.weight.copy_(normal(8, 16, seed=1))
+        layer.bias.copy_(normal(8, seed=2))
+    asked = x, layer.weight, layer.bias
+    upstream = normal(3, 8, seed=3)
+    expected = torch.autograd.grad(F.linear(*asked), asked, upstream)
+    layer.arithmetic = IN_FP8
+    out = layer(x)
+    assert not torch.allclose(out, F.linear(*asked))
+    for ours, plain in zip(torch.autograd.grad(out, asked, upstream), expected, strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+def test_what_decides_between_close_scores_keeps_its_type() -> None:
+    experts = ExpertsConfig(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, layers=(1,)
+    )
+    latent = LatentConfig(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    c = replace(config(), model_type="deepseek_v3", experts=experts, latent=latent)
+    model = Transformer(replace(c, tie_word_embeddings=False))
+    assert model.quantised_layers() == []
+    rounded = model.compute_with(IN_FP8).quantised_layers()
+    names = {name for name, module in model.named_modules() if module in rounded}
+    layer = {"self_attn.a_proj", "self_attn.o_proj"}
+    assert names == {f"model.layers.{n}.{name}" for n in (0, 1) for name in layer} | {
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.0.mlp.down_proj",
+    }
+
+
+def test_kept_weights_are_those_that_a_pass_would_round() -> None:
+    model = init_from_scratch(config(), 0).requires_grad_(False).compute_with(IN_FP8)
+    layer, x = model.quantised_layers()[0], normal(3, 32)
+    passing = layer(x)
+    model.quantise()
+    assert layer.quantised is not None and torch.equal(layer(x), passing)
