@@ -154,8 +154,8 @@ def add_realtime(parser: argparse.ArgumentParser) -> None:
         metavar="RUN.toml|ACTION",
         help="the file of a run with a table [realtime], to start it or go on; or, for a run that "
         "was started: status; compare (what all updates together have brought); stop (nothing is "
-        "trained or deployed, users are served on); pin (likewise, with --version); rollback (users go back to the version before, then as "
-        "stop); resume",
+        "trained or deployed, users are served on); pin (likewise, with --version); rollback "
+        "(users go back to the version before, then as stop); resume",
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="for an action: which run")
     parser.add_argument("--version", type=int, help="for pin: the live version, or that before")
