@@ -84,11 +84,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the same bits whatever is answered together; slower",
     )
-    parser.add_argument(
-        "--quantization",
-        choices=("fp8",),
-        help="multiply in FP8, half the bytes to read for a token (default: as stored)",
-    )
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:
@@ -158,9 +153,9 @@ def add_realtime(parser: argparse.ArgumentParser) -> None:
         "what",
         metavar="RUN.toml|ACTION",
         help="the file of a run with a table [realtime], to start it or go on; or, for a run that "
-        "was started: status; compare (what all updates together have brought); "
-        "stop (nothing is trained or deployed, users are served on); pin (likewise, with "
-        "--version); rollback (users go back to the version before, then as stop); resume",
+        "was started: status; compare (what all updates together have brought); stop (nothing is "
+        "trained or deployed, users are served on); pin (likewise, with --version); rollback "
+        "(users go back to the version before, then as stop); resume",
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="for an action: which run")
     parser.add_argument("--version", type=int, help="for pin: the live version, or that before")

@@ -20,7 +20,8 @@ and without any (`clean.`).
                       from 0 to 1), and its standard error
     rollback_s        from the word to take a version back to the last session that it began
     minutes           it took
-    shrinks, shrinks_error              what saboteurs take of the gain, as a share of it
+    shrinks, shrinks_error              what saboteurs take of the gain, as a share of it; the error
+                      is that of the users' chance alone: two trainings differ by more
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ def realtime(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def write_run(folder: Path) -> str:
     """The files of a run whose updates come quickly; the URL of its gateway."""
     (port,) = free_ports(1)
-    quick = RUN.replace("min_sessions = 600", "min_sessions = 150").replace(
-        "gin = 0.1", "gin = 0.3"
-    )
+    quick = RUN.replace("min_sessions = 600", "min_sessions = 150")
+    quick = quick.replace("margin = 0.1", "margin = 0.3")
+    quick = quick.replace("[realtime.gate]", "simulated_share = 0.2\n[realtime.gate]")
     (folder / "run.toml").write_text(quick.replace("PORT", str(port)))
     (folder / "production.toml").write_text(PRODUCTION)
     return f"http://127.0.0.1:{port}"
@@ -158,7 +158,9 @@ async def test_a_deleted_user_is_in_no_later_batch_and_status_says_what_has_seen
             await until_batched(store, 2, child)
             for task in asking:
                 task.cancel()
-    assert not any(row.sample.startswith(gone) for n in (1, 2) for row in run.batch(n).rows)
+    rows = [row for step in (1, 2) for row in run.batch(step).rows]
+    assert not any(row.sample.startswith(gone) for row in rows)
+    assert any(row.sample.startswith("s000001-") for row in rows), "no rollout of a task"
     assert [key for key in run.objects.list("production") if gone in key] == [
         f"production/tombstones/{gone}"
     ]

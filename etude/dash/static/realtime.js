@@ -31,7 +31,7 @@ function State({ state }) {
 }
 
 function Gains({ changes }) {
-  const looked = changes.filter((each) => names(each.evidence, METRIC).length && each.action !== "canary").reverse();
+  const looked = changes.filter((each) => names(each.evidence, METRIC).length && ["settle", "roll_back"].includes(each.action)).reverse();
   const metrics = [...new Set(looked.flatMap((each) => names(each.evidence, METRIC)))];
   const series = metrics.map((name, n) => ({ label: name, x: looked.map((each) => each.version), y: looked.map((each) => each.evidence[`${name} gain`]), colour: n }));
   return html`<${Chart} title="Gain over the version before" note="by version, as users decided; more is better" series=${series} unit=${(value) => percent(value, 1)} />`;
