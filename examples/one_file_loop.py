@@ -125,8 +125,9 @@ class Agent:
                 torch.arange(num_read, len(session.tokens)),
             )
             attend = PagedAttention(
-                cache, ids=[0], block_table_BM=np.array([[0]]), slot_mapping_N=places.numpy(),
-                starts=[0], lengths=[len(session.tokens)], num_decode=int(num_read > 0),
+                cache, ids=[0], block_table_GBM=np.array([[[0]]]), starts=[0],
+                slot_mapping_GN=places[None].numpy(), lengths=[len(session.tokens)],
+                num_decode=int(num_read > 0),
             )  # fmt: skip
             logits = self.model.logits(self.model(new, places, attend)[-1:])
             p = torch.softmax(logits / self.temperature, dim=-1)
