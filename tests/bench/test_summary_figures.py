@@ -35,7 +35,7 @@ from etude.store.rollouts import RolloutRow
 
 Summarise = Callable[[str, str], str]
 """The text of a window and the kind that is asked for -> a summary."""
-LIMITS: dict[str, Any] = {"max_turns": 24, "max_tokens": 40, "timeout_s": 60.0}
+LIMITS: dict[str, Any] = {"max_turns": 24, "max_tokens": 48, "timeout_s": 60.0}
 
 
 def perfect(window: str, kind: str) -> str:
