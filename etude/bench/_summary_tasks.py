@@ -27,7 +27,7 @@ from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.seeds import derive
 from etude.core.types import Attempt, Json, Part, Score, Task, turns
 from etude.harness.agent import AgentTools, Ask, CodingAgent, Opening
-from etude.harness.summary import CarriedState, Conversation, Message
+from etude.harness.summary import REQUEST, CarriedState, Conversation, Message
 from etude.model.config import ModelConfig
 from etude.model.files import hf_tensors, write_directory
 from etude.model.from_scratch import tokenizer_files
@@ -137,8 +137,9 @@ class InventoryEnvironment:
         right = set(self._inventory(split, int(number)).answer)
         said = _answered(attempt.transcript.messages)
         hits = len(right & set(said))
-        # A window ends with its summary, but for the last one.
-        summaries = [len(turns(segment)[-1]) for segment in attempt.segments[:-1]]
+        asked = any(message.get("content") == REQUEST for message in attempt.transcript.messages)
+        # A window ends with its summary, if it was asked for one, but for the last one.
+        summaries = [len(turns(segment)[-1]) for segment in attempt.segments[:-1] if asked]
         parts = (
             Part("hits", hits, evidence=f"{' '.join(said)}; right: {' '.join(sorted(right))}"),
             Part("summaries", len(summaries)),
