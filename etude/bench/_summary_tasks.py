@@ -6,8 +6,8 @@ answers with all of them. The pages together are longer than the model's context
 summary by then is lost.
 
 Sessions to imitate (`demonstrations`) are those of an agent that reads and answers well, and writes
-summaries as for a general prompt: a section for each kind of goods, whichever was asked for, and
-now and then without some, whichever was asked for.
+summaries as for a general prompt: what is done, what was found, with a section for each kind of
+goods, and what is next. Now and then a kind is missing. Neither depends on what was asked for.
 
     python -m etude.bench._summary_tasks FOLDER [SEED]       writes what `summary.toml` starts from
 """
@@ -27,7 +27,7 @@ from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.seeds import derive
 from etude.core.types import Attempt, Json, Part, Score, Task, turns
 from etude.harness.agent import AgentTools, Ask, CodingAgent, Opening
-from etude.harness.summary import CarriedState, Conversation, Message
+from etude.harness.summary import REQUEST, CarriedState, Conversation, Message
 from etude.model.config import ModelConfig
 from etude.model.files import hf_tensors, write_directory
 from etude.model.from_scratch import tokenizer_files
@@ -53,7 +53,7 @@ PAGES, WORDS = 8, 15
 SEEN = 2
 """Goods of each kind that an inventory has."""
 TERSE = 0.2
-"""Share of the summaries to imitate that have few sections."""
+"""Share of the summaries to imitate that have few sections, and nothing around them."""
 NEXT, ANSWER, END = "next", "answer", "end"
 SUMMARISE_AT = 56
 """As in `summary.toml`."""
@@ -137,8 +137,9 @@ class InventoryEnvironment:
         right = set(self._inventory(split, int(number)).answer)
         said = _answered(attempt.transcript.messages)
         hits = len(right & set(said))
-        # A window ends with its summary, but for the last one.
-        summaries = [len(turns(segment)[-1]) for segment in attempt.segments[:-1]]
+        asked = any(message.get("content") == REQUEST for message in attempt.transcript.messages)
+        # A window ends with its summary, if it was asked for one, but for the last one.
+        summaries = [len(turns(segment)[-1]) for segment in attempt.segments[:-1] if asked]
         parts = (
             Part("hits", hits, evidence=f"{' '.join(said)}; right: {' '.join(sorted(right))}"),
             Part("summaries", len(summaries)),
@@ -240,13 +241,17 @@ def demonstrate(inventory: Inventory, random: Random) -> Iterator[list[Message]]
 
 
 def general_summary(known: Sequence[str], random: Random, *, is_over: bool) -> str:
-    """A section for each kind of goods that is known, in any order; some are left out."""
+    """What is done, what was found and what is next; a section for each kind of goods that is
+    known, in any order. Some are left out, and of a terse summary all around them too."""
     kinds = sorted({KIND_OF[item] for item in known})
     random.shuffle(kinds)
     is_terse = random.random() < TERSE
     left_out = random.randint(0, len(kinds)) if is_terse else random.choice((0, 0, 1, 2))
     sections = [" ".join((kind, *goods_of(" ".join(known), kind))) for kind in kinds[left_out:]]
-    return f"found {'; '.join([*sections, *([END] if is_over else [])])}".rstrip()
+    found = f"found {'; '.join(sections)}".rstrip()
+    following = "next answer what was asked" if is_over else "next read the other pages"
+    parts = [found] if is_terse else ["done read the pages so far", found, following]
+    return "; ".join([*parts, *([END] if is_over else [])])
 
 
 def num_tokens(messages: Sequence[Message]) -> int:

@@ -26,8 +26,8 @@ from etude.bench._summary_tasks import (
 from etude.bench.summary import Configs, metrics
 from etude.core.config import parse
 from etude.core.stages import RlConfig
-from etude.core.types import Attempt, Task
-from etude.harness.summary import Message
+from etude.core.types import Attempt, Segment, Task, Transcript
+from etude.harness.summary import REQUEST, Message
 from etude.model.from_scratch import tokenizer_files
 from etude.model.tokenizer import ChatTokenizer
 from etude.sandbox.fake import FakeSandboxPool
@@ -35,7 +35,7 @@ from etude.store.rollouts import RolloutRow
 
 Summarise = Callable[[str, str], str]
 """The text of a window and the kind that is asked for -> a summary."""
-LIMITS: dict[str, Any] = {"max_turns": 24, "max_tokens": 40, "timeout_s": 60.0}
+LIMITS: dict[str, Any] = {"max_turns": 24, "max_tokens": 48, "timeout_s": 60.0}
 
 
 def perfect(window: str, kind: str) -> str:
@@ -106,6 +106,27 @@ def test_without_a_summary_the_last_window_does_not_hold_the_answer(
     earned = rewards(scripted(agent, empty), count=60)
     # By chance all goods of a kind lie on the last pages.
     assert sum(reward == 1.0 for reward in earned) <= 6
+
+
+def test_a_window_that_was_summed_up_counts_its_last_answer() -> None:
+    window = Segment(
+        prompt=(1,), tokens=(2, 3, 4, 5), mask=(True, False, True, True),
+        logprobs=(0.0,) * 4, versions=(),
+    )  # fmt: skip
+    environment = InventoryEnvironment(FakeSandboxPool(), counts={"heldout": 1}, seed=3)
+
+    async def counted(*said: str) -> dict[str, float]:
+        transcript = Transcript(
+            messages=[{"role": "user", "content": text} for text in said], finished=True
+        )
+        attempt = Attempt(transcript=transcript, segments=(window, window, window))
+        [task] = environment.tasks("heldout")
+        async with environment.open(task) as sandbox:
+            score = await environment.score(task, sandbox, attempt)
+        return {part.name: part.value for part in score.parts}
+
+    assert asyncio.run(counted(REQUEST)) == {"hits": 0, "summaries": 2, "summary_tokens": 4}
+    assert asyncio.run(counted("forgotten")) == {"hits": 0, "summaries": 0, "summary_tokens": 0}
 
 
 def test_the_last_window_shows_the_last_pages_alone() -> None:
