@@ -75,6 +75,7 @@ class EngineThread:
         self._batch: dict[str, Inbox] = {}
         """Of them, those of the class batch."""
         self._began: float | None = None  # what it does now; None while it has nothing to do
+        self._counted = self.started  # up to when `slot_s` is
         self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -128,7 +129,7 @@ class EngineThread:
         """Keeps the class batch to what it may have, until it is cancelled."""
         while self.lending is not None:
             allowed = self.lending.decide(now := time.time())
-            self._between_steps.put(partial(self.engine.limit_batch, allowed))
+            self.limit_batch(allowed)
             self.users_only = not self.lending.is_open(now)
             for inbox in self._batch.values() if self.users_only else ():
                 inbox.put_nowait(Unavailable("this worker is for users alone now"))
@@ -151,6 +152,10 @@ class EngineThread:
 
             self._between_steps.put(swap)
             await swapped.wait()
+
+    def limit_batch(self, max_batch_seqs: int) -> None:
+        """So many requests of the class batch may run at once from now on."""
+        self._between_steps.put(partial(self.engine.limit_batch, max_batch_seqs))
 
     async def weights(self) -> tuple[int, dict[str, Tensor]]:
         """The version that is served, and a copy of the very tensors that the engine computes
@@ -240,18 +245,24 @@ class EngineThread:
             if act is None:
                 return False
             self._began = time.monotonic()
+            if self.engine.idle:
+                self._counted = self._began
             act()
         self._began = began = time.monotonic()
         done = [*self.engine.expire(began), *self.engine.step()]
         events = [(event.id, _told(event)) for event in done]
-        took_s = time.monotonic() - began
-        self.busy_s += took_s
-        self.num_batch = self.engine.num_batch
-        self.slot_s["batch"] += took_s * self.num_batch
-        self.slot_s["users"] += took_s * (self.engine.num_running - self.num_batch)
+        self.busy_s += time.monotonic() - began
+        self._count_slots()
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
         return True
+
+    def _count_slots(self) -> None:
+        """They are held from one step to the next."""
+        held_s, self._counted = time.monotonic() - self._counted, time.monotonic()
+        self.num_batch = self.engine.num_batch
+        self.slot_s["batch"] += held_s * self.num_batch
+        self.slot_s["users"] += held_s * (self.engine.num_running - self.num_batch)
 
 
 class StopStringChecker:

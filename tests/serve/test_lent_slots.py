@@ -30,7 +30,7 @@ async def test_a_session_that_gave_way_is_disturbed(
     assert not await disturbed(http, gateway, "before")
     threads = [worker.engine_thread for worker in regions]
     for thread in threads:
-        thread._between_steps.put(lambda thread=thread: thread.engine.limit_batch(0))
+        thread.limit_batch(0)
     waits = asyncio.create_task(converse(http, gateway, "waits", turns=1))
     while not sum(thread.num_waiting for thread in threads):
         await asyncio.sleep(0.01)
@@ -38,7 +38,7 @@ async def test_a_session_that_gave_way_is_disturbed(
         await post(http, f"{gateway}/v1/completions", ASKED)
     assert not waits.done()
     for thread in threads:
-        thread._between_steps.put(lambda thread=thread: thread.engine.limit_batch(8))
+        thread.limit_batch(8)
     await waits
     assert await disturbed(http, gateway, "waits")
 
@@ -67,7 +67,7 @@ async def test_outside_its_hours_a_worker_is_for_users_alone(
     await converse(http, gateway, "expected", turns=1, max_tokens=60)
     east, west = (worker.engine_thread for worker in regions)
     for thread in (east, west):
-        thread._between_steps.put(lambda thread=thread: thread.engine.limit_batch(0))
+        thread.limit_batch(0)
     moved = asyncio.create_task(converse(http, gateway, "moved", turns=1, max_tokens=60))
     while not east.num_waiting + west.num_waiting:
         await asyncio.sleep(0.01)
@@ -75,7 +75,7 @@ async def test_outside_its_hours_a_worker_is_for_users_alone(
     far = (time.gmtime().tm_hour + 12) % 24  # from now, whenever this runs
     hours = (f"{far:02d}:00-{far:02d}:01",)
     first.lending = SlotPolicy(slots=8, max_ttft_s=1.0, hours=hours)
-    other._between_steps.put(lambda: other.engine.limit_batch(8))
+    other.limit_batch(8)
     lending = asyncio.create_task(first.lend())
     await moved
     lending.cancel()
