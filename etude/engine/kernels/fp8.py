@@ -133,5 +133,5 @@ def _num_splits(outputs: int, inner: int) -> int:
 def _gemm_config(outputs: int) -> GemmConfig:
     """As measured on an H200."""
     if outputs <= 4096:
-        return GemmConfig(64, 32, 128, 1, stages=6)
-    return GemmConfig(64, 64, 128, 1, stages=6 if outputs <= 8192 else 4)
+        return GemmConfig(64, 32, 128, 1, stages=10)
+    return GemmConfig(64, 64, 128, 1, stages=8 if outputs <= 8192 else 4)
