@@ -60,7 +60,7 @@ _CONFIG = "config.json"
 _MANIFEST = "manifest.json"
 _NUMBER = "(?:[0-9]{6}|[1-9][0-9]{6,})"
 _NAMES = {
-    "groups": rf"g{_NUMBER}",
+    "groups": rf"g{_NUMBER}|s{_NUMBER}-\d+",  # s: `run.realtime_simulated`
     "batches": _NUMBER,
     "checkpoints": rf"{_NUMBER}\.{_NUMBER}/(?:{re.escape(_MANIFEST)}|[0-9]{{5,}}\.[0-9a-f]+)",
     "evals": rf"{_NUMBER}\.\w+\.json",
