@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
@@ -33,6 +34,8 @@ from etude.core.statistics import wilson
 from etude.store.rollouts import RolloutLog, RolloutRow
 from etude.store.runs import Run
 
+Pick = Callable[[Iterable[int]], int]
+"""Of the versions that were evaluated."""
 RL = '[[stage]]\nkind = "rl"\n'
 UNCHANGED = """
 [[stage]]
@@ -52,7 +55,8 @@ def run(seed: int = 0, steps: int = 60) -> dict[str, float]:
         prepare(folder, seed)
         configs = Configs.read(seed, steps)
         base = execute(folder / "untrained", configs.base)
-        measured = _told("untrained", base, began)
+        print(f"{_minutes(began):5.1f} min  imitated", flush=True)
+        measured: dict[str, float] = {}
         export(base, folder / "model")
         shown = (folder / "sessions.jsonl").read_text().splitlines()[:2]
         (folder / "two.jsonl").write_text("\n".join(shown))
@@ -61,16 +65,22 @@ def run(seed: int = 0, steps: int = 60) -> dict[str, float]:
             done = side_by_side.map(execute, places, configs.arms.values())
             for name, arm in zip(configs.arms, done, strict=True):
                 measured |= _told(name, arm, began)
+                if name == "trained":
+                    measured |= _told("untrained", arm, began, pick=min)
     before, after = measured["untrained.failures"], measured["trained.failures"]
     measured["failures_ratio"] = after / before if before else 1.0
     measured["tokens_ratio"] = measured["trained.tokens"] / measured["untrained.tokens"]
-    return measured | {"minutes": (time.monotonic() - began) / 60}
+    return measured | {"minutes": _minutes(began)}
+
+
+def _minutes(began: float) -> float:
+    return (time.monotonic() - began) / 60
 
 
 @dataclass(frozen=True, slots=True)
 class Configs:
     base: str
-    """Imitation alone."""
+    """Imitation alone, without an evaluation: the arms begin with one."""
     arms: dict[str, str]
     """From the weights that it ends with."""
 
@@ -82,7 +92,7 @@ class Configs:
         common = base.partition("[[stage]]")[0].replace('"fresh"', '"model"')
         rl = RL + rl.replace("steps = 60", f"steps = {steps}")
         return cls(
-            base,
+            base.replace("heldout = 400", "heldout = 0"),
             {
                 "none": common.replace("InventoryAgent", "ForgetfulAgent") + UNCHANGED,
                 "excluded": common + rl + "train_summaries = false\n",
@@ -91,18 +101,18 @@ class Configs:
         )
 
 
-def _told(name: str, run: Run, began: float) -> dict[str, float]:
-    found = metrics(RolloutLog(run.objects).rows())
+def _told(name: str, run: Run, began: float, pick: Pick = max) -> dict[str, float]:
+    found = metrics(RolloutLog(run.objects).rows(), pick)
     figures = {figure: round(value, 4) for figure, value in found.items()}
-    print(f"{(time.monotonic() - began) / 60:5.1f} min  {name:10} {figures}", flush=True)
+    print(f"{_minutes(began):5.1f} min  {name:10} {figures}", flush=True)
     return {f"{name}.{figure}": value for figure, value in found.items()}
 
 
-def metrics(rows: list[RolloutRow]) -> dict[str, float]:
-    """Of the last evaluation."""
+def metrics(rows: list[RolloutRow], pick: Pick = max) -> dict[str, float]:
+    """Of the last evaluation, or the first."""
     held_out = [row for row in rows if row.kind == "heldout" and row.reward is not None]
-    newest = max(row.versions[-1] for row in held_out)
-    attempts = [row for row in held_out if row.versions[-1] == newest]
+    version = pick(row.versions[-1] for row in held_out)
+    attempts = [row for row in held_out if row.versions[-1] == version]
     failures = sum(row.reward != 1.0 for row in attempts)
     low, high = wilson(failures, len(attempts))
     summaries = sum(row.parts["summaries"] for row in attempts)

@@ -174,6 +174,7 @@ def test_figures_are_those_of_the_last_evaluation() -> None:
     assert found["failures"] == 0.25
     assert found["low"] < 0.25 < found["high"]
     assert (found["tokens"], found["summaries"], found["session"]) == (70 / 8, 2.0, 300)
+    assert metrics([*old, *new], min)["tokens"] == 99 / 2
 
 
 def test_arms_differ_in_what_they_are_named_for() -> None:
@@ -189,4 +190,5 @@ def test_arms_differ_in_what_they_are_named_for() -> None:
     base = parse(configs.base)
     assert [stage.kind for stage in base.stage] == ["sft"]
     assert base.harness.summarise_at == SUMMARISE_AT
-    assert {config.tasks for config in parsed.values()} == {base.tasks}
+    [tasks] = {config.tasks for config in parsed.values()}
+    assert (tasks.heldout, base.tasks) == (400, tasks.model_copy(update={"heldout": 0}))
