@@ -176,9 +176,11 @@ $(RUNTIME):
 	    { echo "$(PYTHON) is not Python 3.11, 3.12 or 3.13: name one that is, as in 'make test PYTHON=python3.12'" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
 	    { echo "$(PYTHON) cannot make a virtual environment: on Debian run 'apt install python3-venv', then try again" >&2; exit 1; }
-	@echo "installing into $(VENV) (torch is large; later calls skip this)"
+	@echo "installing into $(VENV), some minutes (later calls skip this): torch, which is large"
 	@$(PIP) $$(grep '^torch==' requirements.txt)
+	@echo "  the other packages"
 	@$(PIP) -r requirements.txt
+	@echo "  Etude and its C libraries"
 	@$(PIP) --no-deps --editable .
 	@rm -f $(VENV)/.runtime-* && touch $@
 

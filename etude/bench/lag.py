@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean
 
 from etude.bench.loop import events, execute, export
@@ -79,7 +80,13 @@ def run() -> dict[str, float]:
         model = Path(scratch) / "model"
         export(execute(Path(scratch) / "demo", before_rl()), model)
         folders = {name: Path(scratch) / name.replace(".", "-") for name in RUNS}
-        with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as side_by_side:
+        cores = sorted(os.sched_getaffinity(0))
+        pairs: SimpleQueue[list[int]] = SimpleQueue()
+        for first in range(0, max(1, len(cores) - 1), 2):
+            pairs.put(cores[first : first + 2])
+        with ThreadPoolExecutor(pairs.qsize(), initializer=_take_cores, initargs=(pairs,)) as (
+            side_by_side
+        ):
             loops = [loop(model, lag, correction) for lag, correction in RUNS.values()]
             done = side_by_side.map(execute, folders.values(), loops)
             for name, found in zip(RUNS, map(metrics, map(events, done)), strict=True):
@@ -88,6 +95,12 @@ def run() -> dict[str, float]:
                 )
                 measured |= {f"{name}.{figure}": value for figure, value in found.items()}
     return measured
+
+
+def _take_cores(pairs: SimpleQueue[list[int]]) -> None:
+    """This thread, and all processes that it starts, have two cores: a run that saw all of them
+    would want as many threads in each process."""
+    os.sched_setaffinity(0, pairs.get())
 
 
 def loop(model: Path, lag: int, correction: str) -> str:

@@ -133,6 +133,8 @@ async def _serve(options: Options) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = select_device(options.device)
+    if not options.quiet:
+        print(f"loading {options.target}", file=sys.stderr, flush=True)
     loaded = load(options.target, options.dtype, device, version=options.version)
     fp8 = options.quantization == "fp8"
     loaded.model.compute_with(Arithmetic.of(invariant=options.invariant, fp8=fp8))

@@ -90,8 +90,9 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
     if run.objects.is_bucket:
         _print(console, f"store: {store_cost(run)}")
     alarms = audited.alarms
-    if finished and not everything:
-        alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]  # it was heard
+    if (finished or is_stopped(place.directory)) and not everything:
+        # it was heard again, or is no more
+        alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]
     for line in _alarm_lines(alarms, everything=everything):
         _print(console, line.replace("etude sessions RUN", f"etude sessions {place}"))
     return audited

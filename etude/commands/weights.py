@@ -269,6 +269,7 @@ def export(
     _, manifest = find_version(chain, version)
     with _bar(console, f"version {manifest.version}") as report:
         tensors = Follower(chain, progress=report).fetch(manifest.version)
+    _say(console, f"writing version {manifest.version} to {target}")
     small = Run(chain.objects).model_files()
     staging = target.with_name(f".{target.name}.part")
     if adapter:

@@ -37,6 +37,10 @@ EARLY_GROUPS = 16
 """Below so many steps, or groups with a difference, a rise of the mean reward may be chance."""
 FEW_REGIONS = 3
 """So many have a line each."""
+FEW_GROUPS = 4
+"""So few say nothing about which tasks teach."""
+FEW_TASKS = 4
+"""So many are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,9 @@ def headline(view: RunView) -> Line:
     if view.ended and _waits_for_trainer(view):
         return Line("training", f"the first step goes on{_rows(view)}, and sampling waits for it")
     if view.ended:
-        return Line("sampling", "sessions end; the first step of the trainer is not done yet")
+        count = view.groups.with_signal
+        had = f"{count} group{'s' * (count != 1)} had a difference"
+        return Line("sampling", f"sessions end; {had} so far, and a step needs groups_per_step")
     if view.running:
         return Line("sampling", f"the first {view.running} sessions are under way")
     if view.loss is not None:
@@ -205,9 +211,14 @@ def _progress(view: RunView) -> Iterator[Progress]:
 def _lines(view: RunView, lag_bound: int) -> Iterator[Line]:
     if view.ended or (view.running and view.evaluating is None):
         yield Line("sessions", sessions(view))
+        asking = sum(each.running + each.waiting for each in view.regions.values())
         speed = f"{view.sessions_per_s:.1f} sessions/s, {view.running} under way"
+        if view.running and view.regions and not asking:
+            speed += ", none at the model"
         count, useful = view.groups.done, view.groups.with_signal
         yield Line("groups", f"{count} done, {useful} with a difference   {speed}")
+        if told := _tasks_without(view):
+            yield Line("no signal", told)
     if view.failure is not None and "failing" not in view.alarms.active:
         ago = clock(view.now - view.failure.t)
         yield Line("newest error", f"{ago} ago, {view.failure.id}: {view.failure.error}", "bad")
@@ -243,6 +254,16 @@ def sessions(view: RunView) -> str:
         + (f", {untrainable} dropped for sampling" if untrainable else "")
         + (f", {suspects} quarantined" if suspects else "")
     )
+
+
+def _tasks_without(view: RunView) -> str:
+    """Which tasks teach nothing, where that is most of the work."""
+    groups, tasks = view.groups, view.groups.tasks_without
+    mostly = 2 * groups.sessions_without >= groups.sessions_compared
+    if not tasks or groups.done < FEW_GROUPS or not mostly:
+        return ""
+    shown = ", ".join(tasks[:FEW_TASKS]) + (", ..." if len(tasks) > FEW_TASKS else "")
+    return f"{len(tasks)} of {len(groups.by_task)} tasks taught nothing yet: {shown}"
 
 
 def _share_without(view: RunView) -> str:

@@ -64,6 +64,13 @@ class Groups:
     """Sessions that are suspected of a trick."""
     earned: set[float] = field(default_factory=set)
     """The rewards in groups without signal."""
+    by_task: dict[str, bool] = field(default_factory=dict)
+    """Task -> whether any of its groups had a difference."""
+
+    @property
+    def tasks_without(self) -> list[str]:
+        """Tasks that have taught nothing yet."""
+        return [task for task, taught in self.by_task.items() if not taught]
 
 
 @dataclass
@@ -315,6 +322,10 @@ class RunView:
         self.groups.quarantined += len(event.quarantined)
         compared = len(event.rewards) - len(event.untrainable)
         self.groups.sessions_compared += max(compared, 0)
+        if compared > 0:
+            self.groups.by_task[event.task] = event.kept or self.groups.by_task.get(
+                event.task, False
+            )
         if event.kept:
             self.groups.with_signal += 1
         elif compared > 0:

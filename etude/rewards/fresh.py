@@ -100,7 +100,7 @@ async def grade_by_command(
         return _worthless(f"no report: {e}; {_told(done.ran)}")
     right = [name for name in expected if _passed(name, cases)]
     solved = len(right) == len(expected) and done.ran.exit_code == 0
-    evidence = f"{len(right)} of {len(expected)} tests passed; {_told(done.ran)}"
+    evidence = f"{len(right)} of {len(expected)} test functions passed; {_told(done.ran)}"
     return Score(float(solved), (Part("tests", len(right) / len(expected), evidence),))
 
 

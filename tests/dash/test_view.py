@@ -202,6 +202,29 @@ def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
         assert words in text, words
 
 
+def test_tasks_that_teach_nothing_are_named_where_they_are_most_of_the_work() -> None:
+    def of(task: str, *rewards: float) -> GroupDone:
+        return dataclasses.replace(group(*rewards), task=task, kept=len(set(rewards)) > 1)
+
+    def told(view: RunView) -> list[str]:
+        return [line.text for line in describe(view, 0).lines if line.label == "no signal"]
+
+    hard = [(1.0, of(f"hard-{n}", 0.0, 0.0)) for n in range(6)]
+    easy = (2.0, of("easy", 0.0, 1.0))
+    started = (0.0, StageStarted(stage="rl", steps=4)), (0.5, attempt())
+    assert told(view_of(*started, *hard[:3])) == [], "so few say nothing"
+    view = view_of(*started, *hard, easy)
+    assert told(view) == ["6 of 7 tasks taught nothing yet: hard-0, hard-1, hard-2, hard-3, ..."]
+    assert describe(view, 0).headline.text == (
+        "sessions end; 1 group had a difference so far, and a step needs groups_per_step"
+    )
+    view.apply(3.0, of("hard-0", 0.0, 1.0))
+    assert told(view)[0].startswith("5 of 7 tasks taught nothing yet: hard-1")
+    for n in range(4):
+        view.apply(4.0 + n, easy[1])
+    assert told(view) == [], "most sessions teach now"
+
+
 def test_attempts_that_were_dropped_for_sampling_are_not_without_signal() -> None:
     greedy = dataclasses.replace(
         group(0.0, 0.0), kept=False, untrainable={f"g.{n}": "temperature 0" for n in range(2)}
