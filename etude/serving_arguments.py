@@ -84,6 +84,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the same bits whatever is answered together; slower",
     )
+    parser.add_argument(
+        "--quantization",
+        choices=("fp8",),
+        help="multiply in FP8, half the bytes to read for a token (default: as stored)",
+    )
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:

@@ -210,13 +210,8 @@ class ProcessSandbox:
 
     def _environment(self, env: Mapping[str, str] | None) -> dict[str, str]:
         check_env(env or {})
-        # a shell's `python` is ours too, and not the one that the system may have
-        programs = self._programs or [os.path.dirname(sys.executable)]
-        plain = {
-            "PATH": ":".join([*programs, os.defpath]),
-            "HOME": str(self._root),
-            "LANG": "C.UTF-8",
-        }
+        path = ":".join([*self._programs, os.defpath])
+        plain = {"PATH": path, "HOME": str(self._root), "LANG": "C.UTF-8"}
         if self._programs:
             plain["PYTHONDONTWRITEBYTECODE"] = "1"
         return {**plain, **self._env, **(env or {})}

@@ -76,7 +76,8 @@ def test_a_run_is_served_and_its_requests_are_logged(store: Store, tmp_path: Pat
         assert [span["version"] for span in choice["weight_version"]] == [1]
         assert post(f"{url}/chat/completions", ASK | {"model": "gpt-4o"})[0] == 404
         child.terminate()
-        lines = child.communicate()[1].splitlines()
+        loading, *lines = child.communicate()[1].splitlines()
+        assert loading == f"loading {tmp_path / 'run'}", "which may take long"
     finally:
         child.kill()
         child.communicate()

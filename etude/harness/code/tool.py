@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -50,9 +51,11 @@ class Workspace:
 
     async def by_path(self, argv: Sequence[str]) -> Sequence[str]:
         """A command as the terminal finds it: what a sandbox takes `python` for is a Python without
-        the packages of the task, where the path of the task leads to another."""
+        the packages of the task, where the path of the task leads to another. The system's own,
+        which a plain path leads to, is none of the task's."""
         if self._finds_python is None:
-            asked = ["sh", "-c", "command -v python"]
+            found = 'command -v python && test "$PATH" != "$0"'
+            asked = ["sh", "-c", found, os.defpath]
             ran = await self.sandbox.run(asked, timeout_s=self.config.command_timeout_s)
             self._finds_python = ran.exit_code == 0
         return ["env", *argv] if self._finds_python else argv
