@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import AsyncExitStack
 
 import aiohttp
@@ -246,11 +247,15 @@ async def test_a_worker_refuses_what_its_weights_are_too_old_for(
 async def test_a_client_that_goes_away_leaves_no_work_behind(
     regions: list[Worker], gateway: str, http: aiohttp.ClientSession
 ) -> None:
-    asked = {"messages": [{"role": "user", "content": "test"}], "logprobs": False, "seed": 1}
-    before = sum(region.report().tokens for region in regions)
-    request = asyncio.create_task(post(http, f"{gateway}/s/s/v1/chat/completions", asked))
+    asked = {"messages": [{"role": "user", "content": "test"}], "logprobs": False}
+    before, request, seeds = 0, None, itertools.count()
     while not any(region.report().running for region in regions):
+        if request is None or request.done():  # it may be over before anybody looks
+            before = sum(region.report().tokens for region in regions)
+            told = asked | {"seed": next(seeds)}
+            request = asyncio.create_task(post(http, f"{gateway}/s/s/v1/chat/completions", told))
         await asyncio.sleep(0)
+    assert request is not None
     request.cancel()
     while any(region.report().running or region.report().waiting for region in regions):
         await asyncio.sleep(0.01)
