@@ -255,7 +255,11 @@ def to_rows(
     """One row a segment. The one advantage of the trajectory goes to every sampled token of all of
     them; credits add to that of the tokens they cover. All are multiplied by `scale`. Without
     `train_summaries` the last answer of a segment that another one goes on from has none."""
-    summed_up = {each.parent for each in trajectory.segments if each.kind == "turns"}
+    summed_up = {
+        _summed_up(trajectory.segments, each.parent)
+        for each in trajectory.segments
+        if each.kind == "turns"
+    }
     return [
         Row(
             sample=trajectory.id,
@@ -278,6 +282,14 @@ def to_rows(
     ]
 
 
+def _summed_up(segments: Sequence[Segment], parent: int | None) -> int | None:
+    """The segment that a conversation goes on from, past the sub-agents that worked for it: a
+    parent is only the newest one before."""
+    while parent is not None and segments[parent].kind == "subagent":
+        parent = segments[parent].parent
+    return parent
+
+
 def _token_advantages(
     segment: Segment, advantage: float, credits: Sequence[Credit], *, without_last: bool
 ) -> tuple[float, ...]:
@@ -287,8 +299,9 @@ def _token_advantages(
         for answer in answers if credit.turn is None else [answers[credit.turn]]:
             for place in answer:
                 tokens[place] += credit.value
-    for place in turns(segment)[-1] if without_last else ():
-        tokens[place] = 0.0
+    for answer in turns(segment)[-1:] if without_last else ():
+        for place in answer:
+            tokens[place] = 0.0
     return tuple(tokens)
 
 

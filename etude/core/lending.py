@@ -126,7 +126,8 @@ class LoanPolicy:
         self._calm_since: float | None = None
 
     def returned(self, seconds: float) -> None:
-        """A return has taken so long."""
+        """A return has taken so long, without the time in which nobody could tell: a gateway that
+        was away for hours would end all lending."""
         self._return_s = max(self._return_s, seconds)
 
     def lends(self, now: float, users: UsersLoad) -> bool:

@@ -244,6 +244,8 @@ class Scheduler:
         self._preempt_for_priority()
         ready = [sequence for sequence in self.running if not sequence.awaits_output]
         if self._reads_for_others:
+            for sequence in ready:
+                sequence.gave_way |= sequence.is_batch
             ready = [sequence for sequence in ready if not sequence.is_batch]
         for sequence in ready:
             self._ensure_blocks(sequence)

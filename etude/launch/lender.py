@@ -67,6 +67,7 @@ class Lender:
             hours=lend.hours,
         )
         self._lent = False
+        self._refused = False
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
@@ -81,27 +82,48 @@ class Lender:
 
     async def _look(self) -> None:
         await self._keep_running()
-        users = await self._users()
+        status = await self._status()
+        users = _users_load(status)
         if self._lent:
             if self._policy.recalls(time.time(), users):
                 began = time.monotonic()
                 await self._stop()
-                await self._serve_users()
-                self._policy.returned(took_s := time.monotonic() - began)
+                away_s = await self._serve_users()
+                took_s = time.monotonic() - began
+                self._policy.returned(took_s - away_s)
                 log_to_stderr(f"back with the users, after {took_s:.1f} s")
+        elif self._state(status) == "draining":  # an answer to `_empty` was lost
+            await self._drain(draining=False)
         elif users is not None and self._policy.lends(time.time(), users) and await self._empty():
             await self._stop()
             self._lent = True
             await self._start()
             log_to_stderr("lent to RL")
 
-    async def _serve_users(self) -> None:
-        """Returns when the users' gateway sends requests here again."""
+    async def _serve_users(self) -> float:
+        """Returns when the users' gateway sends requests here again: for how many seconds of that
+        time it was away itself."""
         self._lent = False
         await self._start()
-        while await self._drain(draining=False) is None or not await self._is_live():
+        away_s = 0.0
+        while True:
+            began = time.monotonic()
+            status = await self._status()
+            if status is not None and await self._is_back():
+                return away_s
             await asyncio.sleep(LOOK_S / 4)
             await self._keep_running()
+            if status is None:
+                away_s += time.monotonic() - began
+
+    async def _is_back(self) -> bool:
+        # The gateway may still know the worker that went: it must send nobody to its port before
+        # somebody is there.
+        return (
+            await self._ask("GET", "/status", at=self._url) is not None
+            and await self._drain(draining=False) is not None
+            and self._state(await self._status()) == "live"
+        )
 
     async def _keep_running(self) -> None:
         assert self._process is not None
@@ -114,7 +136,7 @@ class Lender:
         while (active := await self._drain(draining=True)) is not None:
             if active == 0:
                 return True
-            if self._policy.recalls(time.time(), await self._users()):
+            if self._policy.recalls(time.time(), _users_load(await self._status())):
                 break
             await asyncio.sleep(LOOK_S / 4)
         await self._drain(draining=False)
@@ -144,18 +166,13 @@ class Lender:
             process.kill()
             await process.wait()
 
-    async def _users(self) -> UsersLoad | None:
+    async def _status(self) -> dict[str, Any] | None:
         """None if the gateway does not answer."""
-        status = await self._ask("GET", "/status")
-        if status is None:
-            return None
-        workers = [each for each in status["workers"].values() if each["state"] == "live"]
-        active = sum(each["active"] for each in status["workers"].values())
-        return UsersLoad(len(workers), active, status["users_ttft_p99_s"])
+        return await self._ask("GET", "/status")
 
-    async def _is_live(self) -> bool:
-        status = await self._ask("GET", "/status")
-        return status is not None and status["workers"].get(self._url, {}).get("state") == "live"
+    def _state(self, status: dict[str, Any] | None) -> str | None:
+        """That the gateway has our worker in; None if it knows none."""
+        return None if status is None else status["workers"].get(self._url, {}).get("state")
 
     async def _drain(self, *, draining: bool) -> int | None:
         """How many requests it still works on; None if the gateway does not have it so."""
@@ -163,18 +180,32 @@ class Lender:
         told = await self._ask("POST", "/workers/drain", asked)
         return None if told is None else int(told["active"])
 
-    async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any] | None:
+    async def _ask(
+        self, method: str, path: str, body: Any = None, at: str | None = None
+    ) -> dict[str, Any] | None:
+        """`at`: the gateway, unless another server is meant."""
+        url = at or self._gateway
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-            async with self._http.request(method, self._gateway + path, json=body) as response:
-                if response.status in (401, 403):
-                    raise EtudeError(
-                        f"the gateway at {self._gateway} refuses {path}: give an admin's token in "
-                        f"{TOKEN_VARIABLE}"
+            async with self._http.request(method, url + path, json=body) as response:
+                # Users are served all the same: a token that is over is no reason to leave them.
+                if response.status in (401, 403) and not self._refused:
+                    self._refused = True
+                    log_to_stderr(
+                        f"{url} refuses {path}, so nothing is lent: give an admin's token of the "
+                        f"users' gateway in {TOKEN_VARIABLE}, and start this again"
                     )
                 if response.ok:
                     told: dict[str, Any] = await response.json()
                     return told
         return None
+
+
+def _users_load(status: dict[str, Any] | None) -> UsersLoad | None:
+    if status is None:
+        return None
+    workers = [each for each in status["workers"].values() if each["state"] == "live"]
+    active = sum(each["active"] for each in status["workers"].values())
+    return UsersLoad(len(workers), active, status["users_ttft_p99_s"])
 
 
 async def lend_worker(

@@ -228,8 +228,13 @@ async def keep_joined(
 
 @contextlib.asynccontextmanager
 async def own_engine(
-    files: Mapping[str, bytes], fetch: FetchWeights, config: RunConfig
+    files: Mapping[str, bytes],
+    fetch: FetchWeights,
+    config: RunConfig,
+    lending: SlotPolicy | None = None,
 ) -> AsyncIterator[EngineThread]:
+    """`lending`: for an engine in front of users. Others, such as that of evaluations, have none of
+    their own to give way to."""
     exit_on_engine_failure()
     device = select_device(config.engine.device)
     # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
@@ -240,9 +245,7 @@ async def own_engine(
     model.compute_with(
         Arithmetic.of(invariant=config.batch_invariant, fp8=config.quantization == "fp8")
     )
-    # One request at a time in deterministic mode: what else is in a batch changes the last bits of
-    # a result, and nothing may depend on what was asked before.
-    max_num_seqs = 1 if config.deterministic else config.engine.max_num_seqs
+    max_num_seqs = _max_num_seqs(config)
     adapter = files.get(CONFIG_FILE)
     limits = AdapterLimits(own=LoraConfig.from_json(adapter)) if adapter else None
     engine = EngineThread(
@@ -255,18 +258,24 @@ async def own_engine(
         ),
         fetch,
         files,
-        _slot_policy(config, max_num_seqs),
+        lending,
     )
     async with process.meanwhile(engine.lend()):
         yield engine
     engine.close()
 
 
-def _slot_policy(config: RunConfig, slots: int) -> SlotPolicy | None:
+def _max_num_seqs(config: RunConfig) -> int:
+    # One request at a time in deterministic mode: what else is in a batch changes the last bits of
+    # a result, and nothing may depend on what was asked before.
+    return 1 if config.deterministic else config.engine.max_num_seqs
+
+
+def _slot_policy(config: RunConfig) -> SlotPolicy | None:
     lend = config.engine.lend
     if lend is None or lend.run is not None:
         return None
-    return SlotPolicy(slots=slots, max_ttft_s=lend.max_ttft_s, hours=lend.hours)
+    return SlotPolicy(slots=_max_num_seqs(config), max_ttft_s=lend.max_ttft_s, hours=lend.hours)
 
 
 async def serve_worker(
@@ -301,7 +310,9 @@ async def serve_worker(
         return whole_model(files, fetch(version))
 
     async with (
-        connect(vllm, fetch_whole, files) if vllm else own_engine(files, fetch, config) as engine
+        connect(vllm, fetch_whole, files)
+        if vllm
+        else own_engine(files, fetch, config, _slot_policy(config)) as engine
     ):
         worker = Worker(
             engine,

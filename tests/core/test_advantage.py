@@ -280,6 +280,22 @@ def test_summaries_can_be_left_out() -> None:
     assert assemble_batch(3, [two], estimator)[0].rows[0].advantages[-1] == 0.0
 
 
+def test_a_summary_is_of_the_agent_and_not_of_one_that_worked_for_it() -> None:
+    """The context after it names the newest one before as its parent, which may be a sub-agent's.
+    A parent without an answer has nothing to leave out."""
+    helper = replace(segment(), kind="subagent", parent=0)
+    segments = (segment(), helper, replace(helper, parent=1), replace(segment(), parent=2))
+    attempt = replace(group(1.0).trajectories[0], segments=segments)
+    summed_up, *others = to_rows(attempt, 0.5, train_summaries=False)
+    assert summed_up.advantages == (0.0, 0.0, 0.5, 0.0, 0.0, 0.0)
+    assert {row.advantages for row in others} == {(0.0, 0.0, 0.5, 0.0, 0.5, 0.5)}
+
+    silent = replace(segment(), mask=(False,) * 4)
+    attempt = replace(attempt, segments=(silent, replace(segment(), parent=0)))
+    nothing, last = to_rows(attempt, 0.5, train_summaries=False)
+    assert not any(nothing.advantages) and last.advantages[-1] == 0.5
+
+
 def with_credit(group: Group, *credit: tuple[Credit, ...]) -> Group:
     """The group, its attempts credited one by one."""
     attempts = [

@@ -236,6 +236,8 @@ def test_the_class_batch_sits_out_while_the_prompt_of_another_is_read() -> None:
     scheduler.add(sequence(2, 3, priority="batch"))
     assert [advance(scheduler) for _ in range(3)] == [[("1", 8)], [("1", 8)], [("1", 4)]]
     assert scheduler.num_preempted == 0
+    gave_way = {s.id: s.gave_way for s in (*scheduler.running, *scheduler.waiting)}
+    assert gave_way == {"0": True, "1": False, "2": True}
     assert sorted(advance(scheduler)) == [("0", 1), ("1", 1), ("2", 3)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp
 
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
+from etude.core.lending import SlotPolicy
 from etude.serve import gateway, worker
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.serve.worker_protocol import read_model_files
@@ -119,9 +121,10 @@ def test_what_a_worker_is_started_with_goes_before_the_run(
 
     @asynccontextmanager
     async def own_engine(
-        files: Mapping[str, bytes], fetch: object, run: RunConfig
+        files: Mapping[str, bytes], fetch: object, run: RunConfig, lending: object
     ) -> AsyncIterator[None]:
         seen.append(run)
+        assert lending is None
         raise Stop
         yield
 
@@ -134,6 +137,38 @@ def test_what_a_worker_is_started_with_goes_before_the_run(
     ((run,), engine) = seen, seen[0].engine
     assert (engine.max_num_seqs, engine.threads, engine.device) == expected
     assert run.heartbeat_timeout_s == 7.0 and threads == [expected[1]]
+
+
+@pytest.mark.parametrize(("top", "slots"), [("", 5), ("deterministic = true", 1)])
+def test_a_worker_lends_its_slots_and_an_engine_of_ones_own_does_not(
+    tmp_path: Path, top: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else evaluations would end with the hours in which users lend."""
+    far = (time.gmtime().tm_hour + 12) % 24
+    run = config(top=top, engine=f'lend = {{hours = ["{far:02d}:00-{far:02d}:01"]}}')
+    store, made = store_of(tmp_path, run), list[SlotPolicy | None]()
+
+    def make(
+        engine: object, fetch: object, files: object, lending: SlotPolicy | None = None
+    ) -> None:
+        made.append(lending)
+        raise Stop
+
+    monkeypatch.setattr(worker, "EngineThread", make)
+    monkeypatch.setattr(worker, "exit_on_engine_failure", lambda: None)
+    monkeypatch.setattr(sys, "argv", f"w --store {store.url} --region east --port 0".split())
+
+    async def evaluate() -> None:
+        async with worker.own_engine(store.files, lambda version: {}, run):
+            pass
+
+    with pytest.raises(Stop):
+        worker.main()
+    with pytest.raises(Stop):
+        asyncio.run(evaluate())
+    lent, own = made
+    assert own is None and lent is not None
+    assert not lent.is_open(time.time()) and lent.decide((far + 0.001) * 3600) == slots
 
 
 def test_a_region_with_a_vllm_server_connects_to_it(
