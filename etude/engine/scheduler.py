@@ -242,6 +242,9 @@ class Scheduler:
         included. First come those that read one token and were there before; the second value is
         their number."""
         self._preempt_for_priority()
+        for sequence in self.running:  # whoever sits this pass out holds no more than its window
+            if sequence.block_table is not None:
+                self.block_manager.pass_window(sequence.block_table, sequence.num_computed_tokens)
         ready = [sequence for sequence in self.running if not sequence.awaits_output]
         if self._reads_for_others:
             for sequence in ready:
@@ -314,8 +317,6 @@ class Scheduler:
     def _ensure_blocks(self, sequence: Sequence) -> None:
         """Allocate the blocks for its uncomputed tokens, preempting the last in rank if need be,
         which may be itself."""
-        if sequence.block_table is not None:
-            self.block_manager.pass_window(sequence.block_table, sequence.num_computed_tokens)
         while sequence.block_table is not None and not self.block_manager.allocate(
             sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):

@@ -34,7 +34,7 @@ def quantise_rows(x: Tensor) -> Quantised:
     largest = wide.abs().amax(-1, keepdim=True)
     # On CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
     top = torch.full_like(largest, LARGEST)
-    largest = torch.where(largest > 0, largest, top)
+    largest = torch.where(largest > 1e-30, largest, top)  # less is 0, and has no inverse
     values = (wide * (top / largest)).to(torch.float8_e4m3fn)
     return Quantised(values, (largest / top).squeeze(-1))
 

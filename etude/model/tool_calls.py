@@ -164,7 +164,7 @@ def mistral(body: str, schemas: Schemas) -> list[Call]:
     """`edit[ARGS]{"line": 3}`, before the arguments perhaps `[CALL_ID]` and the id (Devstral); or a
     list of objects with their ids (before it)."""
     head, separator, rest = body.partition(MISTRAL_ARGUMENTS)
-    if not separator:
+    if not separator or head.lstrip().startswith("["):
         return hermes(body, schemas)
     name, _, id = (part.strip() for part in head.partition(MISTRAL_ID))
     return [_call(name, _object(rest), id or None)]
@@ -174,25 +174,26 @@ def olmo3(body: str, schemas: Schemas) -> list[Call]:
     """`edit(line=3, text="return a + b")`, each call on lines of its own; Python, or the words of
     JSON in it."""
     try:
-        said = [statement.value for statement in ast.parse(body.strip()).body]  # type: ignore[attr-defined]
-    except (SyntaxError, AttributeError, MemoryError) as e:
+        statements = ast.parse(body.strip()).body
+    except (SyntaxError, ValueError, MemoryError) as e:
         raise InvalidToolCall("a call is NAME(argument=value, ..)") from e
-    if not said:
+    if not statements:
         raise InvalidToolCall("no call")
-    return [_from_python(call) for call in said]
+    return [_from_python(statement) for statement in statements]
 
 
-def _from_python(call: ast.expr) -> Call:
+def _from_python(statement: ast.stmt) -> Call:
+    call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or call.args:
         raise InvalidToolCall("a call is NAME(argument=value, ..)")
     arguments: dict[str, Any] = {}
-    for word in call.keywords:
-        if word.arg is None:
-            raise InvalidToolCall("a call is NAME(argument=value, ..)")
-        arguments[word.arg] = ast.literal_eval(_JsonWords().visit(word.value))
     try:
+        for word in call.keywords:
+            if word.arg is None:
+                raise InvalidToolCall("a call is NAME(argument=value, ..)")
+            arguments[word.arg] = ast.literal_eval(_JsonWords().visit(word.value))
         return _call(ast.unparse(call.func), arguments)
-    except TypeError as e:  # a set, or bytes
+    except TypeError as e:  # a set, bytes, or a key that is none
         raise InvalidToolCall(f"arguments are such as JSON has: {e}") from e
 
 

@@ -151,14 +151,16 @@ class Recorder:
     def _shows(self, shown: str, segment: OpenSegment) -> bool:
         """Whether the template's text of the last answer says what was sampled. Calls may be spelt
         otherwise, and there may be other space around; no word may be missing."""
-        answer = segment.answer
-        if answer[-1] in self._tokenizer.stop_token_ids:
+        answer, end = segment.answer, segment.answer[-1:]
+        if end[0] in self._tokenizer.stop_token_ids:
             answer = answer[:-1]
+        else:
+            end = end[:0]
         if self._tokenizer.is_plain(shown) and shown == self._tokenizer.decode(answer):
             return True
         told, sampled = (
             self._tokenizer.parse(tokens, segment.tools, str, segment.asked)
-            for tokens in (self._tokenizer.encode(shown), segment.answer)
+            for tokens in ([*self._tokenizer.encode(shown), *end], segment.answer)
         )
         return _echoes(told, sampled, reasoning=True)
 

@@ -22,6 +22,13 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def test_a_row_that_is_all_but_nothing_is_nothing() -> None:
+    x = torch.full((1, 8), 1e-36)
+    x[0, 3] = 0.0
+    values, scales = quantise_rows(x)
+    assert values.float().tolist() == [[0.0] * 8] and scales.tolist() == [1.0]
+
+
 def test_a_row_is_rounded_by_its_own_scale() -> None:
     x = normal(5, 40) * torch.tensor([1e-6, 1.0, 3e4, 0.0, 2.0])[:, None]
     values, scales = quantise_rows(x)

@@ -384,6 +384,8 @@ def test_text_is_not_held_longer_than_needed() -> None:
         ("olmo3", "<function_calls></function_calls>"),
         ("olmo3", "<function_calls>edit(3)</function_calls>"),
         ("olmo3", "<function_calls>edit(**x)</function_calls>"),
+        ("olmo3", "<function_calls>edit(a={[1]: 2})</function_calls>"),
+        ("olmo3", "<function_calls>x = edit(a=1)</function_calls>"),
         ("olmo3", "<function_calls>edit(x=open('y'))</function_calls>"),
         ("olmo3", "<function_calls>edit(x={1})</function_calls>"),
         ("olmo3", "<function_calls>edit(x=b'1')</function_calls>"),

@@ -56,8 +56,10 @@ class DecodeRecurrence:
         def block_of(position_B: Tensor) -> Tensor:
             return blocks.index_select(0, rows_B + position_B.clamp(min=0) // block_size).long()
 
-        self._before = block_of(lengths_B - 2)
-        self._after = torch.where(lengths_B > 0, block_of(lengths_B - 1), nobody)
+        # what an empty row's table says is left over from an earlier pass
+        self._before, self._after = (
+            torch.where(lengths_B > 0, block_of(lengths_B - back), nobody) for back in (2, 1)
+        )
         self._is_first = (lengths_B <= 1).int()
 
     def __call__(

@@ -40,7 +40,7 @@ def store_quantised(value, values, scales, row, column, C, LARGEST: tl.constexpr
     """A row, in fp32."""
     top = tl.full([], LARGEST, tl.float32)
     largest = tl.max(tl.abs(value))
-    largest = tl.where(largest > 0, largest, top)
+    largest = tl.where(largest > 1e-30, largest, top)
     tl.store(scales + row, tl.div_rn(largest, top))
     stored = (value * tl.div_rn(top, largest)).to(values.dtype.element_ty)
     tl.store(values + row * C + column, stored, mask=column < C)
