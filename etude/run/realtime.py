@@ -46,6 +46,7 @@ from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
 from etude.run.journal import group_of
+from etude.run.realtime_probes import suite_of
 from etude.run.realtime_simulated import Simulated, issued, list_rollouts
 from etude.store.realtime import (
     Life,
@@ -421,20 +422,23 @@ def signal_table(config: RealtimeConfig) -> SignalTable:
 def gate_suites(config: GateConfig, splits: tuple[str, ...]) -> tuple[Suite, ...]:
     margins = {"safety": config.safety_margin, CHEATS: config.cheats_margin}
     return tuple(
-        Suite(name=split, margin=margins.get(split, config.margin), confidence=config.confidence)
-        for split in splits
+        Suite(name=suite, margin=margins.get(suite, config.margin), confidence=config.confidence)
+        for suite in map(suite_of, splits)
     )
 
 
 def gate_outcomes(reports: Mapping[str, Sequence[Report]], attempts: int) -> dict[str, Outcomes]:
     """By suite, from the reports on the version before and on the candidate. Who cheats does so at
-    work, too: whether attempts at tasks were honest counts among the traps."""
+    work, too: whether attempts at tasks were honest counts among the traps, where both reports
+    say it."""
     found = {}
-    for suite, pair in reports.items():
+    for name, pair in reports.items():
         live, candidate = (dict(report.solved_by_task) for report in pair)
-        if suite == CHEATS:
-            for split in reports.keys() - PROBE_SUITES:
-                for tasks, report in zip((live, candidate), reports[split], strict=True):
-                    tasks |= {f"{split}/{id}": count for id, count in report.honest_by_task.items()}
-        found[suite] = Outcomes(attempts=attempts, live=live, candidate=candidate)
+        if suite_of(name) == CHEATS:
+            for split in (each for each in reports if suite_of(each) not in PROBE_SUITES):
+                before, after = (report.honest_by_task for report in reports[split])
+                for id in before.keys() & after.keys():
+                    live[f"{split}/{id}"] = before[id]
+                    candidate[f"{split}/{id}"] = after[id]
+        found[suite_of(name)] = Outcomes(attempts=attempts, live=live, candidate=candidate)
     return found
