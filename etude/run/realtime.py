@@ -22,7 +22,7 @@ from etude.core.recorded import Sessions
 from etude.core.traffic import HELDOUT, Change, Traffic, decided, refuse, start
 from etude.core.updates import Forgotten, UpdateRecord, is_of_user, versions_that_saw
 from etude.realtime.canary import CanaryPlan, Metric, MetricFigures, decide
-from etude.realtime.collect import Rules, Sorted, make_update, mixed, samples_of, sort_out
+from etude.realtime.collect import Rules, Sorted, Update, make_update, mixed, samples_of, sort_out
 from etude.realtime.credit import BASELINE, Baseline, CreditSample
 from etude.realtime.cycle import (
     Collect,
@@ -51,9 +51,9 @@ from etude.run.realtime_simulated import Simulated, issued, list_rollouts
 from etude.store.realtime import (
     Life,
     TrafficLog,
+    create_update,
     forget_user,
     forgotten,
-    put_update,
     update,
     updates,
 )
@@ -132,7 +132,10 @@ class RealtimeLoop:
 
     async def step(self) -> Next:
         """Does the next thing, if it can be done already; what it was."""
-        self._life = self._life or Life(self.run.objects)
+        if self._life is None:
+            self._life = Life(self.run.objects)
+            # only now: until then another loop may have written
+            self.ledger = Ledger(self.run.ledger.resume())
         self._life.check()
         self._enter_batches()
         self._forget_deleted()
@@ -211,11 +214,48 @@ class RealtimeLoop:
         return sort_out(self.outcomes(), self.ledger, rules, now=self._now())
 
     async def collect(self, action: Collect) -> None:
-        config, now = self.config, self._now()
+        if (made := self._make_update(action)) is None:
+            return
+        share, simulated = self.config.simulated_share, None
+        if share:
+            simulated = await self._simulate(action.base, action.step)
+            # that took minutes: another loop may have begun, and users may be deleted
+            assert self._life is not None
+            self._life.check()
+            if (made := self._make_update(action)) is None:
+                return
+        batch, dropped = made.batch, made.dropped
+        assert batch is not None
+        if simulated is not None:
+            for group in simulated.groups:
+                self.run.put_group(group)
+            dropped += simulated.dropped
+            if simulated.batch is not None:
+                batch = mixed(batch, simulated.batch, share)
+        create_update(
+            self.run,
+            UpdateRecord(
+                step=action.step,
+                base=action.base,
+                time=self._now(),
+                answers=made.answers,
+                dropped=dropped,
+            ),
+        )
+        self.run.put_batch(batch)
+        self._enter_batches()
+        self._tell(
+            f"version {action.step}: {len(made.samples)} sessions, "
+            f"mean worth {batch.reward:+.3f}, from version {action.base}"
+        )
+
+    def _make_update(self, action: Collect) -> Update | None:
+        """None if it is too early, or if there are too few sessions."""
+        config = self.config
         found = self.sort_out(action.base, self.last.traffic)
         self._write(*found.issued, *found.dropped)
-        if now < self.last.time + 60 * config.every_minutes or not found.ready:
-            return
+        if self._now() < self.last.time + 60 * config.every_minutes or not found.ready:
+            return None
         made = make_update(
             found.ready,
             step=action.step,
@@ -227,25 +267,8 @@ class RealtimeLoop:
             max_tokens=self.stage.max_tokens,
         )
         if made.batch is None or len(made.samples) < config.min_sessions:
-            return
-        batch, dropped = made.batch, made.dropped
-        if config.simulated_share:
-            simulated = await self._simulate(action.base, action.step)
-            for group in simulated.groups:
-                self.run.put_group(group)
-            dropped += simulated.dropped
-            if simulated.batch is not None:
-                batch = mixed(batch, simulated.batch, config.simulated_share)
-        record = UpdateRecord(
-            step=action.step, base=action.base, time=now, answers=made.answers, dropped=dropped
-        )
-        put_update(self.run, record)
-        self.run.put_batch(batch)
-        self._enter_batches()
-        self._tell(
-            f"version {action.step}: {len(made.samples)} sessions, "
-            f"mean worth {made.batch.reward:+.3f}, from version {action.base}"
-        )
+            return None
+        return made
 
     def _baseline(self) -> Baseline:
         """It remembers what earlier updates were worth."""
