@@ -14,7 +14,13 @@ from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
 from etude.core.sampling import VersionSpan
 from etude.core.traffic import ENDS, Change
-from etude.core.updates import Forgotten, UpdateRecord, is_of_user, versions_that_saw
+from etude.core.updates import (
+    CreditedAnswer,
+    Forgotten,
+    UpdateRecord,
+    is_of_user,
+    versions_that_saw,
+)
 from etude.realtime.cycle import AwaitVersion, Collect, Compare, Done, Evaluate, user_outcomes
 from etude.run.realtime import RealtimeLoop
 from etude.run.realtime_fake import fake_rollouts
@@ -257,6 +263,18 @@ def test_the_record_of_a_batch_is_not_overwritten() -> None:
     with pytest.raises(EtudeError, match="another loop of real-time RL has made the batch of"):
         create_update(world.run, replace(record, answers=()))
     assert updates(world.run)[1] == record
+
+
+def test_a_user_is_deleted_after_a_death_between_a_record_and_its_batch() -> None:
+    world = World(Objects.open("memory:"))
+    user = world.users[0]
+    answer = CreditedAnswer(sample=f"{user}.{0:013d}-{digest('x')}", context="", worth=1.0)
+    create_update(world.run, UpdateRecord(step=1, base=0, time=world.now, answers=(answer,)))
+    world.delete(user)
+    world.follow(world.loop(), until=Done())
+    assert answer not in updates(world.run)[1].answers
+    record = forgotten(world.run, user)
+    assert record is not None and record.steps == (), "no version has seen them"
 
 
 def test_small_losses_do_not_add_up() -> None:
