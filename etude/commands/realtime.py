@@ -31,10 +31,7 @@ def decide(run: Run, make: Callable[[Change], Change], console: Console) -> int:
     for _ in range(TRIES):
         last = log.newest()
         if last is None:
-            raise EtudeError(
-                f"{run.objects.url}: no version was given to users yet: start `etude realtime` "
-                f"first"
-            )
+            raise _not_started(run)
         try:
             change = make(last)
         except ValueError as e:
@@ -43,6 +40,12 @@ def decide(run: Run, make: Callable[[Change], Change], console: Console) -> int:
             console.print(described(change), highlight=False, markup=False, soft_wrap=True)
             return 0
     raise EtudeError(f"{run.objects.url}: others change the traffic all the time; try again")
+
+
+def _not_started(run: Run) -> EtudeError:
+    return EtudeError(
+        f"{run.objects.url}: no version was given to users yet: start `etude realtime` first"
+    )
 
 
 def stop(run: Run, console: Console) -> int:
@@ -91,6 +94,8 @@ def status(run: Run, console: Console) -> int:
 
 def compare(run: Run, console: Console) -> int:
     """What all updates together have brought: users against those held out."""
+    if TrafficLog(run.objects).newest() is None:
+        raise _not_started(run)
     figures = open_loop(run, run.config()).against_heldout()
     if not figures:
         console.print("too few users of either kind so far, or no update is live", highlight=False)

@@ -12,6 +12,7 @@ versions and prove nothing of one; a product adds its own (`[realtime.gate] prob
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,28 +89,44 @@ def make_probes(suite: str, count: int, seed: int) -> list[Probe]:
 
 
 def read_probes(text: str, suite: str, where: str) -> list[Probe]:
-    """A product's own, of one suite. A line each: {suite, prompt, forbidden, files?}."""
-    found = []
+    """A product's own, of one suite. A line each: {suite, prompt, forbidden, files?}. Each has
+    its id from what it says, wherever it stands."""
+    found: dict[str, Probe] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         try:
             given = json.loads(line)
             known, prompt, forbidden = given["suite"], given["prompt"], given["forbidden"]
-            for pattern in forbidden:
-                re.compile(pattern)
+            files = given.get("files", {})
             if known not in PROBE_SUITES or not isinstance(prompt, str) or not prompt:
                 raise ValueError(f"suite is {' or '.join(PROBE_SUITES)}, and prompt a text")
+            if not isinstance(forbidden, list):
+                raise ValueError("forbidden is a list of patterns")
+            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+                raise ValueError("files are texts by their paths")
+            for pattern in forbidden:
+                re.compile(pattern)
         except (ValueError, TypeError, KeyError, re.error) as e:
             raise ValueError(
                 f"{where}, line {number}: no probe ({e}); write "
                 f'{{"suite": "safety", "prompt": "..", "forbidden": ["pattern"]}}'
             ) from e
         if known == suite:
-            id = f"{suite}-own-{number}"
-            files = given.get("files", {})
-            found.append(Probe(id=id, prompt=prompt, forbidden=tuple(forbidden), files=files))
-    return found
+            id = f"{suite}-own-{_digest([prompt, forbidden, files])}"
+            found[id] = Probe(id=id, prompt=prompt, forbidden=tuple(forbidden), files=files)
+    return list(found.values())
+
+
+def digest_of(probes: Sequence[Probe]) -> str:
+    """Another one if anything about them changes."""
+    return _digest(
+        [[each.id, each.prompt, list(each.forbidden), dict(each.files)] for each in probes]
+    )
+
+
+def _digest(value: Json) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _word(draw: Random) -> str:

@@ -25,7 +25,7 @@ from etude.core.sandbox import SandboxPool
 from etude.run.controller import build_runner, open_environment, read_tasks
 from etude.run.evaluate import evaluate_and_keep, report_name
 from etude.run.process import run_process
-from etude.run.realtime_probes import Probes
+from etude.run.realtime_probes import Probes, suite_of
 from etude.serve.alone import PolicySessions
 from etude.serve.engine_thread import EngineThread
 from etude.serve.worker import own_engine
@@ -105,7 +105,7 @@ async def evaluating(
         async def evaluate(version: int, split: str, samples: int = 1) -> None:
             temperature = config.eval.temperature_of(samples)
             asked, how = own.environment, config
-            if split in Probes.suites:
+            if suite_of(split) in Probes.suites:
                 assert config.realtime is not None
                 asked = Probes(own.pool, config.realtime.gate, config.seed)
                 # they score themselves: what the run makes of its own parts is not about them

@@ -22,7 +22,7 @@ from etude.core.recorded import Sessions
 from etude.core.traffic import HELDOUT, Change, Traffic, decided, refuse, start
 from etude.core.updates import Forgotten, UpdateRecord, is_of_user, versions_that_saw
 from etude.realtime.canary import CanaryPlan, Metric, MetricFigures, decide
-from etude.realtime.collect import Rules, Sorted, make_update, mixed, samples_of, sort_out
+from etude.realtime.collect import Rules, Sorted, Update, make_update, mixed, samples_of, sort_out
 from etude.realtime.credit import BASELINE, Baseline, CreditSample
 from etude.realtime.cycle import (
     Collect,
@@ -46,13 +46,14 @@ from etude.realtime.robust import Caps
 from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
 from etude.run.journal import group_of
+from etude.run.realtime_probes import suite_of
 from etude.run.realtime_simulated import Simulated, issued, list_rollouts
 from etude.store.realtime import (
     Life,
     TrafficLog,
+    create_update,
     forget_user,
     forgotten,
-    put_update,
     update,
     updates,
 )
@@ -131,7 +132,10 @@ class RealtimeLoop:
 
     async def step(self) -> Next:
         """Does the next thing, if it can be done already; what it was."""
-        self._life = self._life or Life(self.run.objects)
+        if self._life is None:
+            self._life = Life(self.run.objects)
+            # only now: until then another loop may have written
+            self.ledger = Ledger(self.run.ledger.resume())
         self._life.check()
         self._enter_batches()
         self._forget_deleted()
@@ -210,11 +214,48 @@ class RealtimeLoop:
         return sort_out(self.outcomes(), self.ledger, rules, now=self._now())
 
     async def collect(self, action: Collect) -> None:
-        config, now = self.config, self._now()
+        if (made := self._make_update(action)) is None:
+            return
+        share, simulated = self.config.simulated_share, None
+        if share:
+            simulated = await self._simulate(action.base, action.step)
+            # that took minutes: another loop may have begun, and users may be deleted
+            assert self._life is not None
+            self._life.check()
+            if (made := self._make_update(action)) is None:
+                return
+        batch, dropped = made.batch, made.dropped
+        assert batch is not None
+        if simulated is not None:
+            for group in simulated.groups:
+                self.run.put_group(group)
+            dropped += simulated.dropped
+            if simulated.batch is not None:
+                batch = mixed(batch, simulated.batch, share)
+        create_update(
+            self.run,
+            UpdateRecord(
+                step=action.step,
+                base=action.base,
+                time=self._now(),
+                answers=made.answers,
+                dropped=dropped,
+            ),
+        )
+        self.run.put_batch(batch)
+        self._enter_batches()
+        self._tell(
+            f"version {action.step}: {len(made.samples)} sessions, "
+            f"mean worth {batch.reward:+.3f}, from version {action.base}"
+        )
+
+    def _make_update(self, action: Collect) -> Update | None:
+        """None if it is too early, or if there are too few sessions."""
+        config = self.config
         found = self.sort_out(action.base, self.last.traffic)
         self._write(*found.issued, *found.dropped)
-        if now < self.last.time + 60 * config.every_minutes or not found.ready:
-            return
+        if self._now() < self.last.time + 60 * config.every_minutes or not found.ready:
+            return None
         made = make_update(
             found.ready,
             step=action.step,
@@ -226,25 +267,8 @@ class RealtimeLoop:
             max_tokens=self.stage.max_tokens,
         )
         if made.batch is None or len(made.samples) < config.min_sessions:
-            return
-        batch, dropped = made.batch, made.dropped
-        if config.simulated_share:
-            simulated = await self._simulate(action.base, action.step)
-            for group in simulated.groups:
-                self.run.put_group(group)
-            dropped += simulated.dropped
-            if simulated.batch is not None:
-                batch = mixed(batch, simulated.batch, config.simulated_share)
-        record = UpdateRecord(
-            step=action.step, base=action.base, time=now, answers=made.answers, dropped=dropped
-        )
-        put_update(self.run, record)
-        self.run.put_batch(batch)
-        self._enter_batches()
-        self._tell(
-            f"version {action.step}: {len(made.samples)} sessions, "
-            f"mean worth {made.batch.reward:+.3f}, from version {action.base}"
-        )
+            return None
+        return made
 
     def _baseline(self) -> Baseline:
         """It remembers what earlier updates were worth."""
@@ -290,7 +314,9 @@ class RealtimeLoop:
         ]
         if not stones:
             return
-        records = updates(self.run)
+        batched = max(self.run.batches(), default=0)
+        # one without a batch is of a loop that was killed, and is written anew
+        records = {step: each for step, each in updates(self.run).items() if step <= batched}
         bases = {step: record.base for step, record in records.items()}
         for stone in stones:
             self._forgotten[stone.user] = stone.time
@@ -421,20 +447,23 @@ def signal_table(config: RealtimeConfig) -> SignalTable:
 def gate_suites(config: GateConfig, splits: tuple[str, ...]) -> tuple[Suite, ...]:
     margins = {"safety": config.safety_margin, CHEATS: config.cheats_margin}
     return tuple(
-        Suite(name=split, margin=margins.get(split, config.margin), confidence=config.confidence)
-        for split in splits
+        Suite(name=suite, margin=margins.get(suite, config.margin), confidence=config.confidence)
+        for suite in map(suite_of, splits)
     )
 
 
 def gate_outcomes(reports: Mapping[str, Sequence[Report]], attempts: int) -> dict[str, Outcomes]:
     """By suite, from the reports on the version before and on the candidate. Who cheats does so at
-    work, too: whether attempts at tasks were honest counts among the traps."""
+    work, too: whether attempts at tasks were honest counts among the traps, where both reports
+    say it."""
     found = {}
-    for suite, pair in reports.items():
+    for name, pair in reports.items():
         live, candidate = (dict(report.solved_by_task) for report in pair)
-        if suite == CHEATS:
-            for split in reports.keys() - PROBE_SUITES:
-                for tasks, report in zip((live, candidate), reports[split], strict=True):
-                    tasks |= {f"{split}/{id}": count for id, count in report.honest_by_task.items()}
-        found[suite] = Outcomes(attempts=attempts, live=live, candidate=candidate)
+        if suite_of(name) == CHEATS:
+            for split in (each for each in reports if suite_of(each) not in PROBE_SUITES):
+                before, after = (report.honest_by_task for report in reports[split])
+                for id in before.keys() & after.keys():
+                    live[f"{split}/{id}"] = before[id]
+                    candidate[f"{split}/{id}"] = after[id]
+        found[suite_of(name)] = Outcomes(attempts=attempts, live=live, candidate=candidate)
     return found

@@ -6,24 +6,50 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from etude.core.errors import EtudeError, user_code
 from etude.core.realtime_config import GateConfig
 from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Attempt, Part, Score, Task
-from etude.realtime.probes import PROBE_SUITES, Probe, make_probes, read_probes
+from etude.realtime.probes import PROBE_SUITES, Probe, digest_of, make_probes, read_probes
 from etude.rewards.detector import detect
 
 UNREAD = "unread"
 """A long session is no trick."""
 
 
-def probe_suites(config: GateConfig) -> tuple[str, ...]:
-    """Those of which there are probes."""
-    return tuple(suite for suite in PROBE_SUITES if getattr(config, suite))
+def probe_splits(config: GateConfig, seed: int) -> tuple[str, ...]:
+    """A split for each suite of which there are probes. A digest in its name tells these probes
+    from others: versions are compared on the same ones, and tried anew when they change."""
+    return tuple(
+        _split(suite, probes_of(config, suite, seed))
+        for suite in PROBE_SUITES
+        if getattr(config, suite)
+    )
+
+
+def suite_of(split: str) -> str:
+    """Any other split is a suite of its own."""
+    suite = split.partition("_")[0]
+    return suite if suite in PROBE_SUITES else split
+
+
+def probes_of(config: GateConfig, suite: str, seed: int) -> list[Probe]:
+    """The built-in ones, then a product's own."""
+    probes = make_probes(suite, getattr(config, suite), seed)
+    if config.probes is not None:
+        with user_code(f"realtime.gate.probes = {config.probes!r}"):
+            text = Path(config.probes).read_text(encoding="utf-8")
+            probes += read_probes(text, suite, config.probes)
+    return probes
+
+
+def _split(suite: str, probes: Sequence[Probe]) -> str:
+    return f"{suite}_{digest_of(probes)}"
 
 
 class Probes:
-    """A `core.protocols.Environment` whose splits are the suites. A probe is solved if nothing was
-    done that it forbids."""
+    """A `core.protocols.Environment` with the splits of `probe_splits`. A probe is solved if
+    nothing was done that it forbids."""
 
     suites = PROBE_SUITES
 
@@ -34,10 +60,12 @@ class Probes:
         self._probes: dict[str, Probe] = {}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        probes = make_probes(split, getattr(self._config, split), self._seed)
-        if self._config.probes is not None:
-            file = Path(self._config.probes)
-            probes += read_probes(file.read_text(encoding="utf-8"), split, str(file))
+        probes = probes_of(self._config, suite_of(split), self._seed)
+        if _split(suite_of(split), probes) != split:
+            raise EtudeError(
+                f"{self._config.probes}: it has changed since the loop began; start it again, and "
+                f"all versions are tried at the new probes"
+            )
         self._probes |= {probe.id: probe for probe in probes}
         return [
             Task(id=probe.id, prompt=probe.prompt, sandbox=SandboxSpec(files=dict(probe.files)))

@@ -15,7 +15,7 @@ from etude.core.realtime_config import RealtimeConfig
 from etude.core.types import EVAL_SPLITS
 from etude.run.process import run_process
 from etude.run.realtime import RealtimeLoop, Stage
-from etude.run.realtime_probes import probe_suites
+from etude.run.realtime_probes import probe_splits
 from etude.run.realtime_simulated import simulate
 from etude.serve.production.place import Place
 from etude.store.runs import Run
@@ -60,7 +60,7 @@ def open_loop(run: Run, config: RunConfig) -> RealtimeLoop:
             max_tokens=config.model.max_context,
             splits=(
                 *(split for split in EVAL_SPLITS if getattr(config.tasks, split)),
-                *probe_suites(realtime.gate),
+                *probe_splits(realtime.gate, config.seed),
             ),
         ),
         published=published,

@@ -16,6 +16,7 @@ import re
 from dataclasses import replace
 from typing import TypeVar
 
+from etude.core.advantage import oldest_version
 from etude.core.errors import EtudeError
 from etude.core.traffic import Change
 from etude.core.types import Batch
@@ -74,9 +75,17 @@ class Life:
             )
 
 
-def put_update(run: Run, record: UpdateRecord) -> None:
-    """Before its batch: what was killed in between is written anew."""
-    run.objects.put_sealed(_update_key(record.step), to_json(record))
+def create_update(run: Run, record: UpdateRecord) -> None:
+    """Before its batch: what was killed in between is written anew, and what has a batch is never
+    changed."""
+    key, data = _update_key(record.step), seal(to_json(record))
+    if not run.objects.create(key, data):
+        if record.step in run.batches():
+            raise EtudeError(
+                f"{run.objects.url}: another loop of real-time RL has made the batch of step "
+                f"{record.step}; stop it, or let it go on alone"
+            )
+        run.objects.put(key, data)
 
 
 def updates(run: Run) -> dict[int, UpdateRecord]:
@@ -96,10 +105,11 @@ def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
     for step in trained:
         batch = run.batch(step)
         rows = tuple(row for row in batch.rows if not _is_of(row.sample, forgotten.user))
-        _replace_batch(run, replace(batch, rows=rows))
+        oldest = oldest_version(rows) if rows else batch.oldest
+        _replace_batch(run, replace(batch, rows=rows, oldest=oldest))
         record = update(run, step)
         left = tuple(one for one in record.answers if not _is_of(one.sample, forgotten.user))
-        put_update(run, replace(record, answers=left))
+        run.objects.put_sealed(_update_key(step), to_json(replace(record, answers=left)))
         run.objects.delete(f"recomputed/{step:06d}")
     run.objects.put_sealed(f"{FORGOTTEN}/{forgotten.user}.json", to_json(forgotten))
 

@@ -55,6 +55,8 @@ def test_what_cannot_be_is_said(run: Run) -> None:
     console = Console(quiet=True)
     with pytest.raises(EtudeError, match="no version was given to users yet"):
         realtime.stop(run, console)
+    with pytest.raises(EtudeError, match="no version was given to users yet"):
+        realtime.compare(run, console)
     told(run, FIRST)
     with pytest.raises(EtudeError, match="nothing to go back to"):
         realtime.rollback(run, console)

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 
 from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
+from etude.core.sampling import VersionSpan
 from etude.core.traffic import ENDS, Change
-from etude.core.updates import is_of_user, versions_that_saw
-from etude.realtime.cycle import Compare, Done, Evaluate, user_outcomes
+from etude.core.updates import (
+    CreditedAnswer,
+    Forgotten,
+    UpdateRecord,
+    is_of_user,
+    versions_that_saw,
+)
+from etude.realtime.cycle import AwaitVersion, Collect, Compare, Done, Evaluate, user_outcomes
+from etude.run.realtime import RealtimeLoop
+from etude.run.realtime_fake import fake_rollouts
+from etude.run.realtime_simulated import Simulated
+from etude.store.codec import pack, seal
 from etude.store.objects import Objects
 from etude.store.production import digest
-from etude.store.realtime import TrafficLog, forgotten, updates
+from etude.store.realtime import TrafficLog, create_update, forget_user, forgotten, updates
 from etude.store.rollouts import RolloutLog
 from tests.run.fake_stage import Mortal
 from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded, said
@@ -141,6 +154,18 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
     assert record is not None and record.steps == (1,)
 
 
+def test_a_batch_says_of_what_is_left_how_old_it_is() -> None:
+    world = World(Objects.open("memory:"))
+    world.follow(world.loop(), until=AwaitVersion(1))
+    batch = world.run.batch(1)
+    user = batch.rows[0].sample.partition(".")[0]
+    newer = replace(batch.rows[1], versions=(VersionSpan(5, 2),))
+    world.objects.put("batches/000001", seal(pack(replace(batch, rows=(batch.rows[0], newer)))))
+    forget_user(world.run, Forgotten(user=user, time=1.0, steps=(1,)), [1])
+    left = world.run.batch(1)
+    assert left.rows == (newer,) and left.oldest == 5
+
+
 def test_of_two_loops_the_one_that_began_last_works_on() -> None:
     world = World(Objects.open("memory:"))
     first = world.loop()
@@ -151,6 +176,105 @@ def test_of_two_loops_the_one_that_began_last_works_on() -> None:
         asyncio.run(first.step())
     world.follow(second, until=Done())
     check(world)
+
+
+def test_what_another_loop_wrote_before_this_one_began_is_not_entered_again() -> None:
+    world = World(Objects.open("memory:"))
+    first = world.loop()
+    asyncio.run(first.step())
+    world.tick()
+    second = world.loop()
+    asyncio.run(first.step())
+    assert Ledger(world.run.ledger.records()).issued == world.num_users
+    world.follow(second, until=Evaluate(0))
+    check(world)
+
+
+def test_what_another_loop_writes_after_this_one_began_is_found_out() -> None:
+    """It was in the midst of a step."""
+    world = World(Objects.open("memory:"))
+    first, second = world.loop(), world.loop()
+    world.follow(first, until=Collect(step=1, base=0))
+    asyncio.run(second.step())
+    world.tick()
+    asyncio.run(first.collect(Collect(step=1, base=0)))
+    with pytest.raises(EtudeError, match="somebody else has written ledger"):
+        asyncio.run(second.step())
+    world.follow(world.loop(), until=Done())
+    check(world)
+
+
+def simulating(world: World, meanwhile: Callable[[], Awaitable[None]]) -> RealtimeLoop:
+    loop = world.loop(simulated_share=0.5)
+    calls: list[int] = []
+
+    async def simulate(version: int, step: int) -> Simulated:
+        calls.append(step)
+        if len(calls) == 1:
+            await meanwhile()
+        return await fake_rollouts(version, step)
+
+    loop._simulate = simulate
+    return loop
+
+
+def test_who_is_deleted_while_tasks_are_attempted_is_in_no_batch() -> None:
+    world = World(Objects.open("memory:"))
+    there: list[str] = []
+
+    async def delete() -> None:
+        user = next(one for one in world.users if not loop.last.traffic.is_heldout(one))
+        there.append(user)
+        world.delete(user)
+
+    loop = simulating(world, delete)
+    world.follow(loop, until=AwaitVersion(1))
+    (user,) = there
+    rows = world.run.batch(1).rows
+    assert rows and not any(row.sample.startswith(user) for row in rows)
+    assert not any(one.sample.startswith(user) for one in updates(world.run)[1].answers)
+    world.follow(loop, until=Done())
+    check(world)
+    record = forgotten(world.run, user)
+    assert record is not None and record.steps == ()
+
+
+def test_a_loop_that_was_overtaken_while_tasks_are_attempted_writes_nothing() -> None:
+    world = World(Objects.open("memory:"))
+    newer = world.loop(simulated_share=0.5)
+    written: list[dict[int, UpdateRecord]] = []
+
+    async def overtake() -> None:
+        world.tick()
+        assert await newer.step() == Collect(step=1, base=0)
+        written.append(updates(world.run))
+
+    with pytest.raises(EtudeError, match="another loop of real-time RL has begun"):
+        world.follow(simulating(world, overtake), until=Done())
+    assert [updates(world.run)] == written and world.run.batches() == [1]
+    world.follow(newer, until=Done())
+    check(world)
+
+
+def test_the_record_of_a_batch_is_not_overwritten() -> None:
+    world = World(Objects.open("memory:"))
+    world.follow(world.loop(), until=AwaitVersion(1))
+    record = updates(world.run)[1]
+    with pytest.raises(EtudeError, match="another loop of real-time RL has made the batch of"):
+        create_update(world.run, replace(record, answers=()))
+    assert updates(world.run)[1] == record
+
+
+def test_a_user_is_deleted_after_a_death_between_a_record_and_its_batch() -> None:
+    world = World(Objects.open("memory:"))
+    user = world.users[0]
+    answer = CreditedAnswer(sample=f"{user}.{0:013d}-{digest('x')}", context="", worth=1.0)
+    create_update(world.run, UpdateRecord(step=1, base=0, time=world.now, answers=(answer,)))
+    world.delete(user)
+    world.follow(world.loop(), until=Done())
+    assert answer not in updates(world.run)[1].answers
+    record = forgotten(world.run, user)
+    assert record is not None and record.steps == (), "no version has seen them"
 
 
 def test_small_losses_do_not_add_up() -> None:
