@@ -40,7 +40,9 @@ class GatedDeltaNet(nn.Module):
         self.in_proj.quantisable = False  # it says how fast a memory fades
         self.conv1d = Convolution(linear.conv_dim, linear.conv_kernel_dim)
         self.dt_bias = nn.Parameter(torch.ones(linear.num_value_heads))
-        self.A_log = nn.Parameter(torch.linspace(1, 16, linear.num_value_heads).log())
+        # Not `linspace`: after transformers has loaded a model, it knows no `torch.device`.
+        spread = torch.arange(linear.num_value_heads) / max(1, linear.num_value_heads - 1)
+        self.A_log = nn.Parameter((1 + 15 * spread).log())
         self.norm = RMSNorm(linear.value_head_dim, c.rms_norm_eps)
         self.out_proj = Linear(values, c.hidden_size, bias=False)
 

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.utils._device
 from torch import Tensor
+from transformers.initialization import meta_device_safe_creation_ops
 
 from etude.model.attention import CausalAttention
 from etude.model.config import LinearConfig, ModelConfig
@@ -102,3 +104,18 @@ def test_what_the_host_lays_out_goes_where_the_model_is(attend: CausalAttention)
     model.model.layers = model.model.layers[:1]  # the other one has attention
     model._is_local = model._is_local[:1]
     assert model(rows, rows, attend).shape == (*rows.shape, 8)
+
+
+def test_a_model_without_numbers_after_transformers_has_loaded_one() -> None:
+    """It puts another function in place of `torch.linspace` while it does, and torch notes then,
+    once and for all, which functions a device is handed to."""
+    noted = torch.utils._device._device_constructors
+    noted.cache_clear()
+    try:
+        with meta_device_safe_creation_ops():
+            noted()
+        with torch.device("meta"):
+            model = Transformer(CONFIG)
+    finally:
+        noted.cache_clear()
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
