@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from etude.core.types import Json, RecomputedRow, Row
 from etude.model.experts import read_ids
 from etude.model.files import build_model
 from etude.model.lora import whole_model
-from etude.model.numerics import INVARIANT
+from etude.model.numerics import Arithmetic
 from etude.model.tokenizer import ChatTokenizer
 from etude.model.transformer import Transformer
 from etude.run.diagnose import Diagnosis
@@ -73,6 +73,10 @@ class Sides:
     prompts: Sequence[Prompt]
     temperature: float = 1.0
 
+    def compute_with(self, arithmetic: Arithmetic) -> None:
+        self.engine.compute_with(arithmetic)
+        self.trainer.compute_with(arithmetic)
+
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
@@ -99,8 +103,7 @@ def mismatch(
         sides, recorded = from_run(run, console)
         said["recorded"] = recorded.to_json() if recorded else None
     if invariant:
-        sides.engine.compute_with(INVARIANT)
-        sides.trainer.compute_with(INVARIANT)
+        sides.compute_with(Arithmetic.of(invariant=True, fp8=sides.engine.arithmetic.fp8))
     asked = sides.temperature if temperature is None else temperature
     found = diagnose(
         sides.engine,
@@ -156,8 +159,12 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
         files, whole_model(files, fetch(run.objects, version)), engine_dtype(config)
     ).requires_grad_(False)
     trainer = trainer_copy(engine)
+    sides = Sides(engine, trainer, [tuple(tokenizer.encode(text)) for text in TEXTS])
+    sides.compute_with(
+        Arithmetic.of(invariant=config.batch_invariant, fp8=config.quantization == "fp8")
+    )
     if not steps:
-        return Sides(engine, trainer, [tuple(tokenizer.encode(text)) for text in TEXTS]), None
+        return sides, None
     rows, temperature = run.batch(steps[-1]).rows, temperature_of(config, steps[-1])
     recorded = recorded_mismatch(
         run, trainer, rows, version, temperature, tokenizer, engine_dtype(config), console
@@ -171,9 +178,8 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
         )
         for row in rows
     ]
-    return Sides(
-        engine, trainer, sorted(set(prompts), key=len)[:NUM_PROMPTS], temperature
-    ), recorded
+    few = sorted(set(prompts), key=len)[:NUM_PROMPTS]
+    return replace(sides, prompts=few, temperature=temperature), recorded
 
 
 def temperature_of(config: RunConfig, step: int) -> float:

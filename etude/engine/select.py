@@ -80,11 +80,7 @@ def kv_cache_size(
     tokens, or nobody says how many tokens a pass has, they get no blocks of their own."""
     c, weight = model.config, model.model.embed_tokens.weight
     if kv_cache_bytes is None:
-        kv_cache_bytes = (
-            int(KV_MEMORY_FRACTION * torch.cuda.mem_get_info(weight.device)[0])
-            if weight.is_cuda
-            else 1 << 30
-        )
+        kv_cache_bytes = int(KV_MEMORY_FRACTION * _free(model)) if weight.is_cuda else 1 << 30
     width, context = weight.element_size(), c.max_position_embeddings
     token_bytes = kv_bytes(c, width) + state_bytes(c, width) // block_size(c)
 
@@ -103,6 +99,12 @@ def kv_cache_size(
     if in_windows >= tokens:
         return CacheSize(within(kv_cache_bytes, token_bytes))
     return CacheSize(tokens, in_windows)
+
+
+def _free(model: Transformer) -> int:
+    """Bytes of its device, once the runner has laid the weights in FP8 beside the plain ones."""
+    free: int = torch.cuda.mem_get_info(model.model.embed_tokens.weight.device)[0]
+    return free - sum(own.weight.numel() for own in model.quantised_layers())
 
 
 def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> bool:

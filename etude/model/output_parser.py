@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any, Protocol
 
 from etude.model import tool_calls
@@ -320,6 +319,15 @@ FORMATS: dict[str, Format] = {
 
 THINK_MARKS = tuple(dict.fromkeys(format.think for format in FORMATS.values()))
 
+
+def with_think_marks_of(template: str, format: Format) -> Format:
+    """Fine-tunes reason with other marks than their family; its own come first."""
+    written = (
+        marks for marks in (format.think, *THINK_MARKS) if any(mark in template for mark in marks)
+    )
+    return replace(format, think=next(written, format.think))
+
+
 SIGNS = {
     "<|channel|>": "harmony",
     "<|tool_calls_section_begin|>": "kimi_k2",
@@ -410,13 +418,20 @@ class AnswerParser:
         ]
 
 
-def with_ids(events: Iterable[Event], call_id: Callable[[int], str], first: int = 0) -> list[Event]:
-    """With an id for every call, the model's own if it wrote one. `call_id`: of the n-th."""
-    numbers = count(first)
-    return [
-        replace(event, id=event.id or call_id(next(numbers))) if isinstance(event, Call) else event
-        for event in events
-    ]
+def with_ids(
+    events: Iterable[Event], call_id: Callable[[int], str], taken: set[str] | None = None
+) -> list[Event]:
+    """With an id for every call: the model's own if it wrote one that no other call of the answer
+    has. `call_id`: of the n-th. `taken`: the ids of the calls before these, which join them."""
+    taken = set() if taken is None else taken
+    found = list[Event]()
+    for event in events:
+        if isinstance(event, Call):
+            if event.id is None or event.id in taken:
+                event = replace(event, id=call_id(len(taken)))
+            taken.add(event.id or "")
+        found.append(event)
+    return found
 
 
 def message_of(events: Sequence[Event]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from etude.model.output_parser import (
     message_of,
     schemas_of,
     with_ids,
+    with_think_marks_of,
 )
 from etude.model.template import CallForm, call_form, compile_template
 
@@ -125,7 +126,7 @@ class ChatTokenizer:
                 f"tokenizer_config.json: tool_syntax is {self.tool_syntax!r}; write one of "
                 f"{', '.join(FORMATS)}"
             )
-        self._format = FORMATS[self.tool_syntax]
+        self._format = with_think_marks_of(template, FORMATS[self.tool_syntax])
         tokens = set(self._controls.values())
         self._spelled_marks = [mark for mark in self._format.marks if mark not in tokens]
         self._knows_developer = "developer" in template

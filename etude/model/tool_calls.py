@@ -263,9 +263,9 @@ def _kinds(schema: Any) -> set[str]:
 
 
 def _call(name: str, arguments: dict[str, Any], id: str | None = None) -> Call:
-    """Raises for what could not be sent or read again: numbers of thousands of digits, halves of
-    surrogate pairs, and objects that are nested deeper than the stack."""
-    text = json.dumps(arguments, ensure_ascii=False)
+    """Raises for what could not be sent or read again: infinity and numbers of thousands of digits,
+    halves of surrogate pairs, and objects that are nested deeper than the stack."""
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     json.dumps([name, text, id], ensure_ascii=False).encode()
     json.loads("[" * _SPARE + text + "]" * _SPARE)
     return Call(name, text, id)

@@ -9,7 +9,6 @@ from etude.core.sampling import Request, Sample, Token
 from etude.core.seeds import derive
 from etude.model.output_parser import Content, Event, Reasoning, with_ids
 from etude.model.tokenizer import ChatTokenizer, Tool
-from etude.model.tool_calls import Call
 
 
 class AnswerReader:
@@ -20,7 +19,7 @@ class AnswerReader:
         self, tokenizer: ChatTokenizer, request: Request, tools: Sequence[Tool] | None
     ) -> None:
         self._request = request
-        self._num_calls = 0
+        self._call_ids: set[str] = set()
         self._said: list[Event] = []
         self._last: list[Event] | None = None
         self._parser = tokenizer.answer_parser(
@@ -43,9 +42,7 @@ class AnswerReader:
         return joined([*self._said, *self.push(sample)])
 
     def _with_ids(self, events: list[Event]) -> list[Event]:
-        first = self._num_calls
-        self._num_calls += sum(isinstance(event, Call) for event in events)
-        return with_ids(events, self._call_id, first)
+        return with_ids(events, self._call_id, self._call_ids)
 
     def _call_id(self, number: int) -> str:
         return f"call_{derive(self._request.seed, len(self._request.prompt), number):x}"

@@ -28,7 +28,7 @@ from etude.engine.engine import Engine
 from etude.model.config import ModelConfig
 from etude.model.experts import read_ids
 from etude.model.files import hf_state_dict, write_directory
-from etude.model.numerics import INVARIANT
+from etude.model.numerics import INVARIANT, Arithmetic
 from etude.model.transformer import Transformer, init_from_scratch
 from etude.run.diagnose import Diagnosis
 from etude.run.trials import RecordedAnswer, diagnose, diagnose_recorded, row_of
@@ -173,6 +173,7 @@ def record(
     shape: ModelConfig | None = None,
     change: Callable[[Sample], Sample] = lambda sample: sample,
     sampling: tuple[SamplingSpan, ...] = (),
+    fp8: bool = False,
     **asked: Any,
 ) -> None:
     """A run whose last batch was sampled at temperature 0.5 by the weights that it trained.
@@ -182,6 +183,7 @@ def record(
     shape = replace(shape or config(), vocab_size=300, max_position_embeddings=256)
     store_files(run, small | {"config.json": shape.to_json().encode()})
     policy = trainer_copy(sharp(shape, seed=0, factor=2.0))
+    policy.compute_with(Arithmetic.of(invariant=False, fp8=fp8))
     for version in range(step):
         publish(run.objects, version, hf_state_dict(policy), stage="rl", step=version)
     engine, rows = Engine(policy, max_num_seqs=1), []
@@ -213,6 +215,15 @@ def test_each_stage_has_its_own_temperature(
     assert recorded["all"]["k3"] <= recorded["rounding"]["recorded"]["k3"] < 1e-9
     assert recorded["causes"] == recorded["unexplained"] == found["causes"] == []
     assert found["fits"]["alone"]["asked"] == 0.5
+
+
+def test_a_run_in_fp8_is_judged_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "said", 'quantization = "fp8"\n' + RL, fp8=True)
+    found = judged(tmp_path / "said", capsys)
+    recorded = found["recorded"]
+    assert recorded["all"]["k3"] < 1e-4 and recorded["causes"] == found["causes"] == []
+    record(tmp_path / "unsaid", RL, fp8=True)
+    assert judged(tmp_path / "unsaid", capsys)["recorded"]["all"]["k3"] > 1e-4
 
 
 def test_a_batch_that_no_stage_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

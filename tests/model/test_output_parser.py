@@ -21,6 +21,7 @@ from etude.model.output_parser import (
     Reasoning,
     detect_format,
     schemas_of,
+    with_ids,
 )
 from etude.model.tokenizer import ChatTokenizer, Tool
 from etude.model.tool_calls import Call
@@ -391,6 +392,8 @@ def test_text_is_not_held_longer_than_needed() -> None:
         ("olmo3", "<function_calls>edit(x=b'1')</function_calls>"),
         ("olmo3", "<function_calls>x = 1</function_calls>"),
         ("olmo3", "<function_calls>edit(</function_calls>"),
+        ("olmo3", "<function_calls>edit(line=1e999)</function_calls>"),
+        ("hermes", '<tool_call>{"name": "edit", "arguments": {"line": NaN}}</tool_call>'),
         ("olmo3", "<function_calls>import os</function_calls>"),
         ("harmony", "<|channel|>commentary to=functions.edit<|message|>[1]"),
     ],
@@ -400,6 +403,17 @@ def test_a_call_that_cannot_be_read_is_an_invalid_one(family: str, body: str) ->
     (event,) = read(made, made.encode(body), "", finished=True)
     assert isinstance(event, Call) and event.name == "invalid"
     assert "error" in json.loads(event.arguments)
+
+
+def test_no_two_calls_of_an_answer_have_one_id() -> None:
+    """However it comes: all at once, or call by call."""
+    events = [call("test", "a"), call("test"), call("edit", "a"), call("edit", "b"), call("test")]
+    whole = with_ids(events, "call_{}".format)
+    assert [event.id for event in whole if isinstance(event, Call)] == [
+        "a", "call_1", "call_2", "b", "call_4",
+    ]  # fmt: skip
+    taken: set[str] = set()
+    assert whole == [one for event in events for one in with_ids([event], "call_{}".format, taken)]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -436,3 +450,14 @@ def test_without_tools_nothing_is_called(name: str) -> None:
 )
 def test_the_template_tells_the_family(template: str, family: str) -> None:
     assert detect_format(template) == family
+
+
+def test_a_fine_tune_may_reason_with_other_marks_than_its_family() -> None:
+    template = b"{# <think> </think> [TOOL_CALLS] #}"
+    made = ChatTokenizer(
+        small_files()
+        | {"tokenizer_config.json": b'{"eos_token": "x"}', "chat_template.jinja": template}
+    )
+    text = "<think>it adds</think>So.[TOOL_CALLS]test[ARGS]{}"
+    events = read(made, made.encode(text), "", finished=True)
+    assert joined(events) == [Reasoning("it adds"), Content("So."), call("test")]
