@@ -14,7 +14,7 @@ from rich.text import Text
 from etude.commands.terminal import say
 from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone
-from etude.core.ledger import Batched, Dropped, Entry
+from etude.core.ledger import Batched, Dropped, Entry, Trained
 from etude.core.types import Status, Trajectory
 from etude.dash.session import Block, read_session
 from etude.launch.launcher import is_stopped
@@ -58,7 +58,7 @@ class Session:
     """When it ended; 0 if no event tells it."""
     turns: int | None = None
     became: str = UNDER_WAY
-    """Of its group: trained on, or dropped, or neither yet; or the run stopped before."""
+    """Trained on, or dropped, or neither yet; or the run stopped before its group had ended."""
     object: str | None = None
     """Where it lies whole; None while its group is under way, and if that was never finished."""
 
@@ -166,11 +166,15 @@ def find_sessions(run: Run) -> tuple[list[Session], list[str]]:
 
 
 def _fates(entries: Sequence[Entry]) -> dict[str, str]:
-    """What became of each settled sample: a group has its rows only with the next batch."""
+    """What became of each settled sample. Its row has that too, but a group has its rows only with
+    the next batch, and they do not say whether the step is done."""
+    trained = max((entry.step for entry in entries if isinstance(entry, Trained)), default=0)
     found: dict[str, str] = {}
     for entry in entries:
         if isinstance(entry, Batched):
-            found.update((sample, f"step {entry.step}") for sample in entry.samples)
+            is_done = entry.step <= trained
+            became = f"step {entry.step}" if is_done else f"in step {entry.step}, not done yet"
+            found.update((sample, became) for sample in entry.samples)
         elif isinstance(entry, Dropped):
             found.update((sample, entry.label) for sample in entry.samples)
     return found

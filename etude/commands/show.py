@@ -87,10 +87,17 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
         console,
         f"sessions: {audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed",
     )
+    stopped = is_stopped(place.directory)
+    if stopped and audited.unended:
+        _print(
+            console,
+            f"when it goes on, the {audited.unended} in unfinished groups are dropped as "
+            f"interrupted, and their tasks are issued again",
+        )
     if run.objects.is_bucket:
         _print(console, f"store: {store_cost(run)}")
     alarms = audited.alarms
-    if (finished or is_stopped(place.directory)) and not everything:
+    if (finished or stopped) and not everything:
         # it was heard again, or is no more
         alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]
     for line in _alarm_lines(alarms, everything=everything):

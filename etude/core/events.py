@@ -254,6 +254,14 @@ class AttemptDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptsInterrupted:
+    """A stop of the run cut their groups short, though some of them were over. Told when it goes
+    on: their tasks are issued again."""
+
+    samples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDone:
     """All attempts at a task are finished."""
 
@@ -384,6 +392,7 @@ Event = (
     | MismatchMeasured
     | PublishStarted
     | AttemptDone
+    | AttemptsInterrupted
     | GroupDone
     | WeightsLive
     | FleetStatus

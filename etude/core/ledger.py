@@ -118,6 +118,11 @@ class Ledger:
     def in_flight(self) -> int:
         return self.issued - self.trained - self.dropped.total()
 
+    @property
+    def batched(self) -> int:
+        """Samples in flight whose batch is written."""
+        return sum(map(len, self._batched.values()))
+
     def samples(self) -> list[str]:
         """All that were ever issued."""
         return list(self._state)

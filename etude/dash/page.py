@@ -93,6 +93,7 @@ LEGEND = {
     "dropped": "drawn in a way that the trainer cannot recompute",
     "quarantined": "suspected of a trick, and not trained on",
     "timed out": "out of time or turns, graded as it stood",
+    "interrupted": "cut short when the run was stopped; their tasks are issued again",
     "solve rate": "share of attempts that earned 1",
     "groups": "all attempts at one task are a group",
     "lag": "steps between the weights that sampled and those that learn",
@@ -251,6 +252,7 @@ def sessions(view: RunView) -> str:
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
         f"{view.groups.sessions_without} without signal{_share_without(view)}"
+        + (f", {ended['interrupted']} interrupted" if ended["interrupted"] else "")
         + (f", {untrainable} dropped for sampling" if untrainable else "")
         + (f", {suspects} quarantined" if suspects else "")
     )
@@ -309,6 +311,8 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
         waits = f"; sampling waits for it (max_lag {lag_bound})" if _waits_for_trainer(view) else ""
         spent = clock(view.now - since)
         yield Line("trainer", f"at step {view.done + 1} for {spent}{_rows(view)}{waits}")
+    elif view.ended and not view.trainer_ready:
+        yield Line("trainer", "is being made ready")
     elif view.groups.with_signal:
         text = f"is at step {view.done + 1}, or waits for more groups with a difference"
         yield Line("trainer", text)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from etude.core.alarms import Alarm, Alarms
 from etude.core.events import (
     AttemptDone,
+    AttemptsInterrupted,
     BatchReady,
     EvalDone,
     EvalProgress,
@@ -149,7 +150,8 @@ class RunView:
     entropy_curve: list[float] = field(default_factory=list)
     loss_curve: list[float] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
-    """Status -> sessions of training that ended with it."""
+    """Status -> sessions of training that ended with it; `interrupted` are those of groups that a
+    stop of the run cut short."""
     groups: Groups = field(default_factory=Groups)
     running: int = 0
     """Sessions under way."""
@@ -170,6 +172,10 @@ class RunView:
         self._stopped_s = 0.0
         self._batches: dict[int, float] = {}
         """Steps that the trainer has a batch for and has not done -> since when."""
+        self._trainer_free: float | None = None
+        """When the trainer was ready for the step that it is at; None while it is being started."""
+        self._unsettled: dict[str, dict[str, str]] = {}
+        """Group -> those of its sessions that have ended, with their status, until all have."""
 
     def apply(self, t: float, event: Event) -> list[Alarm]:
         """The alarms that begin with the event."""
@@ -187,7 +193,7 @@ class RunView:
                 self.failure = self.evaluating = self.stepping = None
                 self.few_tasks = {}
                 self.steps = 0  # it may have been given more
-                self._batches = dict.fromkeys(self._batches, t)
+                self._trainer_free = None
             case FewTasks():
                 self.few_tasks[event.split] = event
             case StageStarted():
@@ -196,7 +202,7 @@ class RunView:
                 self.stage = event.stage
                 self.done = event.done
                 self.steps = event.steps
-                self.stage_began = t
+                self.stage_began = self._trainer_free = t
                 self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
             case StoreUsed():
                 self.store.add(event)
@@ -208,11 +214,14 @@ class RunView:
                 self.stepping = event
             case StepDone():
                 self._stepped(event)
-                self._batches = {step: t for step in self._batches if step > event.step}
+                self._trainer_free = t
+                self._batches = {s: since for s, since in self._batches.items() if s > event.step}
             case StageDone():
                 self.done = self.steps = self.steps or self.done
             case AttemptDone():
                 self._ended(t, event)
+            case AttemptsInterrupted():
+                self._interrupted(event)
             case GroupDone():
                 self._grouped(event)
             case WeightsLive():
@@ -247,9 +256,17 @@ class RunView:
         return _means(self._rewards)[1] if self._rewards else None
 
     @property
+    def trainer_ready(self) -> bool:
+        """Whether the trainer has begun its stage since the last start."""
+        return self._trainer_free is not None
+
+    @property
     def stepping_since(self) -> float | None:
-        """When the trainer began the step that it is at; None if it has no batch."""
-        return min(self._batches.values(), default=None)
+        """When the trainer began the step that it is at; None if it has no batch, or is being
+        started."""
+        if not self._batches or self._trainer_free is None:
+            return None
+        return max(self._batches[min(self._batches)], self._trainer_free)
 
     @property
     def sessions_per_s(self) -> float:
@@ -315,9 +332,17 @@ class RunView:
             self._ends.popleft()
         if event.split == "train":
             self.ended[event.status] += 1
+            group = event.id.rpartition(".")[0]
+            self._unsettled.setdefault(group, {})[event.id] = event.status
+
+    def _interrupted(self, event: AttemptsInterrupted) -> None:
+        self.ended["interrupted"] += len(event.samples)
+        for group in {sample.rpartition(".")[0] for sample in event.samples}:
+            self.ended -= Counter(self._unsettled.pop(group, {}).values())
 
     def _grouped(self, event: GroupDone) -> None:
         self.groups.done += 1
+        self._unsettled.pop(event.group, None)
         self.groups.untrainable += len(event.untrainable)
         self.groups.quarantined += len(event.quarantined)
         compared = len(event.rewards) - len(event.untrainable)

@@ -3,9 +3,9 @@ them runs. The part that loads a model or code of the user's is a process of its
 
     python -m etude.launch.check [--resumed] [--look] [--store URL]  < the config, as JSON
 
-With `--look` it also asks the environment for its tasks, compares them with those of the run that
-is there, and estimates what the run takes; the last line of its output is then a `Findings`, as
-JSON.
+With `--store` it also asks the environment for its tasks, and compares them with those that the run
+there began with. With `--look` it asks for them in any case, and estimates what the run takes; the
+last line of its output is then a `Findings`, as JSON.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.launch.launcher import check_port, locked, python
 from etude.launch.place import RunPlace
+from etude.run.audit import is_finished
 from etude.run.controller import (
     build_agent,
     check_task,
@@ -68,8 +69,9 @@ def check_start(
     if fresh:
         place.check_removable()
     elif (run := place.find()) is not None:
-        store = place.store
         run.check_config(config)
+        # a run that has nothing left to do needs its tasks no more
+        store = None if is_finished(run, config) else place.store
         resumed = bool(run.checkpoints())
     if config.model.path is not None and not resumed:
         model_directory(config.model.path)
@@ -137,7 +139,7 @@ async def examine(
     async with open_environment(config) as (environment, pool):
         async with GatewayClient("http://127.0.0.1") as gateway:
             build_agent(config.harness, environment, gateway.http, desk=gateway, temperature=1.0)
-        for split in wanted_splits(config) if look else ():
+        for split in wanted_splits(config) if look or run is not None else ():
             found = await read_tasks(environment, config.tasks, split)
             for task in found:
                 check_task(task, split, pool.check)
@@ -157,7 +159,7 @@ def main() -> int:
     )
     parser.add_argument("--resumed", action="store_true", help="there is a checkpoint")
     parser.add_argument("--look", action="store_true", help="tell what is there, and what it takes")
-    parser.add_argument("--store", help="of the run that is there")
+    parser.add_argument("--store", help="of the run that is there, and goes on")
     args = parser.parse_args()
     config = RunConfig.model_validate_json(sys.stdin.read())
     try:

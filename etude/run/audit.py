@@ -29,6 +29,10 @@ class Audit:
     trained: int
     dropped: dict[str, int]
     in_flight: int
+    batched: int
+    """Samples in flight whose batch is written, and not trained on yet."""
+    waiting: int
+    """Samples in flight whose group has ended, and is in no batch yet."""
     lag_max: int
     lag_bound: int
     batches: int
@@ -47,8 +51,24 @@ class Audit:
         )
         return (
             f"{self.issued} issued {sign} {self.trained} trained + {sum(self.dropped.values())} "
-            f"dropped{f' ({reasons})' if reasons else ''} + {self.in_flight} in flight"
+            f"dropped{f' ({reasons})' if reasons else ''} + {self.in_flight} in flight{self._where}"
         )
+
+    @property
+    def unended(self) -> int:
+        """Samples in flight whose group has not ended: a stop interrupts them."""
+        return self.in_flight - self.batched - self.waiting
+
+    @property
+    def _where(self) -> str:
+        """Where those in flight are."""
+        counts = {
+            "in unfinished groups": self.unended,
+            "waiting for a batch": self.waiting,
+            "in a batch": self.batched,
+        }
+        told = " + ".join(f"{count} {where}" for where, count in counts.items() if count)
+        return f" ({told})" if told else ""
 
 
 def evaluated_versions(config: RunConfig) -> list[int]:
@@ -94,6 +114,8 @@ def audit(run: Run) -> Audit:
         trained=ledger.trained,
         dropped=dict(ledger.dropped),
         in_flight=ledger.in_flight,
+        batched=ledger.batched,
+        waiting=sum(group_of(sample) in groups for sample in ledger.open_samples()),
         lag_max=max(
             (lag for batch in batches.values() if (lag := _lag(batch, batches)) is not None),
             default=0,

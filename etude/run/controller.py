@@ -22,7 +22,7 @@ import aiohttp
 from etude.core.config import RunConfig
 from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError, user_code
-from etude.core.events import FewTasks, FleetStatus, RunDone
+from etude.core.events import AttemptsInterrupted, FewTasks, FleetStatus, RunDone
 from etude.core.expression import Expression
 from etude.core.harness_config import SERVERS, HarnessConfig
 from etude.core.jumps import RewardJumps
@@ -154,6 +154,8 @@ class Controller:
             return
         records = journal.Journal(self.run, entries, recovered.unlisted)
         await records.write(*recovered.entries, flush=True)
+        if recovered.interrupted:
+            self.emit(AttemptsInterrupted(samples=recovered.interrupted))
         tasks = await self.tasks("train")
         families = {task.id: task.family for task in tasks}
         # later stages may have published too

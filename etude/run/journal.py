@@ -142,6 +142,12 @@ class Recovered:
     unlisted: list[Group]
     """Stored, and without rows of their rollouts."""
 
+    @property
+    def interrupted(self) -> tuple[str, ...]:
+        """The samples that the stop cut short."""
+        drops = (entry for entry in self.entries if isinstance(entry, Dropped))
+        return tuple(s for drop in drops if drop.reason == "interrupted" for s in drop.samples)
+
 
 def unrecorded(entries: Iterable[Entry], steps: Iterable[int]) -> list[int]:
     """The steps whose batch was written just before a crash, so that no entry speaks of it."""

@@ -15,7 +15,7 @@ from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, AttemptDone, Launched, ProcessDied, ProcessSilent
-from etude.core.ledger import Batched, Dropped, Issued
+from etude.core.ledger import Batched, Dropped, Issued, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Credit, Group, Part, Score, Segment, Trajectory
 from etude.dash.session import LONG, Block, read_session, said, shorten
@@ -118,6 +118,20 @@ def test_all_sessions_are_found_whatever_became_of_them(run: Run) -> None:
         "eval-0-heldout.h1": ("evaluation", "evals/000000.heldout.sessions"),
         "g000003.0": ("under way", None),
     }
+
+
+def test_a_session_has_its_step_once_that_is_done(run: Run) -> None:
+    ids = ("g000001.0", "g000001.1")
+
+    def became() -> set[str]:
+        return {each.became for each in find_sessions(run)[0] if each.id in ids}
+
+    run.ledger.append(
+        Issued(group="g000001", task="t1", samples=ids, version=0), Batched(step=1, samples=ids)
+    )
+    assert became() == {"in step 1, not done yet"}, "though its row is there"
+    run.ledger.append(Trained(step=1))
+    assert became() == {"step 1"}
 
 
 def test_the_best_is_shown_whole(run: Run) -> None:
@@ -320,6 +334,24 @@ def test_a_run_that_nobody_runs_is_told_with_how_to_go_on(tmp_path: Path) -> Non
         events.append(Launched(resumed=False, command=command))
     events.flush()
     assert f"{stopped} my.toml\n" in shown(tmp_path)[1].replace("\n ", " ")
+
+
+def test_what_is_in_flight_in_a_stopped_run_is_told(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    run.put_config(parse('name = "x"\n[tasks]\nnovel = 0\n[[stage]]\nkind = "rl"\nsteps = 3\n'))
+    for name, data in small_files().items():
+        run.put_model_file(name, data)
+    for name in ("g000001", "g000002"):
+        samples = (f"{name}.0", f"{name}.1")
+        run.ledger.append(Issued(group=name, task="t1", samples=samples, version=0))
+    run.put_group(group(1, trajectory("g000001.0", 1.0), trajectory("g000001.1", 0.0)))
+    told = "0 dropped + 4 in flight (2 in unfinished groups + 2 waiting for a batch)"
+    will_be = "when it goes on, the 2 in unfinished groups are dropped as interrupted, and their"
+    with locked(tmp_path):
+        text = shown(tmp_path)[1]
+        assert told in text and will_be not in text, "it goes on"
+    text = shown(tmp_path)[1]
+    assert told in text and will_be in text
 
 
 def test_alarms_of_a_run_are_told_as_they_ended(tmp_path: Path) -> None:

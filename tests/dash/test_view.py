@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from etude.core.events import (
     EVENTS,
     AttemptDone,
+    AttemptsInterrupted,
     BatchReady,
     EvalDone,
     EvalProgress,
@@ -545,10 +546,34 @@ def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
         (900.0, Launched(resumed=True)),
         (910.0, StageStarted(stage="rl", steps=4, done=1)),
     ]
-    assert trainer(*resumed, (915.0, full)).startswith("at step 2 for 0:15; sampling waits")
+    assert trainer(*resumed, (915.0, full)).startswith("at step 2 for 0:05; sampling waits")
+    late = trainer(*resumed, (913.0, BatchReady(step=2)), (915.0, full))
+    assert late.startswith("at step 2 for 0:02; sampling waits"), "as soon as there is a batch"
+    before_any = trainer((900.0, Launched(resumed=True)), (905.0, attempt()))
+    assert before_any == "is being made ready", "no step goes on while the trainer is started"
     assert trainer(*resumed, (920.0, step(2))).startswith("25% busy  loss")
     later = trainer(*resumed, (920.0, step(2)), (930.0, StepProgress(step=3, done=1, total=32)))
     assert later.endswith("at step 3 (1 of 32 rows)")
+
+
+def test_sessions_that_a_stop_cut_short_are_no_finished_ones() -> None:
+    def ended(id: str) -> AttemptDone:
+        return dataclasses.replace(attempt(), id=id)
+
+    view = view_of(
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, ended("a.0")),
+        (2.0, ended("a.1")),
+        (3.0, dataclasses.replace(group(1.0, 0.0), group="a")),
+        (4.0, ended("b.1")),
+        (9.0, Launched(resumed=True)),
+        (9.5, AttemptsInterrupted(samples=("b.0", "b.1", "c.0", "c.1"))),
+        (10.0, ended("d.0")),
+    )
+    assert view.ended == {"done": 3, "interrupted": 4}
+    assert describe(view, 0).lines[0] == Line(
+        "sessions", "3 finished, 0 failed, 0 timed out, 0 without signal (0%), 4 interrupted"
+    )
 
 
 def test_sessions_are_told_now_and_then_and_each_error_once() -> None:

@@ -162,8 +162,9 @@ def test_a_place_where_nothing_can_lie(tmp_path: Path) -> None:
         check_start(parse(TOML), RunPlace.of(tmp_path / "file" / "r"))
 
 
+@pytest.mark.parametrize("look", [False, True])  # a start, and --dry-run
 async def test_tasks_of_a_run_that_moved_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    look: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("code.py").write_text(CODE)
@@ -172,12 +173,25 @@ async def test_tasks_of_a_run_that_moved_meanwhile(
     run.put_config(config)
     began_with = [Task(id=f"train{n}", prompt="do it") for n in range(3)]
     keep_record(run, "train", began_with)
-    look: dict[str, Any] = {"resumed": True, "look": True, "store": f"file:{tmp_path}/r"}
-    assert await examine(config, **look), "nothing was attempted yet"
+    told: dict[str, Any] = {"resumed": True, "look": look, "store": f"file:{tmp_path}/r"}
+    await examine(config, **told)  # nothing was attempted yet
     run.ledger.append(Issued(group="g", task="train0", samples=("g.0",), version=0, epoch=0))
     with pytest.raises(EtudeError, match=r"the split 'train' are not .*: 1 gone \(train2\)"):
-        await examine(config, **look)
+        await examine(config, **told)
     assert run.tasks("train", TaskRecord) == TaskRecord.of(began_with)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_tasks_are_compared_unless_nothing_is_left_to_do(
+    finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(check, "_ask", lambda config, *, store, **told: asked.append(store))
+    monkeypatch.setattr(check, "is_finished", lambda run, config: finished)
+    Run.open(f"file:{tmp_path}/r").put_config(parse(TOML))
+    place = RunPlace.of(tmp_path / "r")
+    check_start(parse(TOML), place)
+    assert asked == [None if finished else place.store]
 
 
 def test_paths_start_at_the_folder_of_the_run_file(

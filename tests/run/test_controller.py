@@ -16,6 +16,7 @@ import pytest
 from etude.core.config import TasksConfig, parse
 from etude.core.errors import EtudeError
 from etude.core.events import (
+    AttemptsInterrupted,
     Event,
     FewTasks,
     FleetStatus,
@@ -24,7 +25,7 @@ from etude.core.events import (
     RunDone,
     StoreUsed,
 )
-from etude.core.ledger import Issued, Trained
+from etude.core.ledger import Dropped, Issued, Trained
 from etude.core.lineage import StageSpan, estimator_of, stage_spans
 from etude.core.sandbox import Limits, SandboxSpec
 from etude.core.stages import RolloutStageConfig
@@ -261,6 +262,18 @@ async def test_a_loop_starts_from_what_the_trainer_has_done_of_it(
     assert bench.run.ledger.records() == stands
     await bench.run_loop()
     assert bench.run.ledger.records() == stands  # said once
+
+
+async def test_a_loop_tells_what_a_stop_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, '[[stage]]\nkind = "rl"\nsteps = 3')
+    await bench.run_loop()
+    assert bench.events == []
+    samples = ("g000000.0", "g000000.1")
+    bench.run.ledger.append(Issued(group="g000000", task="t", epoch=0, version=0, samples=samples))
+    for _ in range(2):
+        await bench.run_loop()
+        assert bench.events == [AttemptsInterrupted(samples=samples)], "once"
+    assert bench.run.ledger.records()[-1] == Dropped(samples=samples, reason="interrupted")
 
 
 async def test_a_loop_that_a_later_one_has_followed_is_left_alone(
