@@ -53,10 +53,9 @@ from etude.commands.realtime import rollback, stop
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
 from etude.core.traffic import Change, Traffic
+from etude.core.updates import SessionFigures
 from etude.launch.launcher import free_ports
-from etude.realtime.cycle import product_metrics
 from etude.realtime.population import Answer, Population, SimulatedUser
-from etude.realtime.signals import SessionOutcome
 from etude.run.realtime_process import open_loop
 from etude.serve.production.config import read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
@@ -284,14 +283,16 @@ def _figures(folder: Path, product: Product, since: float, until: float) -> dict
     run = Run.open(str(folder / "songs"))
     changes = TrafficLog(run.objects).changes()
     traffic, key = changes[-1].traffic, read_user_key(folder / "user.key", create=False)
-    outcomes = open_loop(run, run.config()).outcomes()
-    measured = [one for one in outcomes if since <= one.session.started < until]
+    users = open_loop(run, run.config()).users
+    users.look()
+    sessions = users.figures()
+    measured = [one for one in sessions if since <= one.started < until]
     taught, heldout = _by_user(measured, traffic)
     figures: dict[str, float] = {
         "updates": sum(change.action == "settle" for change in changes),
         "refused": sum(c.action in ("refuse", "roll_back") and not c.held for c in changes),
-        "sessions": len(outcomes),
-        "users": len({outcome.user for outcome in outcomes}),
+        "sessions": len(sessions),
+        "users": len({one.user for one in sessions}),
     }
     for name, sign in (("kept", 1.0), ("dissatisfied", -1.0)):
         ours, theirs = ([user[name] for user in arm] for arm in (taught, heldout))
@@ -301,7 +302,7 @@ def _figures(folder: Path, product: Product, since: float, until: float) -> dict
     gain, error = gain_of(*likes)
     figures |= {"gain": gain, "gain_error": error}
     if (back := changes[-1]).action == "roll_back" and back.time >= until:
-        figures["rollback_s"] = _last_begun(outcomes, back) - back.time
+        figures["rollback_s"] = _last_begun(sessions, back) - back.time
     return figures
 
 
@@ -319,21 +320,21 @@ def gain_of(liked: list[Liked], traffic: Traffic, key: bytes) -> tuple[float, fl
     return fmean(ours) - fmean(theirs), spread**0.5
 
 
-def _last_begun(outcomes: list[SessionOutcome], change: Change) -> float:
+def _last_begun(sessions: list[SessionFigures], change: Change) -> float:
     """When the last session began with the version that a change took back."""
-    return max(one.session.started for one in outcomes if change.version in one.versions)
+    return max(one.started for one in sessions if change.version in one.versions)
 
 
 def _by_user(
-    outcomes: list[SessionOutcome], traffic: Traffic
+    sessions: list[SessionFigures], traffic: Traffic
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """The mean of each metric for each user: those who are taught, and those held out."""
     found: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
-    for outcome in outcomes:
-        found[outcome.user].append(product_metrics(outcome))
+    for one in sessions:
+        found[one.user].append(one.metrics)
     arms: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
-    for user, sessions in found.items():
-        means = {name: fmean(one[name] for one in sessions) for name in sessions[0]}
+    for user, each in found.items():
+        means = {name: fmean(one[name] for one in each) for name in each[0]}
         arms[traffic.is_heldout(user)].append(means)
     return arms
 

@@ -31,7 +31,7 @@ from etude.store.production import digest
 from etude.store.realtime import TrafficLog, create_update, forget_user, forgotten, updates
 from etude.store.rollouts import RolloutLog
 from tests.run.fake_stage import Mortal
-from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded, said
+from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded
 
 
 def told(world: World) -> list[tuple[str, int, int]]:
@@ -70,8 +70,9 @@ def test_a_version_that_fails_the_gate_is_seen_by_nobody_and_not_built_on() -> N
     world.follow(world.loop(), until=Done())
     assert [entry for entry in told(world) if entry[1] == 2] == [("refuse", 2, 1)]
     assert world.run.batch(3).base == 1
-    seen = {span.version for turn in world.turns for span in turn.versions}
-    assert seen == {0, 1, 3}
+    sessions = world.sessions()
+    sessions.look()
+    assert {version for one in sessions.figures() for version in one.versions} == {0, 1, 3}
     check(world)
 
 
@@ -315,12 +316,11 @@ def test_the_past_of_users_ends_when_an_update_is_first_seen() -> None:
     world = World(Objects.open("memory:"))
     user = world.users[0]
     for time, version, kind in ((1.0, 0, "kept_5min"), (3.0, 1, "undone"), (5.0, 1, "undone")):
-        turn = recorded(user, f"{int(time):013d}-{digest(user)}", time, version)
-        world.turns.append(turn)
-        world.events.append(said(turn, kind, time))
-    (found,) = user_outcomes(
-        world.loop().outcomes(), new=1, old=0, first_seen=2.0, since=4.0, until=9.0
-    )
+        name = f"{int(time):013d}-{digest(user)}"
+        world.record(recorded(user, name, time, version), kind)
+    sessions = world.sessions()
+    sessions.look()
+    (found,) = user_outcomes(sessions.figures(), new=1, old=0, first_seen=2.0, since=4.0, until=9.0)
     assert found.sessions == 1 and found.totals["kept"] == 0.0
     assert found.before["kept"] == 1.0
 
@@ -346,8 +346,7 @@ def test_all_updates_together_are_compared_with_held_out_users() -> None:
     assert kept.metric.name == "kept" and kept.candidate > 0.8 and kept.live < 0.2
     heldout = next(user for user in world.users if loop.last.traffic.is_heldout(user))
     strange = recorded(heldout, f"{int(world.now * 1000):013d}-{digest('x')}", world.now, 1)
-    world.turns.append(strange)
-    world.events.append(said(strange, "kept_5min", world.now))
+    world.record(strange, "kept_5min")
     assert loop.against_heldout()[0] == kept, "its pool was down"
 
 
