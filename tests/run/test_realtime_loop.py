@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from etude.core import traffic
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
 from etude.core.sampling import VersionSpan
@@ -22,6 +23,7 @@ from etude.core.updates import (
     versions_that_saw,
 )
 from etude.realtime.cycle import AwaitVersion, Collect, Compare, Done, Evaluate, user_outcomes
+from etude.run.audit import audit
 from etude.run.realtime import RealtimeLoop
 from etude.run.realtime_fake import fake_rollouts
 from etude.run.realtime_simulated import Simulated
@@ -116,6 +118,31 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
             assert _history(killed) == _history(calm), f"killed after {deaths} writes"
 
 
+def test_wherever_it_is_killed_the_audit_finds_nothing_wrong() -> None:
+    """Also before a life that enters what the last one could not."""
+    for writes in range(1000):
+        world = World(Objects.open("memory:"), num_users=8)
+        world.run.put_config(parse(AUDITED))
+        loop = world.loop(Mortal(world.objects, writes), **SMALL)
+        try:
+            world.follow(loop, until=Evaluate(0))
+        except EtudeError:
+            violations = audit(world.run).violations
+            # the trainer is a fake, and publishes no weights
+            assert not [each for each in violations if "newest published version" not in each]
+        else:
+            assert writes > 10 and RolloutLog(world.objects).rows()
+            return
+
+
+AUDITED = """
+name = "mine"
+[realtime]
+production = "production.toml"
+[[stage]]
+kind = "rl"
+steps = 3
+"""
 SMALL: dict[str, object] = {"min_sessions": 4, "per_user": 1, "simulated_share": 0.2}
 
 
@@ -152,6 +179,26 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
     asyncio.run(loop.step())
     assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
     record = forgotten(world.run, user)
+    assert record is not None and record.steps == (1,)
+
+
+def test_an_update_that_nobody_is_left_of_is_passed_over() -> None:
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    world.follow(loop, until=AwaitVersion(1))
+    taught = {row.sample.partition(".")[0] for row in world.run.batch(1).rows}
+    for user in taught:
+        world.delete(user)
+    asyncio.run(loop.step())
+    assert world.run.batch(1).rows == ()
+    world.users += [digest(f"another {n}") for n in range(20)]
+    world.follow(loop, until=Done())
+    ends = [(action, version) for action, version, _ in told(world) if action in ENDS]
+    assert ends == [("start", 0), ("refuse", 1), ("settle", 2), ("settle", 3)]
+    why = next(each.why for each in TrafficLog(world.objects).changes() if each.version == 1)
+    assert why == "all users whose sessions it was made of were deleted"
+    assert world.run.batch(2).base == 0
+    record = forgotten(world.run, min(taught))
     assert record is not None and record.steps == (1,)
 
 
