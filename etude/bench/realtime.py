@@ -3,12 +3,13 @@
 `etude realtime` runs as it would for a product: gateway, workers in pools, trainer, loop. 10,000
 simulated users ask for songs by HTTP and say what they think of them. They like vowels, and each
 has a taste for length and for letters; what they like drifts, some are patient, some of what they
-do is noise. A fifth of them is held out and stays with the first version. When enough updates are
-live the loop is stopped, as a person would, and what users then do with the newest version is
-compared with what held-out users do. Then that version is taken back.
+do is noise, and 5 % are saboteurs, who say the opposite of what they think and say it three times.
+A fifth of them is held out and stays with the first version. When enough updates are live the loop
+is stopped, as a person would, and what users then do with the newest version is compared with what
+held-out users do. Then that version is taken back.
 
-All of it twice: with 5 % saboteurs, who say the opposite of what they think and say it three times,
-and without any (`clean.`).
+What saboteurs take of the gain is for `etude bench realtime_saboteurs` to say: two trainings of so
+small a model differ by more than that, and one of each kind tells nothing.
 
     updates           versions that went live
     refused           versions that the gate or the users stopped
@@ -20,8 +21,6 @@ and without any (`clean.`).
                       from 0 to 1), and its standard error
     rollback_s        from the word to take a version back to the last session that it began
     minutes           it took
-    shrinks, shrinks_error              what saboteurs take of the gain, as a share of it; the error
-                      is that of the users' chance alone: two trainings differ by more
 """
 
 from __future__ import annotations
@@ -128,22 +127,9 @@ ROLL_BACK_S = 5.0
 
 
 def run(steps: int = 5) -> dict[str, float]:
-    """Until so many updates are live, with saboteurs and without."""
-    found = _population(steps, SABOTEURS)
-    clean = _population(steps, 0.0)
-    kept = found["gain"] / clean["gain"]
-    parts = [each["gain_error"] / each["gain"] for each in (found, clean)]
-    return {
-        **found,
-        **{f"clean.{name}": value for name, value in clean.items()},
-        "shrinks": 1 - kept,
-        "shrinks_error": abs(kept) * math.hypot(*parts),
-    }
-
-
-def _population(updates: int, saboteurs: float) -> dict[str, float]:
+    """Until so many updates are live."""
     with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
-        return asyncio.run(_run(Path(folder), updates=updates, saboteurs=saboteurs))
+        return asyncio.run(_run(Path(folder), updates=steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +193,14 @@ class Product:
             return None
 
 
-async def _run(folder: Path, *, updates: int, saboteurs: float) -> dict[str, float]:
+async def _run(folder: Path, *, updates: int) -> dict[str, float]:
     (port,) = free_ports(1)
     (folder / "run.toml").write_text(RUN.replace("PORT", str(port)))
     (folder / "production.toml").write_text(PRODUCTION)
     secret, began = secrets.token_hex(32), time.monotonic()
     token = TokenAuthority(secret).mint(Scope.ADMIN, "product", 86_400.0)
     population = Population.of(
-        USERS, seed=1, num_aspects=2, saboteurs=saboteurs, drift=DRIFT, flood=3
+        USERS, seed=1, num_aspects=2, saboteurs=SABOTEURS, drift=DRIFT, flood=3
     )
     product = Product(f"http://127.0.0.1:{port}", token, population)
     argv = [sys.executable, "-P", "-m", "etude", "realtime", "run.toml", "--dir", "songs"]
