@@ -12,15 +12,13 @@ from numpy.typing import NDArray
 from etude.bench import realtime_credit, realtime_saboteurs, realtime_show
 from etude.bench._planted import KINDS, Update, Users, fate
 from etude.bench._realtime_tasks import style, vowel_quality
-from etude.bench.realtime import RUN, Liked, gain_of, p_value
+from etude.bench.realtime import Liked, gain_of, p_value
 from etude.bench.realtime_gate import PLAN
-from etude.core.config import parse
 from etude.core.consent import pseudonym
 from etude.core.traffic import start
 from etude.realtime.gate import SUITES
 from etude.realtime.population import Population
 from etude.realtime.robust import Caps
-from etude.trainer.prepare import model_files
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +91,9 @@ def test_what_saboteurs_take_is_a_share_of_the_gain_with_its_chance() -> None:
 def test_a_flood_of_a_few_users_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same code as in the loop makes a batch of what they said, and learns from it."""
     monkeypatch.setattr(realtime_saboteurs, "SESSIONS", 60)
-    config = parse(RUN.replace("PORT", "0"))
-    product = realtime_saboteurs.Product(config, model_files(config), seed=0)
+    product = realtime_saboteurs.Product(
+        realtime_saboteurs.CONFIG, realtime_saboteurs.files(), seed=0
+    )
     users = Population.of(30, seed=0, num_aspects=2, saboteurs=0.1)
     outcomes = realtime_saboteurs.collect(product, users, 10.0, seed=0, step=1)
     said = Counter(outcome.user for outcome in outcomes)
