@@ -69,6 +69,7 @@ EDGES: dict[str, set[str]] = {
     | {"run.plugins", "run.process", "serve.heartbeat"},
     "run.realtime": {"realtime"},
     "run.realtime_probes": {"realtime"},
+    "run.realtime_sessions": {"realtime"},
     "run": {"rewards", "sandbox", "serve", "store", "tasks", "weights"},
     "run.task_folder": {"factory"},
     "run.harbor_tasks": {"factory"},

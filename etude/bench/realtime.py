@@ -3,12 +3,13 @@
 `etude realtime` runs as it would for a product: gateway, workers in pools, trainer, loop. 10,000
 simulated users ask for songs by HTTP and say what they think of them. They like vowels, and each
 has a taste for length and for letters; what they like drifts, some are patient, some of what they
-do is noise. A fifth of them is held out and stays with the first version. When enough updates are
-live the loop is stopped, as a person would, and what users then do with the newest version is
-compared with what held-out users do. Then that version is taken back.
+do is noise, and 5 % are saboteurs, who say the opposite of what they think and say it three times.
+A fifth of them is held out and stays with the first version. When enough updates are live the loop
+is stopped, as a person would, and what users then do with the newest version is compared with what
+held-out users do. Then that version is taken back.
 
-All of it twice: with 5 % saboteurs, who say the opposite of what they think and say it three times,
-and without any (`clean.`).
+What saboteurs take of the gain is for `etude bench realtime_saboteurs` to say: two trainings of so
+small a model differ by more than that, and one of each kind tells nothing.
 
     updates           versions that went live
     refused           versions that the gate or the users stopped
@@ -20,8 +21,6 @@ and without any (`clean.`).
                       from 0 to 1), and its standard error
     rollback_s        from the word to take a version back to the last session that it began
     minutes           it took
-    shrinks, shrinks_error              what saboteurs take of the gain, as a share of it; the error
-                      is that of the users' chance alone: two trainings differ by more
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ from etude.commands.realtime import rollback, stop
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
 from etude.core.traffic import Change, Traffic
+from etude.core.updates import SessionFigures
 from etude.launch.launcher import free_ports
-from etude.realtime.cycle import product_metrics
 from etude.realtime.population import Answer, Population, SimulatedUser
-from etude.realtime.signals import SessionOutcome
 from etude.run.realtime_process import open_loop
 from etude.serve.production.config import read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
@@ -129,22 +127,9 @@ ROLL_BACK_S = 5.0
 
 
 def run(steps: int = 5) -> dict[str, float]:
-    """Until so many updates are live, with saboteurs and without."""
-    found = _population(steps, SABOTEURS)
-    clean = _population(steps, 0.0)
-    kept = found["gain"] / clean["gain"]
-    parts = [each["gain_error"] / each["gain"] for each in (found, clean)]
-    return {
-        **found,
-        **{f"clean.{name}": value for name, value in clean.items()},
-        "shrinks": 1 - kept,
-        "shrinks_error": abs(kept) * math.hypot(*parts),
-    }
-
-
-def _population(updates: int, saboteurs: float) -> dict[str, float]:
+    """Until so many updates are live."""
     with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
-        return asyncio.run(_run(Path(folder), updates=updates, saboteurs=saboteurs))
+        return asyncio.run(_run(Path(folder), updates=steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +193,14 @@ class Product:
             return None
 
 
-async def _run(folder: Path, *, updates: int, saboteurs: float) -> dict[str, float]:
+async def _run(folder: Path, *, updates: int) -> dict[str, float]:
     (port,) = free_ports(1)
     (folder / "run.toml").write_text(RUN.replace("PORT", str(port)))
     (folder / "production.toml").write_text(PRODUCTION)
     secret, began = secrets.token_hex(32), time.monotonic()
     token = TokenAuthority(secret).mint(Scope.ADMIN, "product", 86_400.0)
     population = Population.of(
-        USERS, seed=1, num_aspects=2, saboteurs=saboteurs, drift=DRIFT, flood=3
+        USERS, seed=1, num_aspects=2, saboteurs=SABOTEURS, drift=DRIFT, flood=3
     )
     product = Product(f"http://127.0.0.1:{port}", token, population)
     argv = [sys.executable, "-P", "-m", "etude", "realtime", "run.toml", "--dir", "songs"]
@@ -284,14 +269,16 @@ def _figures(folder: Path, product: Product, since: float, until: float) -> dict
     run = Run.open(str(folder / "songs"))
     changes = TrafficLog(run.objects).changes()
     traffic, key = changes[-1].traffic, read_user_key(folder / "user.key", create=False)
-    outcomes = open_loop(run, run.config()).outcomes()
-    measured = [one for one in outcomes if since <= one.session.started < until]
+    users = open_loop(run, run.config()).users
+    users.look()
+    sessions = users.figures()
+    measured = [one for one in sessions if since <= one.started < until]
     taught, heldout = _by_user(measured, traffic)
     figures: dict[str, float] = {
         "updates": sum(change.action == "settle" for change in changes),
         "refused": sum(c.action in ("refuse", "roll_back") and not c.held for c in changes),
-        "sessions": len(outcomes),
-        "users": len({outcome.user for outcome in outcomes}),
+        "sessions": len(sessions),
+        "users": len({one.user for one in sessions}),
     }
     for name, sign in (("kept", 1.0), ("dissatisfied", -1.0)):
         ours, theirs = ([user[name] for user in arm] for arm in (taught, heldout))
@@ -301,7 +288,7 @@ def _figures(folder: Path, product: Product, since: float, until: float) -> dict
     gain, error = gain_of(*likes)
     figures |= {"gain": gain, "gain_error": error}
     if (back := changes[-1]).action == "roll_back" and back.time >= until:
-        figures["rollback_s"] = _last_begun(outcomes, back) - back.time
+        figures["rollback_s"] = _last_begun(sessions, back) - back.time
     return figures
 
 
@@ -319,21 +306,21 @@ def gain_of(liked: list[Liked], traffic: Traffic, key: bytes) -> tuple[float, fl
     return fmean(ours) - fmean(theirs), spread**0.5
 
 
-def _last_begun(outcomes: list[SessionOutcome], change: Change) -> float:
+def _last_begun(sessions: list[SessionFigures], change: Change) -> float:
     """When the last session began with the version that a change took back."""
-    return max(one.session.started for one in outcomes if change.version in one.versions)
+    return max(one.started for one in sessions if change.version in one.versions)
 
 
 def _by_user(
-    outcomes: list[SessionOutcome], traffic: Traffic
+    sessions: list[SessionFigures], traffic: Traffic
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     """The mean of each metric for each user: those who are taught, and those held out."""
     found: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
-    for outcome in outcomes:
-        found[outcome.user].append(product_metrics(outcome))
+    for one in sessions:
+        found[one.user].append(one.metrics)
     arms: tuple[list[dict[str, float]], list[dict[str, float]]] = ([], [])
-    for user, sessions in found.items():
-        means = {name: fmean(one[name] for one in sessions) for name in sessions[0]}
+    for user, each in found.items():
+        means = {name: fmean(one[name] for one in each) for name in each[0]}
         arms[traffic.is_heldout(user)].append(means)
     return arms
 

@@ -17,7 +17,7 @@ from etude.launch.place import RunPlace
 from etude.launch.realtime import described
 from etude.realtime.cycle import Collect
 from etude.run.realtime_process import open_loop, realtime_settings
-from etude.store.realtime import TrafficLog, all_forgotten, updates
+from etude.store.realtime import TrafficLog, UpdateLog
 from etude.store.runs import Run
 
 TRIES = 10
@@ -85,8 +85,9 @@ def status(run: Run, console: Console) -> int:
         f"({dropped or 'none'}) + {ledger.in_flight} pending",
         highlight=False,
     )
-    bases = {step: record.base for step, record in updates(run).items()}
-    for forgotten in all_forgotten(run):
+    log = UpdateLog(run)
+    bases = {step: record.base for step, record in log.records().items()}
+    for forgotten in log.forgotten():
         seen = ", ".join(map(str, versions_that_saw(forgotten.steps, bases))) or "none"
         console.print(f"deleted user {forgotten.user}: seen by versions {seen}", highlight=False)
     return 0

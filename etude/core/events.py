@@ -174,6 +174,14 @@ class StepDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepPassedOver:
+    """A step whose batch is empty, since all users that it was made of were deleted. Version `step`
+    is published, with the weights that the step began with."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchStats:
     """Train/inference mismatch: the distance of the trainer's log-probs of some tokens from those
     that the engine recorded. `ratio` is the new probability over the recorded one: the importance
@@ -389,6 +397,7 @@ Event = (
     | BatchReady
     | StepProgress
     | StepDone
+    | StepPassedOver
     | MismatchMeasured
     | PublishStarted
     | AttemptDone

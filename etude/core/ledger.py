@@ -106,6 +106,7 @@ class Ledger:
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
         # sample -> "open", the step of its batch, or why it was dropped
         self._state: dict[str, str | int] = {}
+        self._open: dict[str, None] = {}  # in the order in which they were issued
         self._batched: dict[int, tuple[str, ...]] = {}  # step -> samples, until trained
         self.trained_step = 0
         self.issued = 0
@@ -127,13 +128,21 @@ class Ledger:
         """All that were ever issued."""
         return list(self._state)
 
+    def __contains__(self, sample: str) -> bool:
+        """Whether it was ever issued."""
+        return sample in self._state
+
+    def has_fate(self, sample: str) -> bool:
+        """Whether it was issued, and is batched or dropped."""
+        return sample in self._state and sample not in self._open
+
     def has_batch(self, step: int) -> bool:
         """Whether the samples of a step that is not trained yet are entered."""
         return step in self._batched
 
     def open_samples(self) -> list[str]:
         """Issued, and neither batched nor dropped yet."""
-        return [sample for sample, state in self._state.items() if state == "open"]
+        return list(self._open)
 
     def fate(self, sample: str) -> int | str | None:
         """What became of a sample that was issued: the step of its batch, or why it was dropped;
@@ -152,6 +161,7 @@ class Ledger:
                         f"a sample stands twice in the entry that issues group {entry.group}"
                     )
                 self._state |= dict.fromkeys(entry.samples, "open")
+                self._open |= dict.fromkeys(entry.samples)
                 self.issued += len(entry.samples)
             case Batched():
                 if entry.step in self._batched or entry.step <= self.trained_step:
@@ -177,3 +187,5 @@ class Ledger:
         if len(set(samples)) != len(samples):
             raise Unbalanced(f"a sample stands twice in the entry that makes it {fate!r}")
         self._state |= dict.fromkeys(samples, fate)
+        for sample in samples:
+            del self._open[sample]

@@ -9,11 +9,23 @@ from dataclasses import dataclass
 from etude.core.ledger import Dropped
 
 _SAMPLE = re.compile(r"[0-9a-f]{32}\.\d{13}-[0-9a-f]{32}")
+_SIMULATED = re.compile(r"s(\d{6,})-\d{4,}")
 
 
 def is_of_user(sample: str) -> bool:
     """Whether a sample is a session of a user, by its id: user and session, by pseudonyms."""
     return _SAMPLE.fullmatch(sample) is not None
+
+
+def simulated_group(step: int, slot: int) -> str:
+    """The id of a group of rollouts that a batch of users' sessions is mixed with."""
+    return f"s{step:06d}-{slot:04d}"
+
+
+def step_of_simulated(group: str) -> int | None:
+    """The step that such a group is for; None of any other group."""
+    found = _SIMULATED.fullmatch(group)
+    return int(found[1]) if found else None
 
 
 def steps_back(version: int, base: int, bases: Mapping[int, int]) -> int | None:
@@ -32,6 +44,26 @@ class CreditedAnswer:
     sample: str
     context: str
     worth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionFigures:
+    """What became of a session, in numbers: nothing that anybody said."""
+
+    user: str
+    organisation: str
+    session: str
+    started: float
+    versions: tuple[int, ...]
+    metrics: dict[str, float]
+    """By name (`realtime.cycle.METRICS`)."""
+    events: tuple[str, ...]
+    """The ids of those that are about one of its answers."""
+
+    @property
+    def id(self) -> str:
+        """That of its sample."""
+        return f"{self.user}.{self.session}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 from etude.core.traffic import Change, decided
 from etude.core.updates import CreditedAnswer, UpdateRecord, versions_that_saw
 from etude.dash.recorded import RecordedRun
-from etude.store.realtime import TrafficLog, all_forgotten, updates
+from etude.store.realtime import TrafficLog, UpdateLog
 from etude.weights.manifest import find_newest
 
 NEWEST = 200
@@ -22,15 +22,16 @@ CONTEXT_CHARS = 80
 
 
 class RealtimePage:
-    """Changes never change, so each is read once."""
+    """Changes never change, so each is read once; so are updates, until somebody is deleted."""
 
     def __init__(self, recorded: RecordedRun) -> None:
         self._recorded = recorded
         self._log = TrafficLog(recorded.run.objects)
+        self._updates = UpdateLog(recorded.run)
 
     def page(self) -> dict[str, Any]:
-        run, ledger = self._recorded.run, self._recorded.ledger
-        changes, records = self._log.changes(), updates(run)
+        ledger = self._recorded.ledger
+        changes, records = self._log.changes(), self._updates.records()
         bases = {step: record.base for step, record in records.items()}
         return {
             "state": self._state(changes, max(records, default=-1)),
@@ -49,7 +50,7 @@ class RealtimePage:
                     "time": each.time,
                     "versions": versions_that_saw(each.steps, bases),
                 }
-                for each in all_forgotten(run)
+                for each in self._updates.forgotten()
             ],
         }
 

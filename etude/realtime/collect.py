@@ -48,14 +48,12 @@ def sort_out(
 ) -> Sorted:
     """What is to be done with each session now."""
     there = {outcome.id: outcome for outcome in outcomes}
-    known = set(ledger.samples())
-    unsettled = set(ledger.open_samples())
     drops: defaultdict[tuple[Reason, str], list[str]] = defaultdict(list)
-    for id in sorted(unsettled - there.keys()):
+    for id in sorted(set(ledger.open_samples()) - there.keys()):
         drops["deleted", ""].append(id)
     ready, pending = [], 0
     for id, outcome in sorted(there.items()):
-        if id in known and id not in unsettled:
+        if ledger.has_fate(id):
             continue
         if why := _refusal(outcome, rules, now):
             drops[why].append(id)
@@ -64,7 +62,7 @@ def sort_out(
         else:
             ready.append(outcome)
     return Sorted(
-        issued=tuple(_issued(there[id]) for id in sorted(there.keys() - known)),
+        issued=tuple(_issued(one) for id, one in sorted(there.items()) if id not in ledger),
         dropped=dropped_entries(drops),
         ready=tuple(ready),
         pending=pending,

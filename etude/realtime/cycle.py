@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etude.core.traffic import Change, canary, promote, refuse, roll_back, settle
+from etude.core.updates import SessionFigures
 from etude.realtime.canary import CanaryDecision, CanaryPlan, UserOutcomes
 from etude.realtime.gate import Verdict
 from etude.realtime.signals import SessionOutcome
@@ -35,6 +36,8 @@ class Facts:
     """The newest step that has a batch; `first` if none has."""
     base: int
     """The version that this batch begins with."""
+    is_abandoned: bool
+    """Whether all users whose sessions it was made of were deleted."""
     change: Change | None
     """The newest of them."""
     decided: int
@@ -72,10 +75,10 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A version whose base was taken back while it was made."""
+    """A version that nobody needs to try."""
 
     version: int
-    base: int
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,9 @@ def next_action(facts: Facts) -> Next:
         if facts.published < candidate:
             return AwaitVersion(candidate)
         if facts.base != live:
-            return Refuse(candidate, facts.base)
+            return Refuse(candidate, f"made from version {facts.base}, which was taken back since")
+        if facts.is_abandoned:
+            return Refuse(candidate, "all users whose sessions it was made of were deleted")
         for version in (facts.first, live, candidate):
             if version not in facts.evaluated:
                 return Evaluate(version)
@@ -173,7 +178,7 @@ def after_look(
 
 
 def user_outcomes(
-    outcomes: Iterable[SessionOutcome],
+    figures: Iterable[SessionFigures],
     *,
     new: int,
     old: int,
@@ -192,14 +197,13 @@ def user_outcomes(
     """
     sessions: defaultdict[tuple[str, int], list[Mapping[str, float]]] = defaultdict(list)
     before: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
-    for outcome in outcomes:
-        began = outcome.session.started
-        if began < first_seen:
-            before[outcome.user].append(product_metrics(outcome))
-        elif since <= began <= until and len(outcome.versions) == 1:
-            (version,) = outcome.versions
+    for one in figures:
+        if one.started < first_seen:
+            before[one.user].append(one.metrics)
+        elif since <= one.started <= until and len(one.versions) == 1:
+            (version,) = one.versions
             if version in (new, old):
-                sessions[outcome.user, version].append(product_metrics(outcome))
+                sessions[one.user, version].append(one.metrics)
     return [
         UserOutcomes(
             user=user,
@@ -215,16 +219,24 @@ def user_outcomes(
 METRICS = ("kept", "dissatisfied", "judged")
 
 
-def product_metrics(outcome: SessionOutcome) -> dict[str, float]:
-    """Of one session. One of which nobody decided anything counts as kept by half: that it is
-    unknown, `judged` says."""
-    answers = outcome.answers
+def session_figures(outcome: SessionOutcome) -> SessionFigures:
+    """One of which nobody decided anything counts as kept by half: that it is unknown, `judged`
+    says."""
+    session, answers = outcome.session, outcome.answers
     decided = [answer.kept for answer in answers if answer.kept is not None]
-    return {
-        "kept": sum(decided) / len(decided) if decided else 0.5,
-        "dissatisfied": sum(answer.dissatisfied for answer in answers) / len(answers),
-        "judged": sum(answer.worth is not None for answer in answers) / len(answers),
-    }
+    return SessionFigures(
+        user=session.user,
+        organisation=session.organisation,
+        session=session.session,
+        started=session.started,
+        versions=tuple(sorted(outcome.versions)),
+        metrics={
+            "kept": sum(decided) / len(decided) if decided else 0.5,
+            "dissatisfied": sum(answer.dissatisfied for answer in answers) / len(answers),
+            "judged": sum(answer.worth is not None for answer in answers) / len(answers),
+        },
+        events=outcome.events,
+    )
 
 
 def _means(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,17 +1,12 @@
-"""Bounds on what a few users can do: caps on how much of a batch is theirs, and means that a few
-cannot move."""
+"""Bounds on what a few users can do: caps on how much of a batch is theirs."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
-from typing import Protocol, TypeVar
-
-T = TypeVar("T")
+from typing import Protocol
 
 
 class Sent(Protocol):
@@ -29,9 +24,9 @@ class Sent(Protocol):
 class Caps:
     """How much of a batch may come from one user or one organisation."""
 
-    per_user: int = 8
+    per_user: int
     """Samples of a user in a batch."""
-    per_organisation_share: float = 0.2
+    per_organisation_share: float
     """Of the samples in a batch; users without an organisation stand for themselves."""
 
 
@@ -88,31 +83,3 @@ def _organisation_limit(samples: Sequence[Sent], share: float) -> int:
 
 def _lot(id: str, salt: str) -> bytes:
     return hashlib.blake2b(id.encode(), key=salt.encode()[:64], digest_size=8).digest()
-
-
-def within_trim(users: Sequence[str], values: Sequence[float], share: float) -> list[bool]:
-    """Which values belong to users who are not among the lowest nor the highest `share` of all
-    users, by the mean of their values."""
-    of_user: defaultdict[str, list[float]] = defaultdict(list)
-    for user, value in zip(users, values, strict=True):
-        of_user[user].append(value)
-    means = {user: fmean(found) for user, found in of_user.items()}
-    stay = set(_trimmed(sorted(means, key=lambda user: (means[user], user)), share))
-    return [user in stay for user in users]
-
-
-def trimmed_mean(values: Sequence[float], share: float) -> float:
-    """The mean without the lowest and the highest `share` of the values."""
-    return fmean(_trimmed(sorted(values), share))
-
-
-def median_of_users(values: Mapping[str, Sequence[float]]) -> float:
-    """The median of the users' means: one voice each, however much they sent."""
-    return median(fmean(found) for found in values.values() if found)
-
-
-def _trimmed(ordered: Sequence[T], share: float) -> Sequence[T]:
-    if not 0 <= share < 0.5:
-        raise ValueError(f"share: from 0 to less than a half, not {share}")
-    cut = math.floor(share * len(ordered))
-    return ordered[cut : len(ordered) - cut]

@@ -93,8 +93,10 @@ class SessionOutcome:
     session: RecordedSession
     answers: tuple[AnswerOutcome, ...]
     settles_at: float
+    events: tuple[str, ...]
+    """Those that are about one of its answers."""
     late: int
-    """Events that came when it was settled."""
+    """Of these, those that came when it was settled."""
 
     @property
     def id(self) -> str:
@@ -137,12 +139,20 @@ def session_outcome(
 ) -> SessionOutcome:
     settles_at, late = table.settles_at(session), 0
     answers = []
+    events: list[str] = []
     for turn in session.turns:
         said = feedback.get(turn.answer, ())
         in_time = [event for event in said if event.received <= settles_at]
         late += len(said) - len(in_time)
+        events += [event.event for event in said]
         answers.append(_answer_outcome(turn, in_time, table))
-    return SessionOutcome(session=session, answers=tuple(answers), settles_at=settles_at, late=late)
+    return SessionOutcome(
+        session=session,
+        answers=tuple(answers),
+        settles_at=settles_at,
+        events=tuple(events),
+        late=late,
+    )
 
 
 def _answer_outcome(

@@ -14,7 +14,7 @@ from etude.core.lineage import estimator_of, stage_spans
 from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Batch, Group
-from etude.core.updates import is_of_user, steps_back
+from etude.core.updates import is_of_user, step_of_simulated, steps_back
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
 from etude.store.rollouts import RolloutLog, RolloutRow
@@ -99,14 +99,20 @@ def audit(run: Run) -> Audit:
     ledger, violations = _fold(entries)
     batches = {step: run.batch(step) for step in run.batches()}
     groups = {name: run.group(name) for name in run.groups()}
+    told = entered_groups(groups, entries)
+    rows = [
+        row
+        for row in RolloutLog(run.objects).rows()
+        if row.group in told or row.group not in groups
+    ]
     newest = find_newest(run.objects)
     version = -1 if newest is None else newest.version
     finished = is_finished(run, config)
     bounds = lag_bounds(config)
     violations += _check_batches(entries, batches, groups, bounds)
     violations += _check_versions(run, entries, config, version)
-    violations += _check_drops(entries, groups, config)
-    violations += _check_rollouts(RolloutLog(run.objects).rows(), entries, ledger, groups, finished)
+    violations += _check_drops(entries, told, config)
+    violations += _check_rollouts(rows, entries, ledger, told, finished)
     if finished and ledger.in_flight:
         violations.append(f"the run is finished, and {ledger.in_flight} samples are in flight")
     return Audit(
@@ -126,6 +132,14 @@ def audit(run: Run) -> Audit:
         violations=violations,
         alarms=_alarms(run),
     )
+
+
+def entered_groups(groups: Mapping[str, Group], entries: list[Entry]) -> dict[str, Group]:
+    """Those that the ledger must speak of. Rollouts beside users are entered with the batch that
+    they are for: what a crash has left before that is entered, or made anew, when the run goes
+    on."""
+    steps = {None, *(entry.step for entry in entries if isinstance(entry, Batched))}
+    return {id: group for id, group in groups.items() if step_of_simulated(id) in steps}
 
 
 def _alarms(run: Run) -> list[Alarm]:

@@ -12,13 +12,9 @@ import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from etude.core.consent import Tombstone
-from etude.core.feedback import Joined
 from etude.core.ledger import Batched, Entry, Ledger, Trained
 from etude.core.realtime_config import CanaryConfig, GateConfig, RealtimeConfig
-from etude.core.recorded import Sessions
 from etude.core.traffic import HELDOUT, Change, Traffic, decided, refuse, start
 from etude.core.updates import Forgotten, UpdateRecord, is_of_user, versions_that_saw
 from etude.realtime.canary import CanaryPlan, Metric, MetricFigures, decide
@@ -43,19 +39,18 @@ from etude.realtime.cycle import (
 from etude.realtime.gate import Outcomes, Suite, Verdict, judge
 from etude.realtime.probes import PROBE_SUITES
 from etude.realtime.robust import Caps
-from etude.realtime.signals import SessionOutcome, SignalTable, session_outcome
 from etude.run.evaluate import Report, report_name
 from etude.run.journal import group_of
 from etude.run.realtime_probes import suite_of
+from etude.run.realtime_sessions import UserSessions
 from etude.run.realtime_simulated import Simulated, issued, list_rollouts
 from etude.store.realtime import (
     Life,
     TrafficLog,
+    UpdateLog,
     create_update,
     forget_user,
     forgotten,
-    update,
-    updates,
 )
 from etude.store.runs import Run
 
@@ -63,20 +58,10 @@ Tell = Callable[[str], None]
 CHEATS = "cheats"
 
 
-class Users(Protocol):
-    """What was recorded of users: `serve.production.place.Place`, or a fake."""
-
-    def read(self) -> tuple[Sessions, Joined]: ...
-
-    def tombstones(self) -> dict[str, Tombstone]: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """What the loop must know of the run."""
 
-    name: str
-    """The run's: sessions of others are not trained on."""
     first: int
     last: int
     max_tokens: int
@@ -93,7 +78,7 @@ class RealtimeLoop:
     def __init__(
         self,
         run: Run,
-        users: Users,
+        users: UserSessions,
         config: RealtimeConfig,
         stage: Stage,
         *,
@@ -108,8 +93,8 @@ class RealtimeLoop:
         self.config = config
         self.stage = stage
         self.plan = canary_plan(config.canary)
-        self.table = signal_table(config)
         self.traffic = TrafficLog(run.objects)
+        self.updates = UpdateLog(run)
         self.ledger = Ledger(run.ledger.records())
         self._published = published
         self._evaluate = evaluate
@@ -149,8 +134,7 @@ class RealtimeLoop:
                 for split in self.stage.splits:
                     if not self._has_report(version, split):
                         await self._evaluate(version, split, self.config.gate.samples)
-            case Refuse(version, base):
-                why = f"made from version {base}, which was taken back since"
+            case Refuse(version, why):
                 self._change(refuse(self.last, version, self._now(), why))
             case Gate(candidate, live):
                 verdict = self.judge(candidate, live)
@@ -159,6 +143,7 @@ class RealtimeLoop:
                 self.compare(action)
             case _:
                 pass
+        self.users.close(self.ledger.has_fate, self._now())
         return action
 
     def next(self) -> Next:
@@ -184,12 +169,14 @@ class RealtimeLoop:
         }
         there = set(self.run.evals())
         batched = max([stage.first, *self.run.batches()])
+        made = self.updates.records()[batched] if batched > stage.first else None
         return Facts(
             first=stage.first,
             last=stage.last,
             published=self._published(),
             batched=batched,
-            base=update(self.run, batched).base if batched > stage.first else batched,
+            base=made.base if made else batched,
+            is_abandoned=made is not None and not made.answers,
             change=changes[-1] if changes else None,
             decided=decided(changes),
             evaluated=frozenset(version for version, wanted in names.items() if wanted <= there),
@@ -197,21 +184,14 @@ class RealtimeLoop:
 
     # From sessions to a batch
 
-    def outcomes(self) -> list[SessionOutcome]:
-        sessions, joined = self.users.read()
-        return [
-            session_outcome(session, joined.by_answer, self.table)
-            for session in sessions.sessions
-            if session.policy == self.stage.name
-        ]
-
     def sort_out(self, base: int, traffic: Traffic) -> Sorted:
-        bases = {step: record.base for step, record in updates(self.run).items()}
+        bases = {step: record.base for step, record in self.updates.records().items()}
         rules = Rules(
             versions=lineage(base, bases, max_lag=self.config.max_versions_back),
             is_heldout=traffic.is_heldout,
         )
-        return sort_out(self.outcomes(), self.ledger, rules, now=self._now())
+        self.users.look()
+        return sort_out(self.users.outcomes(), self.ledger, rules, now=self._now())
 
     async def collect(self, action: Collect) -> None:
         if (made := self._make_update(action)) is None:
@@ -273,7 +253,7 @@ class RealtimeLoop:
     def _baseline(self) -> Baseline:
         """It remembers what earlier updates were worth."""
         baseline = BASELINE[self.config.baseline]()
-        for record in updates(self.run).values():
+        for record in self.updates.records().values():
             for number, one in enumerate(record.answers):
                 id = f"{record.step}.{number}"
                 baseline.observe(
@@ -287,7 +267,7 @@ class RealtimeLoop:
         for step in batches:
             if step > self.ledger.trained_step and not self.ledger.has_batch(step):
                 samples = samples_of(self.run.batch(step))
-                dropped = update(self.run, step).dropped
+                dropped = self.updates.records()[step].dropped
                 named = {*samples, *(sample for drop in dropped for sample in drop.samples)}
                 ids = sorted({group_of(each) for each in named if not is_of_user(each)})
                 if groups := [self.run.group(id) for id in ids]:
@@ -314,9 +294,10 @@ class RealtimeLoop:
         ]
         if not stones:
             return
+        self.users.look()
         batched = max(self.run.batches(), default=0)
         # one without a batch is of a loop that was killed, and is written anew
-        records = {step: each for step, each in updates(self.run).items() if step <= batched}
+        records = {step: each for step, each in self.updates.records().items() if step <= batched}
         bases = {step: record.base for step, record in records.items()}
         for stone in stones:
             self._forgotten[stone.user] = stone.time
@@ -362,7 +343,8 @@ class RealtimeLoop:
 
     def compare(self, action: Compare) -> None:
         last, now = self.last, self._now()
-        seen = [one for one in self.outcomes() if not last.traffic.is_heldout(one.user)]
+        self.users.look()
+        seen = [one for one in self.users.figures() if not last.traffic.is_heldout(one.user)]
         users = user_outcomes(
             seen,
             new=action.new,
@@ -395,11 +377,11 @@ class RealtimeLoop:
             for change in changes
             if change.action == "promote" and change.version == traffic.version
         )
+        self.users.look()
         seen = [
             one
-            for one in self.outcomes()
-            if one.session.started < began
-            or traffic.is_heldout(one.user) == (one.versions == {first})
+            for one in self.users.figures()
+            if one.started < began or traffic.is_heldout(one.user) == (one.versions == (first,))
         ]
         users = user_outcomes(
             seen, new=traffic.version, old=first, first_seen=began, since=since, until=self._now()
@@ -433,14 +415,6 @@ def canary_plan(config: CanaryConfig) -> CanaryPlan:
         max_sessions=config.max_sessions,
         stage_sessions=config.stage_sessions,
         first_slack=config.first_slack,
-    )
-
-
-def signal_table(config: RealtimeConfig) -> SignalTable:
-    return SignalTable(
-        strengths=config.signals,
-        horizon_s=60 * config.horizon_minutes,
-        horizon_per_turn_s=60 * config.horizon_minutes_per_turn,
     )
 
 

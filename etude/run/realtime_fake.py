@@ -12,6 +12,7 @@ from etude.core.advantage import AdvantageEstimator
 from etude.core.sampling import VersionSpan
 from etude.core.statistics import wilson
 from etude.core.types import Group, Score, Segment, Trajectory
+from etude.core.updates import simulated_group
 from etude.run.evaluate import Report
 from etude.run.journal import group_of, sample_ids
 from etude.run.realtime_simulated import Simulated
@@ -77,7 +78,7 @@ async def fake_rollouts(version: int, step: int) -> Simulated:
     """Two groups of two attempts: one is worth a step, the other teaches nothing."""
     groups = tuple(
         Group(
-            id=(id := f"s{step:06d}-{slot:04d}"),
+            id=(id := simulated_group(step, slot)),
             task=f"t{slot}",
             slot=slot,
             admitted=version,

@@ -16,6 +16,7 @@ from etude.core.types import EVAL_SPLITS
 from etude.run.process import run_process
 from etude.run.realtime import RealtimeLoop, Stage
 from etude.run.realtime_probes import probe_splits
+from etude.run.realtime_sessions import UserSessions, signal_table
 from etude.run.realtime_simulated import simulate
 from etude.serve.production.place import Place
 from etude.store.runs import Run
@@ -49,12 +50,19 @@ def open_loop(run: Run, config: RunConfig) -> RealtimeLoop:
         ):
             await evaluate(version, split, samples)
 
+    place = Place(Path(realtime.production), run.objects.url)
+    users = UserSessions(
+        place.store,
+        run.objects,
+        policy=config.name,
+        table=signal_table(realtime),
+        refused=place.refused,
+    )
     return RealtimeLoop(
         run,
-        Place(Path(realtime.production), run.objects.url, remembers=True),
+        users,
         realtime,
         Stage(
-            name=config.name,
             first=span.start,
             last=span.end,
             max_tokens=config.model.max_context,

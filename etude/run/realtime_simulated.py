@@ -18,6 +18,7 @@ from etude.core.lineage import estimator_of, stage_of
 from etude.core.seeds import derive
 from etude.core.stages import RlConfig
 from etude.core.types import Batch, Group, Task
+from etude.core.updates import simulated_group
 from etude.run.controller import build_runner, read_tasks
 from etude.run.journal import drops, sample_ids, with_fate
 from etude.run.loop import RunAttempt, assemble_batch
@@ -115,7 +116,7 @@ async def _attempt_group(
     attempt: RunAttempt, task: Task, *, step: int, slot: int, size: int, version: int, stage: str,
     seed: int,
 ) -> Group:  # fmt: skip
-    id = f"s{step:06d}-{slot:04d}"
+    id = simulated_group(step, slot)
     trajectories = await asyncio.gather(
         *(
             attempt(task, sample, derive(seed, "simulated", step, task.id, number))

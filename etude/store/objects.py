@@ -15,11 +15,11 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
@@ -41,6 +41,7 @@ LIST_PAGE = 1000
 PART_BYTES = 5 << 20
 """A larger object is written in several requests."""
 _MISSING = (FileNotFoundError, NotFoundError)
+T = TypeVar("T")
 
 
 class Missing(EtudeError, LookupError):
@@ -180,6 +181,17 @@ class Objects:
         self._count(lists=1 + len(found) // LIST_PAGE)
         return found
 
+    def stamps(self, prefix: str) -> dict[str, str]:
+        """What tells whether an object was replaced, for each key under the folder `prefix`."""
+        with _explained(f"list {prefix} in {self.url}"):
+            found = {
+                meta["path"]: f"{meta['e_tag']} {meta['last_modified']} {meta['size']}"
+                for page in obstore.list(self._store, prefix)
+                for meta in page
+            }
+        self._count(lists=1 + len(found) // LIST_PAGE)
+        return found
+
     def times(self) -> dict[str, float]:
         """When each object was last written, by the store's clock, in seconds since the epoch."""
         with _explained(f"list {self.url}"):
@@ -226,6 +238,28 @@ class Objects:
         """The key is free afterwards, whether or not it was before."""
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):
             obstore.delete(self._store, key)
+
+
+class ReadOnce(Generic[T]):
+    """The objects of a folder, each read once, and again when it was replaced: a look at what is
+    known costs a listing. `read` may raise `Missing`."""
+
+    def __init__(self, objects: Objects, folder: str, read: Callable[[str], T]) -> None:
+        self._objects = objects
+        self._folder = folder
+        self._read = read
+        self._known: dict[str, tuple[str, T]] = {}
+
+    def items(self) -> dict[str, T]:
+        """By key, sorted."""
+        known, self._known = self._known, {}
+        for key, stamp in sorted(self._objects.stamps(self._folder).items()):
+            if key in known and known[key][0] == stamp:
+                self._known[key] = known[key]
+            else:
+                with contextlib.suppress(Missing):  # deleted since
+                    self._known[key] = stamp, self._read(key)
+        return {key: value for key, (_, value) in self._known.items()}
 
 
 def is_bucket(url: str) -> bool:

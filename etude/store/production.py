@@ -4,6 +4,7 @@
     production/users/{user}/feedback/{event}               a `FeedbackEvent`
     production/consent/{received}-{time}-{subject}-{word}  a `Consent`, all in its name
     production/tombstones/{user}                           that, and when, a user was deleted
+    production/news/..                                     who did something lately (`store.news`)
     production/drops/{time}-{random}.json                  what was dropped, in numbers by reason
 
 A session's name begins with the milliseconds of its start. Names are pseudonyms and digests: what
@@ -20,6 +21,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from blake3 import blake3
@@ -29,17 +31,30 @@ from etude.core.errors import EtudeError
 from etude.core.feedback import FeedbackEvent, Joined, join
 from etude.core.recorded import RecordedTurn, Sessions, by_answer, put_together
 from etude.store.codec import Damaged, from_json, pack, seal, to_json, unpack
-from etude.store.objects import Missing, Objects
+from etude.store.news import News
+from etude.store.objects import Missing, Objects, ReadOnce
 
 USERS = "production/users"
 CONSENT = "production/consent"
+TOMBSTONES = "production/tombstones"
 STALE_S = 3600.0
 """After so long nobody is still writing what is half-written."""
 _CONSENT = re.compile(rf"{CONSENT}/\d{{13}}-(\d{{13}})-([0-9a-f]{{32}})-(granted|refused)")
-_TURN = re.compile(rf"{USERS}/[0-9a-f]{{32}}/turns/\d{{13}}-[0-9a-f]{{32}}/\d{{6,}}")
-_EVENT = re.compile(rf"{USERS}/[0-9a-f]{{32}}/feedback/[0-9a-f]{{32}}")
+_KEY = re.compile(
+    rf"{USERS}/([0-9a-f]{{32}})/(?:turns/(\d{{13}}-[0-9a-f]{{32}})/\d{{6,}}|feedback/([0-9a-f]{{32}}))"
+)
 _USER = re.compile(rf"{USERS}/([0-9a-f]{{32}})/")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserKey:
+    """The key of a turn of a session, or of an event, and what it says."""
+
+    key: str
+    user: str
+    session: str = ""
+    event: str = ""
 
 
 class Conflict(EtudeError):
@@ -47,21 +62,21 @@ class Conflict(EtudeError):
 
 
 class ProductionStore:
-    """Any number of writers. `now` is for tests. `remembers`: for whoever reads again and again;
-    what was read before is not asked for any more, if it is still there."""
+    """Any number of writers. `now` is for tests. `announces`: tells those who follow users, as the
+    loop of real-time RL does, whom to look at."""
 
     def __init__(
         self,
         objects: Objects,
         now: Callable[[], float] = time.time,
         *,
-        remembers: bool = False,
+        announces: bool = False,
     ) -> None:
         self.objects = objects
         self.now = now
-        self._remembers = remembers
-        self._read_turns: dict[str, RecordedTurn] = {}
-        self._read_events: dict[str, FeedbackEvent] = {}
+        self.news = News(objects, now)
+        self._announces = announces
+        self._tombstones = ReadOnce(objects, TOMBSTONES, self._tombstone)
 
     # Turns
 
@@ -70,13 +85,20 @@ class ProductionStore:
         afterwards."""
         key = _turn_key(turn)
         self.objects.put_sealed(key, pack(turn))
+        self._announce(turn.user)
         tombstone = self.tombstone(turn.user)
         if tombstone is not None and turn.started <= tombstone.time:
             self.objects.delete(key)
+            self.news.forget(turn.user)
 
     def delete_session(self, user: str, session: str) -> None:
         for key in self.objects.list(f"{USERS}/{user}/turns/{session}"):
             self.objects.delete(key)
+        self._announce(user)
+
+    def _announce(self, user: str) -> None:
+        if self._announces:
+            self.news.tell(user)
 
     def drop_sessions_with(self, user: str, values: Collection[str]) -> int:
         """Deletes the sessions of a user that say one of these values; how many."""
@@ -123,7 +145,9 @@ class ProductionStore:
     def put_feedback(self, event: FeedbackEvent) -> bool:
         """True if it is new, False if it was there already; `Conflict` if another one was."""
         key = f"{USERS}/{event.user}/feedback/{event.event}"
-        if self.objects.create(key, seal(to_json(event))):
+        is_new = self.objects.create(key, seal(to_json(event)))
+        self._announce(event.user)  # also of one that is there: its writer may have died at this
+        if is_new:
             return True
         there = self._get(key, FeedbackEvent)
         if there is not None and _said(there) != _said(event):
@@ -174,7 +198,7 @@ class ProductionStore:
         tombstone is first: who writes meanwhile sees it. What stays beside it is a refusal, if
         there was one: otherwise nobody would know of it."""
         tombstone = Tombstone(user=user, time=self.now())
-        self.objects.put_sealed(f"production/tombstones/{user}", to_json(tombstone))
+        self.objects.put_sealed(f"{TOMBSTONES}/{user}", to_json(tombstone))
         deleted = 0
         while keys := self.objects.list(f"{USERS}/{user}"):
             for key in keys:
@@ -183,15 +207,18 @@ class ProductionStore:
         for key in self.objects.list(CONSENT):
             if key.endswith(f"-{user}-granted"):
                 self.objects.delete(key)
+        self.news.forget(user)
         self.objects.sweep(f"{USERS}/{user}")
         return deleted
 
     def tombstone(self, user: str) -> Tombstone | None:
-        return self._get(f"production/tombstones/{user}", Tombstone)
+        return self._get(f"{TOMBSTONES}/{user}", Tombstone)
 
     def tombstones(self) -> dict[str, Tombstone]:
-        found = (self._get(key, Tombstone) for key in self.objects.list("production/tombstones"))
-        return {tombstone.user: tombstone for tombstone in found if tombstone is not None}
+        return {tombstone.user: tombstone for tombstone in self._tombstones.items().values()}
+
+    def _tombstone(self, key: str) -> Tombstone:
+        return from_json(self.objects.get_sealed(key), Tombstone, self._where(key))
 
     def sweep(self, *, retention_s: float, horizon_s: float) -> Mapping[str, int]:
         """Deletes what is past its time, what a tombstone speaks of, and feedback whose answer
@@ -223,6 +250,7 @@ class ProductionStore:
                 continue
             elif now - event.received > horizon_s:
                 remove(key, "feedback unknown_completion")
+        self.news.sweep()
         self.objects.sweep(USERS, min_age_s=STALE_S)
         self.drop(counts)
         return counts
@@ -258,41 +286,35 @@ class ProductionStore:
         found = (_USER.match(key) for key in self.objects.list(USERS))
         return sorted({match[1] for match in found if match})
 
-    def _turns(self) -> Iterator[tuple[str, RecordedTurn | None]]:
-        """With their keys; None for what is damaged."""
+    def keys(self, user: str = "") -> Iterator[UserKey]:
+        """Of all that is stored of a user, or of all users."""
+        for key in self.objects.list(f"{USERS}/{user}" if user else USERS):
+            if (match := _KEY.fullmatch(key)) is not None:
+                yield UserKey(key=key, user=match[1], session=match[2] or "", event=match[3] or "")
 
-        def read(key: str) -> RecordedTurn:
+    def turn(self, key: str) -> RecordedTurn | None:
+        """None if it is damaged. Raises `Missing`: somebody may be sweeping."""
+        with contextlib.suppress(Damaged):
             return unpack(self.objects.get_sealed(key), RecordedTurn, self._where(key))
+        return None
 
-        return self._each(_TURN, read, self._read_turns)
+    def event(self, key: str) -> FeedbackEvent | None:
+        """Likewise."""
+        with contextlib.suppress(Damaged):
+            return from_json(self.objects.get_sealed(key), FeedbackEvent, self._where(key))
+        return None
+
+    def _turns(self) -> Iterator[tuple[str, RecordedTurn | None]]:
+        for each in self.keys():
+            with contextlib.suppress(Missing):
+                if each.session:
+                    yield each.key, self.turn(each.key)
 
     def _events(self) -> Iterator[tuple[str, FeedbackEvent | None]]:
-        """Likewise."""
-
-        def read(key: str) -> FeedbackEvent:
-            return from_json(self.objects.get_sealed(key), FeedbackEvent, self._where(key))
-
-        return self._each(_EVENT, read, self._read_events)
-
-    def _each(
-        self, names: re.Pattern[str], read: Callable[[str], T], known: dict[str, T]
-    ) -> Iterator[tuple[str, T | None]]:
-        keys = [key for key in self.objects.list(USERS) if names.fullmatch(key)]
-        for gone in known.keys() - set(keys):
-            del known[gone]
-        for key in keys:
-            if (there := known.get(key)) is not None:
-                yield key, there
-                continue
-            with contextlib.suppress(Missing):  # another one sweeps meanwhile
-                try:
-                    found = read(key)
-                except Damaged:
-                    yield key, None
-                    continue
-                if self._remembers:
-                    known[key] = found
-                yield key, found
+        for each in self.keys():
+            with contextlib.suppress(Missing):
+                if each.event:
+                    yield each.key, self.event(each.key)
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         try:

@@ -23,7 +23,7 @@ from etude.core.types import Batch
 from etude.core.updates import Forgotten, UpdateRecord
 from etude.store.codec import from_json, pack, seal, to_json
 from etude.store.log import first_free
-from etude.store.objects import Missing, Objects
+from etude.store.objects import Missing, Objects, ReadOnce
 from etude.store.runs import Run
 
 CHANGES, UPDATES, FORGOTTEN = "realtime/changes", "realtime/updates", "realtime/forgotten"
@@ -88,15 +88,24 @@ def create_update(run: Run, record: UpdateRecord) -> None:
         run.objects.put(key, data)
 
 
+class UpdateLog:
+    """What updates were made of, and who was forgotten since; for whoever looks again and again."""
+
+    def __init__(self, run: Run) -> None:
+        self._records = ReadOnce(run.objects, UPDATES, lambda key: _read(run, key, UpdateRecord))
+        self._forgotten = ReadOnce(run.objects, FORGOTTEN, lambda key: _read(run, key, Forgotten))
+
+    def records(self) -> dict[int, UpdateRecord]:
+        """By step, those whose batch is there or was."""
+        found = [r for key, r in self._records.items().items() if _UPDATE.fullmatch(key)]
+        return {record.step: record for record in sorted(found, key=lambda record: record.step)}
+
+    def forgotten(self) -> list[Forgotten]:
+        return list(self._forgotten.items().values())
+
+
 def updates(run: Run) -> dict[int, UpdateRecord]:
-    """By step, those whose batch is there or was."""
-    found = (_UPDATE.fullmatch(key) for key in run.objects.list(UPDATES))
-    steps = sorted(int(match[1]) for match in found if match)
-    return {step: _read(run, _update_key(step), UpdateRecord) for step in steps}
-
-
-def update(run: Run, step: int) -> UpdateRecord:
-    return _read(run, _update_key(step), UpdateRecord)
+    return UpdateLog(run).records()
 
 
 def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
@@ -107,10 +116,10 @@ def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
         rows = tuple(row for row in batch.rows if not _is_of(row.sample, forgotten.user))
         oldest = oldest_version(rows) if rows else batch.oldest
         _replace_batch(run, replace(batch, rows=rows, oldest=oldest))
-        record = update(run, step)
+        record = _read(run, _update_key(step), UpdateRecord)
         left = tuple(one for one in record.answers if not _is_of(one.sample, forgotten.user))
         run.objects.put_sealed(_update_key(step), to_json(replace(record, answers=left)))
-        run.objects.delete(f"recomputed/{step:06d}")
+        run.delete_recomputed(step)
     run.objects.put_sealed(f"{FORGOTTEN}/{forgotten.user}.json", to_json(forgotten))
 
 
@@ -119,10 +128,6 @@ def forgotten(run: Run, user: str) -> Forgotten | None:
         return _read(run, f"{FORGOTTEN}/{user}.json", Forgotten)
     except Missing:
         return None
-
-
-def all_forgotten(run: Run) -> list[Forgotten]:
-    return [_read(run, key, Forgotten) for key in run.objects.list(FORGOTTEN)]
 
 
 def _is_of(sample: str, user: str) -> bool:

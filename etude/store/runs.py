@@ -240,6 +240,9 @@ class Run:
     def put_recomputed(self, step: int, rows: tuple[RecomputedRow, ...]) -> None:
         self.objects.put_sealed(f"recomputed/{step:06d}", pack(rows))
 
+    def delete_recomputed(self, step: int) -> None:
+        self.objects.delete(f"recomputed/{step:06d}")
+
     def recomputed(self, step: int) -> tuple[RecomputedRow, ...]:
         """Of the rows of that step's batch, in their order."""
         key = f"recomputed/{step:06d}"

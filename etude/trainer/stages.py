@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from etude.core.errors import EtudeError
-from etude.core.events import OverlongSkipped, StageStarted
+from etude.core.events import OverlongSkipped, StageStarted, StepPassedOver
 from etude.core.lineage import StageSpan
 from etude.core.stages import (
     DistillConfig,
@@ -162,9 +162,13 @@ def run_steps(
         trainer.finish_version(0, step=0)
     reporter = StepReporter(trainer.learner, trainer.emit)
     for step in range(trainer.version + 1, span.end + 1):
-        batch = reporter.check(
-            trainer.read_batch(step, span), f"{trainer.run.objects.url}: batches/{step:06d}"
-        )
+        batch = trainer.read_batch(step, span)
+        if not batch.rows and trainer.config.realtime is not None:
+            # who was deleted is in no batch, and the loop waits for the version all the same
+            trainer.finish_version(step, step=step - span.start)
+            trainer.emit(StepPassedOver(step=step))
+            continue
+        reporter.check(batch, f"{trainer.run.objects.url}: batches/{step:06d}")
         batch, teacher_kl = score_batch(batch, microbatch_tokens)
         lr = learning_rate(
             step - span.start - 1,

@@ -218,6 +218,11 @@ class TrainerState:
         """Measure the train/inference mismatch of a batch, for the store and as an event."""
         if self.world.rank == 0:
             self.run.put_recomputed(batch.step, found)
+            # It says, nearly word for word, what users said. Who takes one out of a batch deletes
+            # this record next: so it is looked at after it is written.
+            realtime = self.config.realtime is not None
+            if realtime and self.run.batch(batch.step).rows != batch.rows:
+                self.run.delete_recomputed(batch.step)
             # What users said belongs where it can be deleted: not into events.
             decode = self.tokenizer.decode if self.config.realtime is None else None
             self.emit(measure_mismatch(batch.rows, found, step=batch.step, decode=decode))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from etude.core.updates import Forgotten, UpdateRecord
 from etude.dash.guard import Access
+from etude.dash.realtime import RealtimePage
 from etude.dash.recorded import RecordedRun
 from etude.dash.server import create_app
 from etude.store.objects import Objects
+from etude.store.realtime import create_update, forget_user
 from etude.store.runs import Run
 from tests.dash.realtime_store import write_realtime
 from tests.dash.recorded_store import ask, write_run
@@ -40,6 +43,33 @@ def test_what_the_loop_did_and_why() -> None:
     settled_or_waiting = ledger["trained"] + sum(ledger["dropped"].values()) + ledger["pending"]
     assert ledger["issued"] == settled_or_waiting and ledger["dropped"]["heldout"] > 0
     assert [(each["user"], each["versions"]) for each in found["deleted"]] == [(gone, [1, 2, 3])]
+
+
+def test_what_was_read_before_is_not_read_again() -> None:
+    objects = Objects.open("memory:")
+    write_realtime(objects)
+    run = Run(objects)
+    page = RealtimePage(RecordedRun("users", run))
+    first = page.page()
+
+    def reads() -> int:
+        before = objects.usage.reads
+        page.page()
+        return objects.usage.reads - before
+
+    known = reads()
+    for step in range(4, 40):
+        record = UpdateRecord(step=step, base=1, time=0.0, answers=())
+        create_update(run, record)
+    assert reads() == known + 36
+    assert reads() == known, "however many there are"
+    gone = page.page()["updates"][-1]
+    row = run.batch(1).rows[0]
+    forgotten = Forgotten(user=row.sample.partition(".")[0], time=2e9, steps=(1,))
+    forget_user(run, forgotten, [1])
+    changed = page.page()
+    assert changed["updates"][-1]["users"] == gone["users"] - 1
+    assert len(changed["deleted"]) == len(first["deleted"]) + 1
 
 
 def test_a_run_without_users_has_no_such_page() -> None:

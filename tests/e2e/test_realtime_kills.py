@@ -28,6 +28,7 @@ from etude.run.audit import audit
 from etude.run.realtime import RealtimeLoop
 from etude.run.realtime_process import open_loop
 from etude.serve.production.config import read_user_key
+from etude.serve.production.place import Place
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
@@ -120,7 +121,11 @@ async def test_killed_in_every_state_twice(tmp_path: Path) -> None:
     found = loop.sort_out(loop.last.traffic.version, loop.last.traffic)
     entered = filter(is_of_user, loop.ledger.samples())
     known = {*entered, *(entry.group for entry in found.issued)}
-    assert known == {outcome.id for outcome in loop.outcomes()}, "what a user said is lost"
+    sessions, said = Place(tmp_path / "production.toml", run.objects.url).read()
+    assert known == {f"{one.user}.{one.session}" for one in sessions.sessions}
+    counted = [event for one in loop.users.figures() for event in one.events]
+    heard = [event.event for events in said.by_answer.values() for event in events]
+    assert sorted(counted) == sorted(heard), "what a user said is lost"
 
 
 async def until_batched(store: Path, step: int, child: subprocess.Popen[bytes]) -> Run:

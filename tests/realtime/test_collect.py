@@ -24,6 +24,7 @@ from tests.run.realtime_world import recorded, said
 TABLE = SignalTable(horizon_s=100.0, horizon_per_turn_s=0.0)
 RULES = Rules(versions=frozenset({5, 6}), is_heldout=lambda user: user == digest("held out"))
 LATER = 1000.0
+CAPS = Caps(per_user=2, per_organisation_share=0.2)
 
 
 def name(number: int) -> str:
@@ -82,7 +83,7 @@ def test_the_ledger_balances_and_a_second_look_finds_nothing_new(
     found = sort_out(outcomes(turns, events), Ledger(), RULES, now=now)
     ledger = Ledger([*found.issued, *found.dropped])
     update = make_update(
-        found.ready, step=7, base=6, caps=Caps(per_user=2), baseline=BASELINE["context_mean"](),
+        found.ready, step=7, base=6, caps=CAPS, baseline=BASELINE["context_mean"](),
         max_tokens=64,
     )  # fmt: skip
     for entry in update.dropped:
@@ -99,7 +100,7 @@ def test_a_flood_of_one_user_is_cut() -> None:
     turns = [asked("flood", n) for n in range(9)] + [asked(f"u{n}", 50 + n) for n in range(5)]
     ready = outcomes(turns, [said(turn, "undone", 1.0) for turn in turns])
     update = make_update(
-        ready, step=7, base=6, caps=Caps(per_user=2), baseline=BASELINE["none"](), max_tokens=64
+        ready, step=7, base=6, caps=CAPS, baseline=BASELINE["none"](), max_tokens=64
     )
     flooding = digest("flood")
     assert sum(sample.startswith(flooding) for sample in update.samples) == 2
@@ -113,7 +114,7 @@ def test_each_answer_is_credited_by_what_its_own_user_said_of_it() -> None:
     events = [said(first, "kept_commit", 1.0), said(third, "undone", 10.0)]
     update = make_update(
         outcomes([first, second, third], events),
-        step=7, base=5, caps=Caps(), baseline=BASELINE["none"](), max_tokens=64,
+        step=7, base=5, caps=CAPS, baseline=BASELINE["none"](), max_tokens=64,
     )  # fmt: skip
     assert update.batch is not None and update.batch.base == 5
     (row,) = update.batch.rows
@@ -125,7 +126,7 @@ def test_what_the_trainer_cannot_recompute_is_named() -> None:
     turn = replace(asked("top"), params=SamplingParams(top_p=0.5))
     update = make_update(
         outcomes([turn], [said(turn, "tip", 1.0)]),
-        step=7, base=6, caps=Caps(), baseline=BASELINE["none"](), max_tokens=64,
+        step=7, base=6, caps=CAPS, baseline=BASELINE["none"](), max_tokens=64,
     )  # fmt: skip
     assert update.batch is None
     assert [entry.label for entry in update.dropped] == ["sampling (top_p)"]

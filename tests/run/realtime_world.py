@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from etude.core.consent import Tombstone
-from etude.core.feedback import STRENGTHS, FeedbackEvent, Joined, join
+from etude.core.feedback import STRENGTHS, FeedbackEvent
 from etude.core.realtime_config import RealtimeConfig
-from etude.core.recorded import RecordedTurn, Sessions, by_answer, put_together
+from etude.core.recorded import RecordedTurn
 from etude.core.sampling import RegionSpan, SamplingParams, VersionSpan
 from etude.realtime.cycle import Next
 from etude.run.realtime import RealtimeLoop, Stage
 from etude.run.realtime_fake import FakeEvaluation, FakeTrainer, fake_rollouts
+from etude.run.realtime_sessions import UserSessions, signal_table
 from etude.store.objects import Objects
-from etude.store.production import digest
+from etude.store.production import ProductionStore, digest
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
 
 TICK_S = 600.0
-STAGE = Stage(name="mine", first=0, last=3, max_tokens=64, splits=("heldout",))
+STAGE = Stage(first=0, last=3, max_tokens=64, splits=("heldout",))
 CANARY = {"ramp": (0.5, 1.0), "min_users": 3, "delay_minutes": 0.0, "first_slack": 1.0}
 MARGINS = {f"{name}_margin": 0.9 for name in ("kept", "dissatisfied", "judged")}
 
@@ -95,26 +95,14 @@ class World:
     """All sessions that there ever were, by the ids of their samples."""
 
     def __post_init__(self) -> None:
-        self.turns: list[RecordedTurn] = []
-        self.events: list[FeedbackEvent] = []
-        self.stones: dict[str, Tombstone] = {}
+        self.store = ProductionStore(self.objects, lambda: self.now, announces=True)
         self.run = Run(self.objects)
         self.trainer = FakeTrainer(self.run, STAGE.first)
         self.users = [digest(f"user {n}") for n in range(self.num_users)]
 
-    def read(self) -> tuple[Sessions, Joined]:
-        sessions = put_together(self.turns)
-        owners = by_answer(sessions.sessions)
-        return sessions, join(owners, self.events, now=self.now, horizon_s=1e5)
-
-    def tombstones(self) -> dict[str, Tombstone]:
-        return self.stones
-
     def delete(self, user: str) -> None:
-        """As `ProductionStore.delete_user` does; the user does not come back."""
-        self.stones[user] = Tombstone(user=user, time=self.now)
-        self.turns = [turn for turn in self.turns if turn.user != user]
-        self.events = [event for event in self.events if event.user != user]
+        """The user does not come back."""
+        self.store.delete_user(user)
         self.users.remove(user)
 
     def tick(self) -> None:
@@ -127,17 +115,27 @@ class World:
         for user in self.users:
             arm = newest.traffic.arm(user)
             name = f"{int(self.now * 1000):013d}-{digest(user)}"
-            turn = recorded(user, name, self.now, arm.version)
-            self.turns.append(turn)
             self.asked.add(f"{user}.{name}")
             pleased = self.pleases(arm.version) ^ (user < "1")
-            self.events.append(said(turn, "kept_5min" if pleased else "undone", self.now))
+            turn = recorded(user, name, self.now, arm.version)
+            self.record(turn, "kept_5min" if pleased else "undone")
+
+    def record(self, turn: RecordedTurn, kind: str) -> None:
+        """An answer, and what its user did about it."""
+        self.store.put_turn(turn)
+        self.store.put_feedback(said(turn, kind, turn.time))
+
+    def sessions(self, objects: Objects | None = None) -> UserSessions:
+        """For whoever follows users."""
+        objects = objects or self.objects
+        store = ProductionStore(objects, lambda: self.now)
+        return UserSessions(store, objects, policy="mine", table=signal_table(config()))
 
     def loop(self, objects: Objects | None = None, **more: object) -> RealtimeLoop:
         run = Run(objects or self.objects)
         return RealtimeLoop(
             run,
-            self,
+            self.sessions(run.objects),
             config(**more),
             STAGE,
             published=self.trainer.published,

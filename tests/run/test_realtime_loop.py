@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from etude.core import traffic
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
 from etude.core.sampling import VersionSpan
@@ -22,6 +23,7 @@ from etude.core.updates import (
     versions_that_saw,
 )
 from etude.realtime.cycle import AwaitVersion, Collect, Compare, Done, Evaluate, user_outcomes
+from etude.run.audit import audit
 from etude.run.realtime import RealtimeLoop
 from etude.run.realtime_fake import fake_rollouts
 from etude.run.realtime_simulated import Simulated
@@ -31,7 +33,7 @@ from etude.store.production import digest
 from etude.store.realtime import TrafficLog, create_update, forget_user, forgotten, updates
 from etude.store.rollouts import RolloutLog
 from tests.run.fake_stage import Mortal
-from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded, said
+from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded
 
 
 def told(world: World) -> list[tuple[str, int, int]]:
@@ -70,8 +72,9 @@ def test_a_version_that_fails_the_gate_is_seen_by_nobody_and_not_built_on() -> N
     world.follow(world.loop(), until=Done())
     assert [entry for entry in told(world) if entry[1] == 2] == [("refuse", 2, 1)]
     assert world.run.batch(3).base == 1
-    seen = {span.version for turn in world.turns for span in turn.versions}
-    assert seen == {0, 1, 3}
+    sessions = world.sessions()
+    sessions.look()
+    assert {version for one in sessions.figures() for version in one.versions} == {0, 1, 3}
     check(world)
 
 
@@ -115,6 +118,31 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
             assert _history(killed) == _history(calm), f"killed after {deaths} writes"
 
 
+def test_wherever_it_is_killed_the_audit_finds_nothing_wrong() -> None:
+    """Also before a life that enters what the last one could not."""
+    for writes in range(1000):
+        world = World(Objects.open("memory:"), num_users=8)
+        world.run.put_config(parse(AUDITED))
+        loop = world.loop(Mortal(world.objects, writes), **SMALL)
+        try:
+            world.follow(loop, until=Evaluate(0))
+        except EtudeError:
+            violations = audit(world.run).violations
+            # the trainer is a fake, and publishes no weights
+            assert not [each for each in violations if "newest published version" not in each]
+        else:
+            assert writes > 10 and RolloutLog(world.objects).rows()
+            return
+
+
+AUDITED = """
+name = "mine"
+[realtime]
+production = "production.toml"
+[[stage]]
+kind = "rl"
+steps = 3
+"""
 SMALL: dict[str, object] = {"min_sessions": 4, "per_user": 1, "simulated_share": 0.2}
 
 
@@ -151,6 +179,26 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
     asyncio.run(loop.step())
     assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
     record = forgotten(world.run, user)
+    assert record is not None and record.steps == (1,)
+
+
+def test_an_update_that_nobody_is_left_of_is_passed_over() -> None:
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    world.follow(loop, until=AwaitVersion(1))
+    taught = {row.sample.partition(".")[0] for row in world.run.batch(1).rows}
+    for user in taught:
+        world.delete(user)
+    asyncio.run(loop.step())
+    assert world.run.batch(1).rows == ()
+    world.users += [digest(f"another {n}") for n in range(20)]
+    world.follow(loop, until=Done())
+    ends = [(action, version) for action, version, _ in told(world) if action in ENDS]
+    assert ends == [("start", 0), ("refuse", 1), ("settle", 2), ("settle", 3)]
+    why = next(each.why for each in TrafficLog(world.objects).changes() if each.version == 1)
+    assert why == "all users whose sessions it was made of were deleted"
+    assert world.run.batch(2).base == 0
+    record = forgotten(world.run, min(taught))
     assert record is not None and record.steps == (1,)
 
 
@@ -315,12 +363,11 @@ def test_the_past_of_users_ends_when_an_update_is_first_seen() -> None:
     world = World(Objects.open("memory:"))
     user = world.users[0]
     for time, version, kind in ((1.0, 0, "kept_5min"), (3.0, 1, "undone"), (5.0, 1, "undone")):
-        turn = recorded(user, f"{int(time):013d}-{digest(user)}", time, version)
-        world.turns.append(turn)
-        world.events.append(said(turn, kind, time))
-    (found,) = user_outcomes(
-        world.loop().outcomes(), new=1, old=0, first_seen=2.0, since=4.0, until=9.0
-    )
+        name = f"{int(time):013d}-{digest(user)}"
+        world.record(recorded(user, name, time, version), kind)
+    sessions = world.sessions()
+    sessions.look()
+    (found,) = user_outcomes(sessions.figures(), new=1, old=0, first_seen=2.0, since=4.0, until=9.0)
     assert found.sessions == 1 and found.totals["kept"] == 0.0
     assert found.before["kept"] == 1.0
 
@@ -346,8 +393,7 @@ def test_all_updates_together_are_compared_with_held_out_users() -> None:
     assert kept.metric.name == "kept" and kept.candidate > 0.8 and kept.live < 0.2
     heldout = next(user for user in world.users if loop.last.traffic.is_heldout(user))
     strange = recorded(heldout, f"{int(world.now * 1000):013d}-{digest('x')}", world.now, 1)
-    world.turns.append(strange)
-    world.events.append(said(strange, "kept_5min", world.now))
+    world.record(strange, "kept_5min")
     assert loop.against_heldout()[0] == kept, "its pool was down"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from etude.core.consent import Tombstone, pseudonym
+from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
 from etude.core.feedback import Joined
 from etude.core.recorded import Sessions
@@ -15,26 +15,28 @@ from etude.store.production import ProductionStore
 
 
 class Place:
-    """`run`: the store of the run, if the file names none. `remembers`: as of `ProductionStore`."""
+    """`run`: the store of the run, if the file names none."""
 
-    def __init__(self, file: Path, run: str | None, *, remembers: bool = False) -> None:
+    def __init__(self, file: Path, run: str | None) -> None:
         self.config: ProductionConfig = read_production(file)
         url = self.config.store or run
         if url is None:
             raise EtudeError(f"{file} names no store: give that of the run, with --run")
-        self.store = ProductionStore(Objects.open(url, create=False), remembers=remembers)
+        self.store = ProductionStore(Objects.open(url, create=False))
         self.key = read_user_key(Path(self.config.user_key_file), create=False)
 
-    def read(self) -> tuple[Sessions, Joined]:
+    @property
+    def refused(self) -> set[str]:
+        """Users and organisations who may not be recorded, as the file says."""
         consent = self.config.consent
-        refused = {
+        return {
             pseudonym(name, self.key)
             for table in (consent.users, consent.organisations)
             for name, granted in table.items()
             if not granted
         }
-        sessions = self.store.sessions(refused)
-        return sessions, self.store.joined(sessions, horizon_s=self.config.horizon_s)
 
-    def tombstones(self) -> dict[str, Tombstone]:
-        return self.store.tombstones()
+    def read(self) -> tuple[Sessions, Joined]:
+        """All that was recorded, and may be read."""
+        sessions = self.store.sessions(self.refused)
+        return sessions, self.store.joined(sessions, horizon_s=self.config.horizon_s)

@@ -329,5 +329,6 @@ def open_production(
     config = read_production(path)
     objects = run.objects if config.store is None else Objects.open(config.store)
     key = read_user_key(Path(config.user_key_file), create=True)
-    store, policy = ProductionStore(objects), run.config().name
-    return Production(model, router, store, config, key, policy, pools)
+    told = run.config()
+    store = ProductionStore(objects, announces=told.realtime is not None)
+    return Production(model, router, store, config, key, told.name, pools)
