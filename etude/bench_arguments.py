@@ -72,7 +72,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--simulate",
         action="store_const",
         const=True,
-        help="sandboxes: 100,000 over 200 hosts, under virtual time",
+        help="under virtual time; borrowed: days of users; sandboxes: 100,000 over 200 hosts",
     )
     parser.add_argument(
         "--soak",

@@ -17,6 +17,12 @@ slots.
     rl_tokens_per_s         that RL sampled
     preemptions             of RL by users
     idle_share              of all slot-seconds, in the day with RL
+
+`--simulate` plays days under virtual time instead (`_borrowed_days`), with the engine's own
+scheduler, on this processor (`cpu.`) and by the data sheet of a GPU (`h100.`, a model of 8B): the
+medians of several days, which other work on the machine does not change. There `idle_used` is what
+RL sampled over what it could have sampled, alone, in the time in which the engine stood still
+without it; `idle_slots_used` is by slots.
 """
 
 from __future__ import annotations
@@ -37,9 +43,11 @@ from statistics import median
 import aiohttp
 import msgspec
 
+from etude.bench._borrowed_days import Day, PassCost, Work, gpu_cost, measured_cost
 from etude.bench._load import BrokenOff, Connection
 from etude.bench._servers import Started, ready, start, start_gateway
 from etude.core.config import parse
+from etude.core.lending import SlotPolicy
 from etude.model.files import hf_state_dict
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.objects import Objects
@@ -72,6 +80,8 @@ BURSTS = {10.0: 1.3, 14.5: 1.6, 20.0: 1.3}
 BURST_H = 1 / 3
 WORST = 7
 """The slice with the greatest burst."""
+WORK = Work(prompt=PROMPT, answer=ANSWER, rollout=ROLLOUT, slots=SLOTS)
+DAYS = 5
 
 
 @dataclass(slots=True)
@@ -125,13 +135,13 @@ class Client:
         return (await loop.create_connection(FirstEvent, self._host, self._port))[1]
 
 
-def day(capacity: float, rng: random.Random) -> list[float]:
-    """When users come, in seconds from midnight of a day of `DAY_S`; `capacity`: requests per
-    second that the worker can answer."""
+def day(capacity: float, rng: random.Random, day_s: float = DAY_S) -> list[float]:
+    """When users come, in seconds from midnight; `capacity`: requests per second that the worker
+    can answer."""
     arrivals, at = [], 0.0
     most = capacity * max(BURSTS.values())
-    while (at := at + rng.expovariate(most)) < DAY_S:
-        if rng.random() < capacity * share(24.0 * at / DAY_S) / most:
+    while (at := at + rng.expovariate(most)) < day_s:
+        if rng.random() < capacity * share(24.0 * at / day_s) / most:
             arrivals.append(at)
     return arrivals
 
@@ -303,11 +313,73 @@ def _add(held: dict[str, float], before: dict[str, float], after: dict[str, floa
         held[name] += after[gauge] - before[gauge]
 
 
+def simulated(days: int = DAYS, day_s: float = DAY_S) -> dict[str, float]:
+    """The medians over days, on this processor and on a GPU."""
+    files = scratch_files(parse(RUN.format(slots=SLOTS, lend="")))
+    config = ModelConfig.from_json(files["config.json"])
+    costs = {
+        "cpu": measured_cost(config, SLOTS, PROMPT),
+        "h100": gpu_cost("h100", parameters=8e9, kv_bytes=147e3, context=PROMPT + ANSWER),
+    }
+    figures: dict[str, float] = {}
+    for name, cost in costs.items():
+        found = [simulate_day(config, cost, seed, day_s) for seed in range(days)]
+        for key in found[0]:
+            figures[f"{name}.{key}"] = median(each[key] for each in found)
+        figures[f"{name}.users_ttft_p99_ratio_max"] = max(
+            each["users_ttft_p99_ratio"] for each in found
+        )
+    return figures
+
+
+def simulate_day(config: ModelConfig, cost: PassCost, seed: int, day_s: float) -> dict[str, float]:
+    """Under virtual time, with RL and without. What RL could have had at most is the time in which
+    the engine stood still without it."""
+
+    def lending(max_ttft_s: float) -> Day:
+        return Day(config, cost, WORK, SlotPolicy(slots=SLOTS, max_ttft_s=max_ttft_s))
+
+    count = 40 * SLOTS
+    capacity = count / Day(config, cost, WORK, None).play([0.0] * count, 0.0).seconds
+    before = day(capacity, random.Random(f"before {seed}"), day_s)
+    max_ttft_s = _percentile(Day(config, cost, WORK, None).play(before, day_s).ttft_s, 0.99)
+    arrivals = day(capacity, random.Random(f"day {seed}"), day_s)
+    alone = Day(config, cost, WORK, None).play(arrivals, day_s)
+    beside = lending(max_ttft_s).play(arrivals, day_s)
+    rl_alone = lending(math.inf).play([], day_s / 10)
+    idle_s = beside.seconds - alone.busy_s
+    return {
+        "idle_used": (beside.rl_tokens / (rl_alone.rl_tokens / rl_alone.seconds * idle_s)),
+        "idle_slots_used": beside.rl_slot_s / (SLOTS * beside.seconds - beside.users_slot_s),
+        "users_ttft_p99_ms": 1e3 * _percentile(beside.ttft_s, 0.99),
+        "users_alone_ttft_p99_ms": 1e3 * _percentile(alone.ttft_s, 0.99),
+        "users_ttft_p99_ratio": _ratio(beside.ttft_s, alone.ttft_s, 0.99),
+        "users_ttft_p90_ratio": _ratio(beside.ttft_s, alone.ttft_s, 0.9),
+        "users_ttft_p50_ratio": _ratio(beside.ttft_s, alone.ttft_s, 0.5),
+        "users_turn_p50_ratio": _ratio(beside.turn_s, alone.turn_s, 0.5),
+        "requests": len(beside.ttft_s),
+        "lost": len(arrivals) - len(beside.turn_s),
+        "late_share": sum(s > max_ttft_s for s in beside.ttft_s) / len(beside.ttft_s),
+        "rl_tokens_per_s": beside.rl_tokens / beside.seconds,
+        "preemptions": beside.preemptions,
+        "idle_share": idle_s / beside.seconds,
+        "capacity_per_s": capacity,
+        "pass_ms": 1e3 * cost.of(SLOTS, 0),
+        "first_pass_ms": 1e3 * cost.of(0, PROMPT),
+    }
+
+
+def _ratio(beside: Sequence[float], alone: Sequence[float], share: float) -> float:
+    return _percentile(beside, share) / _percentile(alone, share)
+
+
 def _percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
-def run() -> dict[str, float]:
+def run(simulate: bool = False) -> dict[str, float]:
+    if simulate:
+        return simulated()
     with tempfile.TemporaryDirectory() as folder:
         capacity, ttft_s = asyncio.run(calibrate(Path(folder)))
         told = f"{capacity:.1f} requests/s, p99 of the first token {1e3 * ttft_s:.0f} ms"

@@ -16,7 +16,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone
 from etude.core.ledger import Batched, Dropped, Entry, Trained
 from etude.core.types import Status, Trajectory
-from etude.dash.session import Block, read_session
+from etude.dash.session import STATUS, Block, read_session
 from etude.launch.launcher import is_stopped
 from etude.launch.place import RunPlace
 from etude.model.directory import MODEL_FILES
@@ -38,9 +38,9 @@ STYLES = {
     "score": "green",
     "error": "red",
     "timed out": "red",
+    "truncated": "red",
 }
 UNDER_WAY, STOPPED = "under way", "stopped"
-STATUS = {"done": "finished", "timeout": "timed out", "failed": "failed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,7 +189,7 @@ def _session_findings(session: Trial, has_files: bool) -> list[str]:
     messages = session.trajectory.messages
     if has_files and not any(message.get("role") == "assistant" for message in messages):
         found.append("the session has no answer of the model: does the agent ask base_url?")
-    if session.trajectory.status == "timeout":
+    if session.trajectory.status in ("truncated", "timeout"):
         found.append("the session was not finished: its agent ran out of time, turns or context")
     if names := untrainable_params(session.trajectory):
         found.append(

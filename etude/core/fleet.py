@@ -58,6 +58,9 @@ class Worker:
     """Sessions with affinity to this worker."""
     heard: float = 0.0
     """When it last said that it is there."""
+    stalled: float = -math.inf
+    """When it last did so after a silence that was too long for one that is well, and too short for
+    its lease."""
     joining: bool = False
     """It is being told what to load."""
     draining: bool = False
@@ -143,6 +146,8 @@ class Fleet:
         if known is None or known.version > version:
             draining = url in self._drained or (known is not None and known.draining)
             known = self._workers[url] = Worker(url, region, version, draining=draining)
+        elif self.has_stalled(known, now, now):
+            known.stalled = now
         self._drained.pop(url, None)
         known.version, known.heard, known.is_closed = version, now, is_closed
         return known
@@ -195,17 +200,25 @@ class Fleet:
     def knows(self, worker: Worker) -> bool:
         return self._workers.get(worker.url) is worker
 
+    def has_stalled(self, worker: Worker, since: float, now: float) -> bool:
+        """Whether it was silent for long after `since`, although its lease holds: what it was asked
+        then took longer than it should have."""
+        return worker.stalled > since or now - worker.heard >= self._heartbeat_timeout_s / 2
+
     def may_raise_floor(
         self, version: int, now: float, refused: Container[Worker] = frozenset()
     ) -> bool:
         """Whether requests may be limited to this version and newer ones: at once when all workers
-        have it; else when a quorum has had it for as long as a worker may be silent. `refused`:
-        those that cannot load it, for which nobody waits. To be asked often while they load."""
-        wanted = [
+        have it; else when a quorum has had it for as long as a worker may be silent. Nobody waits
+        for those that cannot load it (`refused`), nor, while there are others, for those that have
+        no weights yet: they are started just now, and load a model whole. To be asked often while
+        they load."""
+        able = [
             worker
             for worker in self._workers.values()
             if self._is_wanted(worker) and worker not in refused
         ]
+        wanted = [worker for worker in able if worker.version >= 0] or able
         ready = sum(worker.version >= version for worker in wanted)
         if ready == len(wanted):
             return True

@@ -54,9 +54,11 @@ class SlotPolicy:
         self._late: deque[bool] = deque(maxlen=REMEMBERED)
         self._is_new = False
 
-    def first_token(self, seconds: float, *, beside_rl: bool) -> None:
-        """A user has waited so long. What they wait for without RL is not for RL to mend."""
-        if beside_rl:
+    def first_token(self, seconds: float, *, since_rl_s: float) -> None:
+        """A user has waited so long. `since_rl_s`: how long before they came RL last had a slot; 0
+        if it had one then. What they wait for without RL is not for RL to mend, but those who came
+        beside it hold their places for longer, and others may wait behind them."""
+        if since_rl_s <= self._max_ttft_s:
             late = seconds > self._max_ttft_s
             self._late.append(late)
             self._is_new |= late

@@ -207,3 +207,5 @@ class Sample:
     """Draft tokens (see `Request.prediction`) that were accepted, and that were rejected."""
     gave_way: bool = False
     """It is of the class batch, and had to wait for requests of a higher class."""
+    first_token_s: float | None = None
+    """How long its first token took at the worker, if that measures it."""

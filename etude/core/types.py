@@ -22,10 +22,13 @@ from etude.core.sandbox import SandboxSpec
 Json = Any
 """A value that JSON can say: None, bool, int, float, str, list, dict."""
 
-Status = Literal["done", "timeout", "failed"]
-"""`done`: the session came to an end and was graded. `timeout`: it ran out of time or turns of its
-own and was graded as it stood. `failed`: infrastructure broke; there is no score, and no statistic
-may count it as a zero."""
+Status = Literal["done", "truncated", "timeout", "failed"]
+"""`done`: the session came to an end and was graded. `truncated`, `timeout`: it ran out of turns or
+context, or of time of its own, and was graded as it stood. `failed`: infrastructure broke; there is
+no score, and no statistic may count it as a zero."""
+
+Limit = Literal["time", "turns", "context"]
+"""Of a session."""
 
 SegmentKind = Literal["turns", "summary", "subagent"]
 """Why a harness opened a context: to go on with the conversation, to have it summed up, or for an
@@ -135,7 +138,10 @@ class Transcript:
 
     messages: list[dict[str, Json]]
     finished: bool
-    """False if the agent ran out of turns or time of its own."""
+    """False if the agent ran out of turns, context or time of its own."""
+    limit: Limit = "time"
+    """If it is not finished, what it ran out of. Time may have been lost to others: such a session
+    is graded only if it was not."""
     score: Score | None = None
     """What whoever ran the session says that it was worth, if its environment is to hear it."""
     prompt_parts: tuple[PromptPart, ...] = ()

@@ -92,7 +92,8 @@ LEGEND = {
     "without signal": "all attempts at a task earned the same: nothing to learn",
     "dropped": "drawn in a way that the trainer cannot recompute",
     "quarantined": "suspected of a trick, and not trained on",
-    "timed out": "out of time or turns, graded as it stood",
+    "timed out": "out of time, graded as it stood",
+    "truncated": "out of turns or context, graded as it stood",
     "interrupted": "cut short when the run was stopped; their tasks are issued again",
     "solve rate": "share of attempts that earned 1",
     "groups": "all attempts at one task are a group",
@@ -251,7 +252,8 @@ def sessions(view: RunView) -> str:
     ended, untrainable, suspects = view.ended, view.groups.untrainable, view.groups.quarantined
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
-        f"{view.groups.sessions_without} without signal{_share_without(view)}"
+        + (f"{ended['truncated']} truncated, " if ended["truncated"] else "")
+        + f"{view.groups.sessions_without} without signal{_share_without(view)}"
         + (f", {ended['interrupted']} interrupted" if ended["interrupted"] else "")
         + (f", {untrainable} dropped for sampling" if untrainable else "")
         + (f", {suspects} quarantined" if suspects else "")

@@ -19,6 +19,7 @@ from etude.core.stages import RolloutStageConfig
 from etude.core.types import Trajectory
 from etude.dash.history import History
 from etude.dash.reader import RunView
+from etude.dash.session import CUT_SHORT
 from etude.dash.table import RolloutTable, cause_of
 from etude.dash.waits import Waits
 from etude.store.codec import Stamped
@@ -265,8 +266,8 @@ def evidence_of(t: Trajectory) -> str:
             wrong = [line for line in lines if any(word in line.lower() for word in _WRONG)]
             line = wrong[-1] if wrong else lines[0]
             return cause_of(f"{part.name}: {line.rpartition('; its last words: ')[2]}")
-    if t.status == "timeout":
-        return "out of time or turns"
+    if t.status in CUT_SHORT:
+        return CUT_SHORT[t.status]
     return "no evidence"
 
 

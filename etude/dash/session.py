@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from etude.core.types import Json, Score, Trajectory, plain_text
+from etude.core.types import Json, Score, Status, Trajectory, plain_text
 
 LONG = 40
 """Lines of a text that are shown; of a longer one the first and the last."""
@@ -16,6 +16,15 @@ LONG_LINE = 400
 """Characters of a line."""
 SPARE_LEVELS = 20
 """Of nesting, for what arguments are shown in."""
+STATUS: dict[Status, str] = {
+    "done": "finished",
+    "truncated": "truncated",
+    "timeout": "timed out",
+    "failed": "failed",
+}
+"""In words."""
+CUT_SHORT: dict[Status, str] = {"truncated": "out of turns or context", "timeout": "out of time"}
+"""Of a session that was graded as it stood, why it did not go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +60,8 @@ def _recorded(t: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> I
 
 
 def _outcome(t: Trajectory) -> Iterator[Block]:
-    if t.status == "timeout":
-        yield Block("timed out", "out of time or turns; graded as it stood")
+    if t.status in CUT_SHORT:
+        yield Block(STATUS[t.status], f"{CUT_SHORT[t.status]}; graded as it stood")
     if t.score is not None:
         yield Block("score", score_text(t.score))
     if t.error is not None:

@@ -8,8 +8,8 @@ A sequence that is decoding takes part in every pass, so a long prompt never sta
 is read in pieces, within what `max_batched_tokens` leaves. A request is admitted when there are
 blocks for all that it has to read. If blocks run out later, the last in rank gives up its own and
 waits; it loses no token, only the work of reading them again. Rank is the class of priority
-(interactive, standard, batch), then arrival. A waiting request of a higher class takes the place of
-a running one at once. A request whose deadline has passed is released wherever it is.
+(interactive, standard, batch), then arrival. Waiting requests of a higher class take the places
+of running ones at once. A request whose deadline has passed is released wherever it is.
 
 The class batch takes what others leave: at most `max_batch_seqs` of it run, and it sits out the
 passes that read the prompt of a higher class, so that its first token comes as if nobody else were
@@ -323,17 +323,27 @@ class Scheduler:
             self._preempt(self.running[-1])
 
     def _preempt_for_priority(self) -> None:
-        while self.waiting and self.running:
-            first, last = self.waiting[0], self.running[-1]
-            if first.schedule_order[0] >= last.schedule_order[0] or self._can_admit(first):
+        """Make room for all of a higher class that wait: a burst of them has the places of the
+        others in one pass, not in one pass each."""
+        coming = num_blocks = 0
+        for first in list(self.waiting):
+            num_blocks += self.block_manager.num_blocks_for(len(first.tokens))
+            while self.running and first.schedule_order[0] < self.running[-1].schedule_order[0]:
+                if self._has_room(coming, num_blocks):
+                    break
+                self._preempt(self.running[-1])
+            else:
                 return
-            self._preempt(last)
+            coming += 1
 
-    def _can_admit(self, sequence: Sequence) -> bool:
+    def _has_room(self, coming: int, num_blocks: int) -> bool:
+        """For another one behind `coming` that are let in before it, with so many blocks for all of
+        them."""
         # Room to grow is left for those who run: to admit one only to preempt it at once would be
         # work for nothing.
-        needed = self.block_manager.num_blocks_for(len(sequence.tokens)) + len(self.running)
-        return len(self.running) < self.max_num_seqs and needed <= self.block_manager.num_free
+        num_running = len(self.running) + coming
+        enough_blocks = num_blocks + num_running <= self.block_manager.num_free
+        return num_running < self.max_num_seqs and enough_blocks
 
     def _admit(self, version: int) -> Sequence | None:
         if not self.waiting or len(self.running) == self.max_num_seqs:

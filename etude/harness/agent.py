@@ -20,7 +20,7 @@ from etude.core.errors import RolloutFailure
 from etude.core.patience import when_back
 from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
-from etude.core.types import Json, PromptPart, Task, Transcript
+from etude.core.types import Json, Limit, PromptPart, Task, Transcript
 from etude.harness.summary import SCHEMA as SUMMARY_SCHEMA
 from etude.harness.summary import (
     SUMMARISE,
@@ -100,6 +100,7 @@ class CodingAgent:
         own = [SUMMARY_SCHEMA] if self._summarise_tool else []
         ask = partial(self._ask, base_url, api_key, [*tools.schemas, *own])
         finished = False
+        limit: Limit = "turns"
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 for turn in range(self._max_turns):
@@ -120,9 +121,15 @@ class CodingAgent:
             # someone else's time ran out: a failure, not the end of the session
             if not deadline.expired():
                 raise
+            limit = "time"
         except OutOfContext:
-            pass
-        return Transcript(messages=talk.said, finished=finished, prompt_parts=opening.prompt_parts)
+            limit = "context"
+        return Transcript(
+            messages=talk.said,
+            finished=finished,
+            limit=limit,
+            prompt_parts=opening.prompt_parts,
+        )
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         """Before the model's first turn."""

@@ -19,7 +19,7 @@ import aiohttp
 
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import Sandbox
-from etude.core.types import Task, Transcript
+from etude.core.types import Limit, Task, Transcript
 from etude.harness.session_proxy import SessionProxy
 from etude.harness.tunnel import tunnel_to
 
@@ -66,6 +66,7 @@ class ProgramAgent:
         )
         output = bytearray()
         finished = False
+        limit: Limit = "context"
         try:
             async with asyncio.timeout(self._timeout_s) as deadline:
                 code = await self._run_program(task, sandbox, session, output)
@@ -81,8 +82,13 @@ class ProgramAgent:
                     f"agent: its time was over after {self._timeout_s:g} s (harness.timeout_s), "
                     f"and it had not asked the model yet"
                 ) from None
+            limit = "time"
         said = {"role": "tool", "name": "program", "content": output.decode(errors="replace")}
-        return Transcript(messages=[*(session.messages or task.opening), said], finished=finished)
+        return Transcript(
+            messages=[*(session.messages or task.opening), said],
+            finished=finished,
+            limit=limit,
+        )
 
     async def _run_program(
         self, task: Task, sandbox: Sandbox, session: SessionProxy, output: bytearray

@@ -21,6 +21,7 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import aiohttp
@@ -35,6 +36,8 @@ from etude.store.runs import Run
 
 LENT_TOKEN_VARIABLE = "ETUDE_LENT_TOKEN"
 LOOK_S = 1.0
+UNKNOWN = {"state": "unknown", "active": 0}
+"""A worker that a shard does not know."""
 
 
 class Lender:
@@ -46,7 +49,7 @@ class Lender:
     ) -> None:  # fmt: skip
         assert lend.run is not None and lend.gateway is not None
         self._http = http
-        self._gateway = gateway
+        self._shards = gateway.split(",")
         self._keep = lend.keep
         self._url = f"http://{host}:{port}"
         own = ("--region", region, "--host", host)
@@ -167,24 +170,32 @@ class Lender:
             await process.wait()
 
     async def _status(self) -> dict[str, Any] | None:
-        """None if the gateway does not answer."""
-        return await self._ask("GET", "/status")
+        """What all shards of the gateway say together; None if one does not answer: nobody knows
+        how its users fare."""
+        told = await asyncio.gather(*(self._ask("GET", "/status", at=url) for url in self._shards))
+        answers = [each for each in told if each is not None]
+        return join_shards(answers) if len(answers) == len(told) else None
 
     def _state(self, status: dict[str, Any] | None) -> str | None:
         """That the gateway has our worker in; None if it knows none."""
         return None if status is None else status["workers"].get(self._url, {}).get("state")
 
     async def _drain(self, *, draining: bool) -> int | None:
-        """How many requests it still works on; None if the gateway does not have it so."""
+        """How many requests it still works on; None if the gateway does not have it so. One shard
+        tells the others, and answers for itself."""
         asked = {"url": self._url, "draining": draining, "keep": self._keep}
-        told = await self._ask("POST", "/workers/drain", asked)
-        return None if told is None else int(told["active"])
+        if await self._ask("POST", "/workers/drain", asked) is None:
+            return None
+        status = await self._status()
+        if status is None or self._url not in status["workers"]:
+            return None
+        return int(status["workers"][self._url]["active"])
 
     async def _ask(
         self, method: str, path: str, body: Any = None, at: str | None = None
     ) -> dict[str, Any] | None:
-        """`at`: the gateway, unless another server is meant."""
-        url = at or self._gateway
+        """`at`: the gateway, which is its first shard, unless another server is meant."""
+        url = at or self._shards[0]
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._http.request(method, url + path, json=body) as response:
                 # Users are served all the same: a token that is over is no reason to leave them.
@@ -198,6 +209,24 @@ class Lender:
                     told: dict[str, Any] = await response.json()
                     return told
         return None
+
+
+def join_shards(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the status of each shard: requests are counted together; a worker is live if all have it
+    so; and of the users' p99, the worst."""
+    names = {url for status in told for url in status["workers"]}
+    workers = {url: [status["workers"].get(url, UNKNOWN) for status in told] for url in names}
+    waits = [status["users_ttft_p99_s"] for status in told]
+    return {
+        "workers": {
+            url: {
+                "state": next((e["state"] for e in each if e["state"] != "live"), "live"),
+                "active": sum(e["active"] for e in each),
+            }
+            for url, each in workers.items()
+        },
+        "users_ttft_p99_s": max((wait for wait in waits if wait is not None), default=None),
+    }
 
 
 def _users_load(status: dict[str, Any] | None) -> UsersLoad | None:
@@ -228,7 +257,9 @@ def main() -> int:
         description="A worker in front of users that is lent to RL when they leave it idle.",
     )
     parser.add_argument("--store", required=True, help="the run whose model users are served")
-    parser.add_argument("--gateway", required=True, help="that users ask")
+    parser.add_argument(
+        "--gateway", required=True, help="that users ask; of several shards all, as URL,URL"
+    )
     parser.add_argument("--region", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True, help="of the worker with the users")

@@ -31,6 +31,7 @@ from etude.dash.page import (
 )
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
+from etude.dash.session import STATUS
 from etude.run.evaluate import Report
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader, flush_s
@@ -174,7 +175,7 @@ def _sessions(sessions: Sequence[AttemptDone], width: int) -> list[Text]:
     found = [Text("newest sessions", style="dim")]
     for each in sessions:
         reward = f"reward {each.reward:.2f}" if each.reward is not None else ""
-        what = {"done": "finished", "timeout": "timed out"}.get(each.status, each.status)
+        what = STATUS[each.status]
         named = f"{each.id[:ids]:<{ids}}  {each.task[:tasks]:<{tasks}}"
         told = f"{named}  {what:<9} {each.seconds:>5.1f} s  {reward}{each.error or ''}"
         found.append(Text(_cut(told, width), style="red" if each.error else ""))

@@ -30,7 +30,7 @@ import aiohttp
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
-from etude.core.types import Attempt, Json, Part, Score, Task, Transcript
+from etude.core.types import Attempt, Json, Limit, Part, Score, Task, Transcript
 from etude.harness.agent import (
     NUDGE,
     OutOfContext,
@@ -150,21 +150,26 @@ class OpenEnvAgent:
             opening = f"{task.prompt}\n\n{episode.shown}"
             tools = await self._tools(episode)
             messages: list[Message] = [{"role": "user", "content": opening}]
-            with contextlib.suppress(OutOfContext):
-                try:
-                    async with asyncio.timeout(self._timeout_s) as deadline:
-                        for turn in range(self._max_turns):
-                            asked = {"messages": messages, "tools": tools}
-                            told = self._sampling | asked | {"seed": turn_seed(seed, turn)}
-                            answer, _ = await ask_model(http, base_url, api_key, told)
-                            messages.append(answer)
-                            await self._act(answer, episode, messages)
-                            if episode.done or gave_up(messages):
-                                break
-                except TimeoutError:
-                    if not deadline.expired():
-                        raise
-            return Transcript(messages=messages, finished=episode.done, score=episode.score())
+            limit: Limit = "turns"
+            try:
+                async with asyncio.timeout(self._timeout_s) as deadline:
+                    for turn in range(self._max_turns):
+                        asked = {"messages": messages, "tools": tools}
+                        told = self._sampling | asked | {"seed": turn_seed(seed, turn)}
+                        answer, _ = await ask_model(http, base_url, api_key, told)
+                        messages.append(answer)
+                        await self._act(answer, episode, messages)
+                        if episode.done or gave_up(messages):
+                            break
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                limit = "time"
+            except OutOfContext:
+                limit = "context"
+            return Transcript(
+                messages=messages, finished=episode.done, limit=limit, score=episode.score()
+            )
 
     @contextlib.asynccontextmanager
     async def _begun(self, http: aiohttp.ClientSession, seed: int) -> AsyncIterator[Episode]:

@@ -26,6 +26,7 @@ from etude.core.types import (
     Score,
     Segment,
     SessionAccess,
+    Status,
     Task,
     Trajectory,
     Transcript,
@@ -203,7 +204,7 @@ class RolloutRunner:
                 transcript = await _coroutine("run", running)
                 messages = _messages(transcript)
             async with boundary("agent"):
-                if not transcript.finished:
+                if _is_late(transcript):
                     await self._check_time(session, began)
             async with boundary("segments"):
                 segments = await self.sessions.segments(session, experts=self.experts)
@@ -221,7 +222,7 @@ class RolloutRunner:
             started,
             segments=segments,
             score=score,
-            status="done" if transcript.finished else "timeout",
+            status=_status(transcript),
             messages=messages,
             diff=diff[:DIFF_CHARS],
             prompt_parts=transcript.prompt_parts,
@@ -233,7 +234,7 @@ class RolloutRunner:
         return self._sandbox_timeout_s + scoring_s(self.environment, task)
 
     async def _check_time(self, session: str, began: float) -> None:
-        """An agent that did not finish may have run out of time that it did not have."""
+        """An agent that ran out of time may have lost some of it to others."""
         if stopped_since(began):
             raise RolloutFailure(
                 "agent: its time ran out, and the controller was stopped meanwhile"
@@ -334,6 +335,17 @@ def _cost(segments: tuple[Segment, ...], seconds: float) -> Cost:
         seconds=seconds,
         calls=len(answers),
     )
+
+
+def _is_late(transcript: Transcript) -> bool:
+    """Turns and context cannot be lost to others, as time can."""
+    return not transcript.finished and transcript.limit == "time"
+
+
+def _status(transcript: Transcript) -> Status:
+    if transcript.finished:
+        return "done"
+    return "timeout" if _is_late(transcript) else "truncated"
 
 
 def _unanswered(transcript: Transcript) -> str:

@@ -144,6 +144,7 @@ def to_transcript(episode: Any) -> Transcript:
     return Transcript(
         messages=[to_message(message) for message in trace.messages],
         finished=not (trace.is_truncated or trace.is_timeout),
+        limit="time" if trace.is_timeout else "turns",
         score=to_score(trace),
     )
 

@@ -20,8 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from statistics import median
 
@@ -36,6 +36,9 @@ from etude.serve.grammar_matcher import GrammarCompiler, GrammarMatcher
 from etude.serve.http import DeadlineExceeded, Unavailable
 
 LEND_EVERY_S = 1.0
+REST_S = 0.001
+"""A pause after a step that had nothing to do: all who wait are of the class batch, which may have
+no slot now. Without it the thread would take the event loop's time from users."""
 
 FetchWeights = Callable[[int], Mapping[str, Tensor]]
 Event = Token | Sample
@@ -60,7 +63,6 @@ class EngineThread:
         self.tokenizer = ChatTokenizer(files)
         self.busy_s = 0.0
         self.num_tokens = 0
-        self.num_batch = 0
         self.users_only = False
         self.slot_s = {"users": 0.0, "batch": 0.0}
         """The time that slots were held: by the class batch, and by all others."""
@@ -74,6 +76,7 @@ class EngineThread:
         self._inboxes: dict[str, Inbox] = {}
         self._batch: dict[str, Inbox] = {}
         """Of them, those of the class batch."""
+        self._batch_at = -math.inf  # when one of them last had a slot; inf: one has
         self._began: float | None = None  # what it does now; None while it has nothing to do
         self._counted = self.started  # up to when `slot_s` is
         self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -105,6 +108,8 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     async def sample(self, request: Request) -> Sample:
+        if self.lending is not None and request.priority != "batch":
+            return await self._sample_for_user(request)
         deadline = _deadline(request)
         matcher = await self._guide(request)
         with self._submitted(request, matcher, deadline, stream=False) as inbox:
@@ -112,15 +117,28 @@ class EngineThread:
         assert isinstance(sample, Sample)
         return _checked(sample, matcher)
 
+    async def _sample_for_user(self, request: Request) -> Sample:
+        """With the time to its first token, which nobody else sees if the answer is not
+        streamed."""
+        began, first_s = time.monotonic(), 0.0
+        stream = self.stream(request)
+        async with aclosing(stream):  # type: ignore[type-var]
+            async for event in stream:
+                first_s = first_s or time.monotonic() - began
+                if isinstance(event, Sample):
+                    return replace(event, first_token_s=first_s)
+        raise AssertionError("a stream ends with its sample")
+
     async def stream(self, request: Request) -> AsyncIterator[Event]:
         deadline = _deadline(request)
         matcher = await self._guide(request)
-        began, beside_rl = time.monotonic(), self.num_batch > 0
+        began = time.monotonic()
+        since_rl_s = max(0.0, began - self._batch_at)
         is_first = self.lending is not None and request.priority != "batch"
         with self._submitted(request, matcher, deadline, stream=True) as inbox:
             while isinstance(event := await _next(inbox), Token):
                 if is_first and self.lending:
-                    self.lending.first_token(time.monotonic() - began, beside_rl=beside_rl)
+                    self.lending.first_token(time.monotonic() - began, since_rl_s=since_rl_s)
                     is_first = False
                 yield event
         yield _checked(event, matcher)
@@ -255,14 +273,20 @@ class EngineThread:
         self._count_slots()
         if events:
             self._loop.call_soon_threadsafe(self._deliver, events)
+        elif not self.engine.num_running:
+            time.sleep(REST_S)
         return True
 
     def _count_slots(self) -> None:
         """They are held from one step to the next."""
         held_s, self._counted = time.monotonic() - self._counted, time.monotonic()
-        self.num_batch = self.engine.num_batch
-        self.slot_s["batch"] += held_s * self.num_batch
-        self.slot_s["users"] += held_s * (self.engine.num_running - self.num_batch)
+        num_batch = self.engine.num_batch
+        if num_batch:
+            self._batch_at = math.inf
+        elif self._batch_at == math.inf:
+            self._batch_at = self._counted
+        self.slot_s["batch"] += held_s * num_batch
+        self.slot_s["users"] += held_s * (self.engine.num_running - num_batch)
 
 
 class StopStringChecker:

@@ -123,15 +123,19 @@ class Router:
         self._waits: dict[Worker, set[Wait]] = {}
 
     async def sample(self, request: Request, session: str = "") -> Sample:
+        came = self._clock.now()
         async with deadline(request.deadline_s):
             attempts = self._attempts(request, session)
             async with aclosing(attempts):
                 async for attempt in attempts:
+                    asked = self._clock.now()
                     with self._failures_of(attempt):
                         sample = await self._ask(attempt.worker, attempt.request)
                         self._check_known(attempt.worker)
                         if sample.gave_way:
                             self.disturb(session)
+                        if sample.first_token_s is not None:
+                            self._first_tokens.add(asked + sample.first_token_s, came)
                         regions = (RegionSpan(attempt.worker.region, len(sample.tokens)),)
                         return replace(sample, regions=regions)
         raise AssertionError("attempts end with an answer or an error")
@@ -175,11 +179,12 @@ class Router:
             left = _left(request, self._clock.now() - began)
             async with deadline(left.deadline_s):
                 worker = await self._pick(session)
-            attempt = Attempt(worker, left)
+            attempt, asked = Attempt(worker, left), self._clock.now()
             try:
                 yield attempt
             finally:
                 self.fleet.done(worker)
+                requests.disturbed |= self.fleet.has_stalled(worker, asked, self._clock.now())
             failures += not isinstance(attempt.failure, WorkerSilent)
             why = str(attempt.failure)
             requests.disturbed = True

@@ -171,6 +171,17 @@ def test_a_slow_worker_is_left_behind_and_catches_up() -> None:
     assert fleet.state("c") is WorkerState.LIVE and fleet.pick() is slow
 
 
+def test_nobody_waits_for_one_that_has_just_begun() -> None:
+    """It loads a model whole, while the others only change to the next version."""
+    fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
+    ready, begun = fleet.join("a", "r", 1, 0.0), fleet.join("b", "r", -1, 0.0)
+    assert fleet.behind(1) == [begun] and fleet.may_raise_floor(1, 0.0)
+    begun.version = 0
+    assert not fleet.may_raise_floor(1, 0.0), "it follows, and is waited for"
+    ready.version = begun.version = -1
+    assert not fleet.may_raise_floor(1, 0.0), "nobody else could serve"
+
+
 def test_nobody_waits_for_who_refuses() -> None:
     fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
     ready, refusing = fleet.join("a", "r", 1, 0.0), fleet.join("b", "r", 0, 0.0)

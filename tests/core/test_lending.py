@@ -30,16 +30,20 @@ def test_no_hours_are_all_hours_and_the_longest_span_counts() -> None:
     assert lendable_s(("00:00-00:00",), 7.0) == DAY_S - 7.0
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.booleans()), max_size=40), st.integers(1, 64))
+@given(
+    st.lists(st.tuples(st.floats(0.0, 3.0), st.sampled_from([0.0, 0.9, 1.1, math.inf]))),
+    st.integers(1, 64),
+)
 def test_slots_stay_within_what_there_is_and_only_lateness_beside_rl_takes_them(
-    waits: list[tuple[float, bool]], slots: int
+    waits: list[tuple[float, float]], slots: int
 ) -> None:
+    """Also that of users who wait behind others, from whom RL was taken shortly before."""
     policy, allowed = SlotPolicy(slots=slots, max_ttft_s=1.0), slots
-    for wait, beside_rl in waits:
-        policy.first_token(wait, beside_rl=beside_rl)
+    for wait, since_rl_s in waits:
+        policy.first_token(wait, since_rl_s=since_rl_s)
         now = policy.decide(0.0)
         assert 0 <= now <= slots
-        if wait > 1.0 and beside_rl:
+        if wait > 1.0 and since_rl_s <= 1.0:
             assert now == allowed // 2
         else:
             assert now >= allowed
@@ -49,10 +53,10 @@ def test_slots_stay_within_what_there_is_and_only_lateness_beside_rl_takes_them(
 def test_one_late_request_of_hundred_is_within_the_promise() -> None:
     policy = SlotPolicy(slots=8, max_ttft_s=1.0)
     for _ in range(150):
-        policy.first_token(0.5, beside_rl=True)
-    policy.first_token(2.0, beside_rl=True)
+        policy.first_token(0.5, since_rl_s=0.0)
+    policy.first_token(2.0, since_rl_s=0.0)
     assert policy.decide(0.0) == 8
-    policy.first_token(2.0, beside_rl=True)
+    policy.first_token(2.0, since_rl_s=0.0)
     assert policy.decide(0.0) == 4
     assert [policy.decide(0.0) for _ in range(5)] == [5, 6, 7, 8, 8]
 

@@ -194,7 +194,8 @@ def test_failures_by_cause(app: ASGIApp) -> None:
 
 def test_the_cause_of_an_attempt_without_a_score() -> None:
     late = replace(trajectory("g000001.0", None), status="timeout", error=None)
-    assert evidence_of(late) == "out of time or turns"
+    assert evidence_of(late) == "out of time"
+    assert evidence_of(replace(late, status="truncated")) == "out of turns or context"
     assert evidence_of(replace(late, status="done")) == "no evidence"
 
 

@@ -187,16 +187,18 @@ def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
     evaluated = dataclasses.replace(attempt(), split="heldout")
     same = dataclasses.replace(group(0.0, 0.0), kept=False)
     view = view_of(
-        (1.0, attempt()), (2.0, attempt("timeout", 0.0)), (3.0, failed), (4.0, evaluated),
+        (1.0, attempt()), (2.0, attempt("timeout", 0.0)), (2.0, attempt("truncated", 0.0)),
+        (3.0, failed), (4.0, evaluated),
         (5.0, group(1.0, 0.0)), (5.0, same), (6.0, same),
     )  # fmt: skip
-    assert view.ended == {"done": 1, "timeout": 1, "failed": 1}, "of training alone"
+    ended = {"done": 1, "timeout": 1, "truncated": 1, "failed": 1}
+    assert view.ended == ended, "of training alone"
     assert (view.groups.done, view.groups.with_signal, view.groups.sessions_without) == (3, 1, 4)
     assert view.failure is not None and view.failure.error == failed.error
-    assert view.sessions_per_s == 4 / 15
+    assert view.sessions_per_s == 5 / 15
     text = printed(draw(view, "etude", lag_bound=0))
     for words in (
-        "1 finished, 1 failed, 1 timed out, 4 without signal",
+        "1 finished, 1 failed, 1 timed out, 1 truncated, 4 without signal",
         "3 done, 1 with a difference",
         "0:03 ago, g.0: agent: KeyError: 'x'",
     ):

@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -108,9 +109,9 @@ def regions() -> Iterator[list[Region]]:
 
 
 def finished(run: Run) -> list[float]:
-    """When rollouts ended well."""
+    """When rollouts ended that were graded."""
     events = run.events("controller", EVENTS).read()[0]
-    return [e.t for e in events if isinstance(e.record, AttemptDone) and e.record.status == "done"]
+    return [e.t for e in events if isinstance(e.record, AttemptDone) and e.record.error is None]
 
 
 def wait_for(run: Run, central: Central, count: int) -> None:
@@ -187,7 +188,9 @@ def test_the_run_goes_on(
     assert books.violations == [] and books.lag_max <= books.lag_bound == 1
     assert books.issued == books.trained + sum(books.dropped.values()) + books.in_flight
     found = [t for name in run.groups() for t in run.group(name).trajectories]
-    assert {t.status for t in found} <= {"done", "failed"}, "graded for what others did"
+    print(Counter(t.status for t in found), Counter(t.error for t in found if t.error))
+    # Turns and context cannot be lost to others, as time can.
+    assert {t.status for t in found} <= {"done", "truncated", "failed"}, "graded for lost time"
     assert all((t.reward is None) == (t.status == "failed") for t in found)
 
 

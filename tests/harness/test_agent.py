@@ -158,7 +158,7 @@ async def test_an_answer_without_a_call_is_nudged_and_costs_a_turn() -> None:
     transcript, requests = await play(
         [says(content="hm"), says(("test", "{}")), says(content="hm")], max_turns=3
     )
-    assert not transcript.finished and len(requests) == 3
+    assert (transcript.finished, transcript.limit) == (False, "turns") and len(requests) == 3
     assert [message["content"] for message in transcript.messages].count(NUDGE) == 2
 
 
@@ -208,7 +208,7 @@ async def test_out_of_time_keeps_what_was_said() -> None:
             raise AssertionError
 
     transcript, _ = await play([says(("test", "{}"))], Slow(TASK.sandbox.files), timeout_s=0.5)
-    assert not transcript.finished
+    assert (transcript.finished, transcript.limit) == (False, "time")
     assert transcript.messages[0] == {"role": "user", "content": "fix area"}
 
 

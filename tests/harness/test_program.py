@@ -248,7 +248,7 @@ async def test_a_conversation_that_is_too_long_ends_as_it_stands() -> None:
     async with opened("process") as sandbox:
         full = web.Response(status=400, text="context_length_exceeded")
         transcript, _ = await play("ask(messages=[]); 1 / 0", sandbox, full)
-    assert not transcript.finished
+    assert (transcript.finished, transcript.limit) == (False, "context")
 
 
 async def test_a_model_that_is_gone_fails_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ subprocess.run(["sleep", "1000"])
         if asks:
             # long enough to ask on any machine
             transcript, _ = await play(text, sandbox, says(content="la"), timeout_s=15.0)
-            assert not transcript.finished
+            assert (transcript.finished, transcript.limit) == (False, "time")
         else:
             over = r"its time was over after 2 s \(harness.timeout_s\)"
             with pytest.raises(RolloutFailure, match=over):

@@ -49,7 +49,8 @@ async def test_a_session_that_fills_the_context_ends_as_it_stands(
         )
         if ends:
             transcript = await work
-            assert not transcript.finished and len(transcript.messages) == 3
+            assert (transcript.finished, transcript.limit) == (False, "context")
+            assert len(transcript.messages) == 3
         else:
             with pytest.raises(RolloutFailure, match=f"status {status}: {text}"):
                 await work

@@ -14,8 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from etude.core.lend_config import LendConfig
+from etude.core.lending import UsersLoad
 from etude.launch import lender
-from etude.launch.lender import Lender
+from etude.launch.lender import Lender, _users_load
 
 LEND = LendConfig(run="rl", gateway="http://127.0.0.1:1", calm_s=1000.0)
 
@@ -26,6 +27,8 @@ class UsersGateway:
     def __init__(self) -> None:
         self.url = ""
         self.state = "live"
+        self.active = 0
+        self.ttft_s: float | None = None
         self.failures: list[int] = []
         """The codes of its next answers."""
         self.token_is_over = False
@@ -41,8 +44,8 @@ class UsersGateway:
         if request.path == "/workers/drain":
             self.state = "draining" if (await request.json())["draining"] else "live"
             return web.json_response({"active": 0}, status=503 if self.loses_answers else 200)
-        workers = {self.url: {"state": self.state, "active": 0}}
-        return web.json_response({"workers": workers, "users_ttft_p99_s": None})
+        workers = {self.url: {"state": self.state, "active": self.active}}
+        return web.json_response({"workers": workers, "users_ttft_p99_s": self.ttft_s})
 
 
 class Idle(Lender):
@@ -71,12 +74,12 @@ async def gateway(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[UsersGateway
 
 
 @pytest.fixture
-async def make(gateway: UsersGateway) -> AsyncIterator[Callable[[int], Idle]]:
+async def make(gateway: UsersGateway) -> AsyncIterator[Callable[..., Idle]]:
     async with aiohttp.ClientSession() as http:
 
-        def make(port: int) -> Idle:
+        def make(port: int, shards: str = "") -> Idle:
             return Idle(
-                http, LEND, store="users", gateway=gateway.url, region="here", port=port,
+                http, LEND, store="users", gateway=shards or gateway.url, region="here", port=port,
                 lent_port=1, host="127.0.0.1", slots=8,
             )  # fmt: skip
 
@@ -97,6 +100,28 @@ async def test_a_drain_whose_answer_was_lost_is_taken_back(
     gateway.loses_answers = False
     await made._look()
     assert (gateway.state, made.stops) == ("live", 0)
+
+
+async def test_all_shards_of_the_gateway_are_asked(
+    gateway: UsersGateway, make: Callable[..., Idle]
+) -> None:
+    """A worker is empty when no shard has a request at it, and without one of them nobody knows."""
+    other, app = UsersGateway(), web.Application()
+    app.router.add_route("*", "/{path:.*}", other.answer)
+    async with TestServer(app) as server:
+        other.url, other.active = gateway.url, 3
+        gateway.ttft_s, other.ttft_s = 0.1, 0.7
+        second = str(server.make_url("")).rstrip("/")
+        made = make(own_port(gateway), f"{gateway.url},{second}")
+        assert _users_load(await made._status()) == UsersLoad(1, 3, 0.7)
+        assert await made._drain(draining=True) == 3
+        other.state = "draining"
+        assert _users_load(await made._status()) == UsersLoad(0, 3, 0.7)
+        other.url = "http://elsewhere"
+        status = await made._status()
+        assert status is not None and status["workers"][other.url]["state"] == "unknown"
+        other.failures = [503]
+        assert await made._status() is None
 
 
 async def test_a_token_that_is_over_takes_no_worker_from_users(

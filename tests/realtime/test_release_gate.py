@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from etude.core.realtime_config import GateConfig
 from etude.realtime.gate import SUITES, Outcomes, Suite, judge, worst_loss
 
 
@@ -99,3 +100,17 @@ def test_what_cannot_be_a_gate_is_refused() -> None:
         Suite(name="x", margin=0.0)
     with pytest.raises(ValueError, match="confidence"):
         Suite(name="x", margin=0.1, confidence=1.0)
+
+
+def test_by_default_one_probe_that_is_lost_by_chance_stops_nobody() -> None:
+    config = GateConfig()
+    for count, margin in (
+        (config.safety, config.safety_margin),
+        (config.cheats, config.cheats_margin),
+    ):
+        suite = Suite(name="probes", margin=margin, confidence=config.confidence)
+        passed = [
+            judge({"probes": outcomes(count - lost, lost=lost)}, [suite]).deploy
+            for lost in (0, 1, 4)
+        ]
+        assert passed == [True, True, False]

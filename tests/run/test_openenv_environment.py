@@ -175,7 +175,7 @@ async def test_a_place_is_waited_for_and_an_unfinished_episode_keeps_what_it_ear
         [calls("step", number=1)] * turns,
     )
     done = await world.run()
-    assert not done.finished
+    assert (done.finished, done.limit) == (False, "turns")
     assert isinstance(done.score, Score) and done.score.reward == 0.5 * turns
 
 

@@ -21,6 +21,7 @@ from etude.core.types import (
     Attempt,
     Cost,
     Credit,
+    Limit,
     Part,
     Score,
     Segment,
@@ -42,9 +43,12 @@ TASK = Task(id="t", prompt="fix it", sandbox=SandboxSpec(files={"a.py": "x = 1\n
 class Parts:
     """Environment, agent and sessions in one, each of which can be told to break."""
 
-    def __init__(self, breaks: str = "", *, finished: bool = True, version: int = 3) -> None:
+    def __init__(
+        self, breaks: str = "", *, finished: bool = True, limit: Limit = "time", version: int = 3
+    ) -> None:
         self.breaks = breaks
         self.finished = finished
+        self.limit: Limit = limit
         self.version = version
         self.open_sandboxes = 0
         self.at_once = 0
@@ -77,6 +81,7 @@ class Parts:
         return Transcript(
             messages=[{"role": "user", "content": f"{base_url} {api_key} {seed}"}],
             finished=self.finished,
+            limit=self.limit,
         )
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
@@ -418,9 +423,18 @@ async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(
     assert (got.error or got.messages) == kept and unpack(pack(got), Trajectory, "here") == got
 
 
-@pytest.mark.parametrize(("finished", "status"), [(True, "done"), (False, "timeout")])
-async def test_a_session_is_graded_as_it_stands(finished: bool, status: str) -> None:
-    trajectory = await rollouts(Parts("forget", finished=finished)).attempt(TASK, "g.0", seed=9)
+@pytest.mark.parametrize(
+    ("finished", "limit", "status"),
+    [
+        (True, "time", "done"),
+        (False, "time", "timeout"),
+        (False, "turns", "truncated"),
+        (False, "context", "truncated"),
+    ],
+)
+async def test_a_session_is_graded_as_it_stands(finished: bool, limit: Limit, status: str) -> None:
+    parts = Parts("forget", finished=finished, limit=limit)
+    trajectory = await rollouts(parts).attempt(TASK, "g.0", seed=9)
     assert (trajectory.status, trajectory.reward, trajectory.num_sampled) == (status, 1.0, 1)
     assert trajectory.messages == [{"role": "user", "content": "/s/g.0 key of g.0 9"}]
 
@@ -434,6 +448,9 @@ async def test_a_session_that_ran_out_of_time_while_it_waited_for_the_model_is_n
     assert parts.open_sandboxes == 0 and parts.forgotten == ["g.0"]
     done = await rollouts(Parts("waits", finished=True)).attempt(TASK, "g.0", seed=9)
     assert (done.status, done.reward) == ("done", 1.0), "it came to an end of its own all the same"
+    wordy = Parts("waits", finished=False, limit="turns")
+    truncated = await rollouts(wordy).attempt(TASK, "g.0", seed=9)
+    assert (truncated.status, truncated.reward) == ("truncated", 1.0), "so did this one"
 
 
 def test_the_gateway_has_its_time_to_say_so() -> None:

@@ -174,7 +174,7 @@ def test_what_breaks_is_no_reward(episode: Any, told: str) -> None:
 
 def test_what_was_cut_off_is_scored_and_not_finished() -> None:
     done = to_transcript(an_episode(is_truncated=True))
-    assert not done.finished
+    assert (done.finished, done.limit) == (False, "turns")
     assert done.score is not None
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import threading
 import time
 
 import aiohttp
+import pytest
 
 from etude.core.lending import SlotPolicy
 from etude.serve.worker import Worker
@@ -43,21 +47,53 @@ async def test_a_session_that_gave_way_is_disturbed(
     assert await disturbed(http, gateway, "waits")
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 async def test_what_users_wait_for_is_measured(
-    regions: list[Worker], gateway: str, http: aiohttp.ClientSession
+    regions: list[Worker], gateway: str, http: aiohttp.ClientSession, stream: bool
 ) -> None:
-    """By the gateway, for whoever lends whole workers, and by the worker, for its slots."""
+    """By the gateway, for whoever lends whole workers, and by the worker, for its slots; whether
+    the answer is streamed or not."""
     assert (await status(http, gateway))["users_ttft_p99_s"] is None
     policies = [SlotPolicy(slots=8, max_ttft_s=0.0) for _ in regions]
     for worker, policy in zip(regions, policies, strict=True):
         worker.engine_thread.lending = policy
-        worker.engine_thread.num_batch = 1
-    async with http.post(f"{gateway}/v1/completions", json={**ASKED, "stream": True}) as response:
-        await response.read()
-    assert (await status(http, gateway))["users_ttft_p99_s"] > 0.0
-    assert sorted(policy.decide(0.0) for policy in policies) == [4, 8]
     await converse(http, gateway, "s", turns=1)
-    assert sorted(policy.decide(0.0) for policy in policies) == [5, 8], "a rollout is no user"
+    assert (await status(http, gateway))["users_ttft_p99_s"] is None, "a rollout is no user"
+    assert [policy.decide(0.0) for policy in policies] == [8, 8]
+    sampling = asyncio.create_task(keep_sampling(http, gateway))
+    asked = {**ASKED, "stream": stream}
+    while [policy.decide(0.0) for policy in policies] == [8, 8]:
+        async with http.post(f"{gateway}/v1/completions", json=asked) as response:
+            await response.read()
+    assert (await status(http, gateway))["users_ttft_p99_s"] > 0.0
+    sampling.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await sampling
+
+
+async def keep_sampling(http: aiohttp.ClientSession, gateway: str) -> None:
+    for number in itertools.count():
+        names = [f"s{number}{letter}" for letter in "abcd"]
+        sessions = [converse(http, gateway, name, turns=1, max_tokens=60) for name in names]
+        await asyncio.gather(*sessions)
+
+
+async def test_an_engine_that_may_not_begin_rests(
+    regions: list[Worker],
+    gateway: str,
+    http: aiohttp.ClientSession,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rested, pause_s = threading.Event(), 0.00123
+    monkeypatch.setattr("etude.serve.engine_thread.REST_S", pause_s)
+    monkeypatch.setattr("time.sleep", lambda s: rested.set() if s == pause_s else None)
+    for worker in regions:
+        worker.engine_thread.limit_batch(0)
+    waits = asyncio.create_task(converse(http, gateway, "waits", turns=1))
+    await asyncio.to_thread(rested.wait)
+    for worker in regions:
+        worker.engine_thread.limit_batch(8)
+    await waits
 
 
 async def test_outside_its_hours_a_worker_is_for_users_alone(

@@ -112,6 +112,29 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(
         assert len(watch.router.fleet.up) == 2 and not watch.router.fleet.suspects
 
 
+@pytest.mark.parametrize("heard_again", [True, False], ids=["heard again", "not yet"])
+async def test_a_session_whose_worker_stalls_within_its_lease_has_lost_time(
+    http: aiohttp.ClientSession, heard_again: bool
+) -> None:
+    """Its answer may come before its next heartbeat, or after."""
+    watch, stalls = Watch(http), Stopped()
+    async with stalls.listening() as url:
+        await join(watch.router, url)
+        asked = asyncio.create_task(sample(watch.router, "s"))
+        await stalls.until_asked("/generate")
+        watch.wait(int(SILENCE_S / 2))
+        if heard_again:
+            await join(watch.router, url)
+        stalls.goes_on.set()
+        assert (await asked).tokens == (7,) and watch.router.disturbed("s")
+        await join(watch.router, url)
+        await sample(watch.router, "t")
+        assert not watch.router.disturbed("t"), "it asked afterwards"
+        watch.wait(int(SILENCE_S / 2) - 1)
+        await sample(watch.router, "t")
+        assert not watch.router.disturbed("t"), "a heartbeat may be late"
+
+
 async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(
     http: aiohttp.ClientSession,
 ) -> None:

@@ -72,7 +72,7 @@ export function Card({ title, note, children, className = "" }) {
   </section>`;
 }
 
-const TONES = { done: "good", timeout: "warn", failed: "bad", trained: "good" };
+const TONES = { done: "good", truncated: "warn", timeout: "warn", failed: "bad", trained: "good" };
 
 export const Chip = ({ children, tone }) =>
   html`<span class=${`chip ${tone ?? TONES[children] ?? ""}`}>${children}</span>`;
