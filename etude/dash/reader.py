@@ -197,13 +197,7 @@ class RunView:
             case FewTasks():
                 self.few_tasks[event.split] = event
             case StageStarted():
-                if event.stage != self.stage:
-                    self._clear_curves()
-                self.stage = event.stage
-                self.done = event.done
-                self.steps = event.steps
-                self.stage_began = self._trainer_free = t
-                self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
+                self._begun(t, event)
             case StoreUsed():
                 self.store.add(event)
             case FitStep():
@@ -288,6 +282,15 @@ class RunView:
         if (doing := self.evaluating) is None or doing.done == 0:
             return None
         return (self.now - self.eval_began) / doing.done * (doing.total - doing.done)
+
+    def _begun(self, t: float, event: StageStarted) -> None:
+        if event.stage != self.stage:
+            self._clear_curves()
+        self.stage = event.stage
+        self.done = event.done
+        self.steps = event.steps
+        self.stage_began = self._trainer_free = t
+        self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
 
     def _fitted(self, event: FitStep) -> None:
         self.store.steps += event.step - self.done if event.step > self.done else 1
