@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +14,7 @@ from etude.bench._realtime_tasks import style, vowel_quality
 from etude.bench.realtime import Liked, gain_of, p_value
 from etude.bench.realtime_gate import PLAN
 from etude.core.consent import pseudonym
+from etude.core.realtime_config import RealtimeConfig
 from etude.core.traffic import start
 from etude.realtime.gate import SUITES
 from etude.realtime.population import Population
@@ -88,23 +88,27 @@ def test_what_saboteurs_take_is_a_share_of_the_gain_with_its_chance() -> None:
     assert odd["shrinks_max"] == pytest.approx(1 / 3)
 
 
-def test_a_flood_of_a_few_users_is_capped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code as in the loop makes a batch of what they said, and learns from it."""
-    monkeypatch.setattr(realtime_saboteurs, "SESSIONS", 60)
-    product = realtime_saboteurs.Product(
-        realtime_saboteurs.CONFIG, realtime_saboteurs.files(), seed=0
-    )
-    users = Population.of(30, seed=0, num_aspects=2, saboteurs=0.1)
-    outcomes = realtime_saboteurs.collect(product, users, 10.0, seed=0, step=1)
-    said = Counter(outcome.user for outcome in outcomes)
-    assert len(outcomes) > 60 and max(said.values()) > 4
-    assert {version for outcome in outcomes for version in outcome.versions} == {0}
-    before = product.learner.weights()
-    product.learn(outcomes, 1, Caps(per_user=4, per_organisation_share=0.2))
-    after = product.learner.weights()
-    assert any(not before[name].equal(after[name]) for name in before)
-    songs = product.sing([1, 2], seed=0)
-    assert [song.sample.versions[0].version for song in songs] == [1, 1]
+def test_a_style_moves_to_what_was_liked() -> None:
+    style = np.zeros(4)
+    liked = np.array([0.4, 0.0, 0.0, 0.0])
+    samples = [
+        realtime_saboteurs.Sample(
+            id=str(n),
+            user=str(n),
+            organisation="",
+            style=liked if n % 2 else -liked,
+            reward=float(n % 2),
+        )
+        for n in range(20)
+    ]
+    found = realtime_saboteurs.learn(style, samples, realtime_saboteurs.CAPS, update="1")
+    assert found[0] > 0.05 and not found[1:].any()
+
+
+def test_the_caps_of_the_bench_are_the_defaults() -> None:
+    config = RealtimeConfig(production="production.toml")
+    caps = Caps(per_user=config.per_user, per_organisation_share=config.per_organisation_share)
+    assert caps == realtime_saboteurs.CAPS
 
 
 def test_a_very_small_chance_is_not_none() -> None:
