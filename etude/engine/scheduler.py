@@ -325,8 +325,8 @@ class Scheduler:
     def _preempt_for_priority(self) -> None:
         """Make room for all of a higher class that wait: a burst of them has the places of the
         others in one pass, not in one pass each."""
-        coming = num_blocks = 0
-        for first in list(self.waiting):
+        num_blocks = 0
+        for coming, first in enumerate(list(self.waiting)):
             num_blocks += self.block_manager.num_blocks_for(len(first.tokens))
             while self.running and first.schedule_order[0] < self.running[-1].schedule_order[0]:
                 if self._has_room(coming, num_blocks):
@@ -334,7 +334,6 @@ class Scheduler:
                 self._preempt(self.running[-1])
             else:
                 return
-            coming += 1
 
     def _has_room(self, coming: int, num_blocks: int) -> bool:
         """For another one behind `coming` that are let in before it, with so many blocks for all of
