@@ -74,7 +74,7 @@ class Wait:
     url: str
     end: Callable[[], None]
     in_vain: bool = False
-    """The worker fell silent."""
+    """The worker fell silent, or was taken out."""
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -244,8 +244,11 @@ class Router:
             await asyncio.sleep(LIVENESS_CHECK_S)
 
     def expire_silent(self) -> None:
-        for worker in self.fleet.expire(self._clock.now()):
-            for wait in self._waits.pop(worker, ()):
+        """Nobody waits for a worker that is no longer in the fleet, however it went: a host that
+        lost its power closes no connection, and another worker may be at its address by now."""
+        self.fleet.expire(self._clock.now())
+        for worker in [each for each in self._waits if not self.fleet.knows(each)]:
+            for wait in self._waits.pop(worker):
                 wait.in_vain = True
                 wait.end()
 

@@ -135,6 +135,28 @@ async def test_a_session_whose_worker_stalls_within_its_lease_has_lost_time(
         assert not watch.router.disturbed("t"), "a heartbeat may be late"
 
 
+@pytest.mark.parametrize("gone", ["restarted", "failed"])
+async def test_nobody_waits_for_a_worker_whose_connections_outlive_it(
+    http: aiohttp.ClientSession, gone: str
+) -> None:
+    """Its host lost its power, so no connection was closed: it was started again at the same
+    address, within its lease, or another request has found that it is not there."""
+    watch, silent, other = Watch(http), Stopped(), Stopped()
+    other.goes_on.set()
+    async with silent.listening() as url, other.listening() as its:
+        await join(watch.router, url)
+        asked = asyncio.create_task(sample(watch.router, "s"))
+        await silent.until_asked("/generate")
+        await join(watch.router, its)
+        if gone == "restarted":
+            await join(watch.router, url, version=-1)
+        else:
+            (worker,) = (each for each in watch.router.fleet.workers if each.url == url)
+            watch.router.fleet.leave(worker)
+        watch.wait(1)
+        assert (await asked).tokens == (7,) and watch.router.disturbed("s")
+
+
 async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(
     http: aiohttp.ClientSession,
 ) -> None:
