@@ -1,0 +1,276 @@
+"""What a virtual machine is started with: a kernel, the first file system (initramfs), and a disk
+with the programs of this machine.
+
+The kernel is one that Debian installed, with the few modules that a machine needs. The disk is a
+squashfs of what sandboxes show; it is made once for each state of those directories and kept, since
+it is as large as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import py_compile
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.core.errors import EtudeError
+from etude.sandbox.bundle import copy_program
+from etude.sandbox.mounts import Mount
+
+PROBE = "etude.probe"
+"""On the kernel's command line: only say that it is up, and end."""
+UP = "etude is up"
+MOUNTS = "/mounts"
+"""Where the disk has the directories of `sandbox.mounts`, by number."""
+_PROGRAM = "/run/program"
+_PYTHON = ("-B", "-s", "-S", "-P", "-X", "utf8", "-c")
+_START = (
+    "import sys; sys.path.append(sys.argv[1]); from etude.sandbox.vm_guest import main; "
+    "main(sys.argv[2:])"
+)
+_MODULES = ("virtio_mmio", "virtio_blk", "virtio_console", "squashfs", "overlay")
+_SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+_ETC = ("etc/ld.so.cache", "etc/alternatives", "etc/ssl/certs")
+_PLACES = ("dev", "proc", "sys", "tmp", "run", "etc", "mnt", "work", MOUNTS[1:])
+_LEFT_OUT = ("usr/lib/modules", "usr/lib/debug", "usr/share/doc", "usr/share/man", "usr/src")
+"""Nothing that runs in a sandbox needs these."""
+_INIT = f"""#!/bin/busybox sh
+export PATH=/bin
+mount -t proc proc /proc
+case " $(cat /proc/cmdline) " in *" {PROBE} "*) echo {UP} > /dev/console; poweroff -f;; esac
+for module in $(cat /modules/order); do insmod /modules/$module; done
+mount -t devtmpfs devtmpfs /dev
+tries=0
+until [ -b /dev/vda ] && [ -c /dev/vport0p1 ] || [ $tries = 500 ]; do
+    tries=$((tries + 1)); usleep 20000
+done
+mount -t squashfs -o ro /dev/vda /root && mount -t tmpfs -o mode=0755 tmpfs /root/run &&
+    cp -r /program /root{_PROGRAM} && mount -t tmpfs -o mode=1777 tmpfs /root/tmp &&
+    mount -t sysfs sysfs /root/sys && mount -t cgroup2 cgroup2 /root/sys/fs/cgroup &&
+    mount -o move /dev /root/dev && mount -o move /proc /root/proc || poweroff -f
+ip link set lo up
+exec 2> /root/dev/console 0<> /root/dev/vport0p1 1>&0
+exec switch_root /root COMMAND
+"""
+
+
+def cache() -> Path:
+    """Where disks are kept, and what was found out about this machine."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    place = Path(base) / "etude" / "vm"
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One that is installed here, and its modules."""
+
+    path: str
+    modules: str
+
+    def module_files(self) -> list[str]:
+        """What has to be loaded, in order. FileNotFoundError if one is neither there nor in the
+        kernel itself."""
+        built_in = {_module_name(line) for line in _lines(f"{self.modules}/modules.builtin")}
+        needs: dict[str, list[str]] = {}
+        for line in _lines(f"{self.modules}/modules.dep"):
+            file, _, others = line.partition(":")
+            needs[_module_name(file)] = [*reversed(others.split()), file]
+        order: list[str] = []
+        for name in _MODULES:
+            if name not in built_in:
+                if name not in needs:
+                    raise FileNotFoundError(name)
+                order += [each for each in needs[name] if each not in order]
+        return [f"{self.modules}/{each}" for each in order]
+
+
+def find_kernel() -> Kernel | None:
+    """The newest that is installed here, can be read and has what a machine needs; one made for
+    virtual machines before others."""
+    found = []
+    for path in glob.glob("/boot/vmlinuz-*"):
+        version = path.removeprefix("/boot/vmlinuz-")
+        kernel = Kernel(path, f"/lib/modules/{version}")
+        with contextlib.suppress(OSError):
+            kernel.module_files()
+            if os.access(path, os.R_OK):
+                found.append(("cloud" in version, os.stat(path).st_mtime, kernel))
+    return max(found, key=lambda each: each[:2])[2] if found else None
+
+
+def write_initramfs(target: Path, kernel: Kernel, mounts: Sequence[Mount]) -> None:
+    """The program of the guest, busybox and modules."""
+    python = getattr(sys, "_base_executable", sys.executable)
+    places = [
+        word for number, mount in enumerate(mounts) for word in (f"{MOUNTS}/{number}", mount.target)
+    ]
+    argv = [python, *_PYTHON, _START, _PROGRAM, *places]
+    command = " ".join("'" + word.replace("'", "'\\''") + "'" for word in argv)
+    with target.open("wb") as file, tempfile.TemporaryDirectory() as directory:
+        for name in ("bin", "dev", "proc", "root", "modules"):
+            _add(file, name, stat.S_IFDIR | 0o755)
+        # what the kernel itself opens before anything is mounted
+        _add(file, "dev/console", stat.S_IFCHR | 0o600, device=(5, 1))
+        _add(file, "init", stat.S_IFREG | 0o755, _INIT.replace("COMMAND", command).encode())
+        busybox = shutil.which("busybox")
+        assert busybox is not None
+        _add(file, "bin/busybox", stat.S_IFREG | 0o755, Path(busybox).read_bytes())
+        for name in _APPLETS:
+            _add(file, f"bin/{name}", stat.S_IFLNK | 0o777, b"busybox")
+        files = kernel.module_files()
+        for path in files:
+            _add(file, f"modules/{_module_name(path)}", stat.S_IFREG | 0o644, _module(path))
+        order = "\n".join(_module_name(path) for path in files)
+        _add(file, "modules/order", stat.S_IFREG | 0o644, order.encode())
+        copy_program(Path(directory, "program"))
+        for source in list(Path(directory).rglob("*.py")):  # in there it would take seconds
+            unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+            py_compile.compile(str(source), invalidation_mode=unchecked)
+        for inner in sorted(Path(directory).rglob("*")):
+            kind = stat.S_IFDIR | 0o755 if inner.is_dir() else stat.S_IFREG | 0o644
+            content = b"" if inner.is_dir() else inner.read_bytes()
+            _add(file, str(inner.relative_to(directory)), kind, content)
+        _add(file, "TRAILER!!!", 0)
+
+
+_APPLETS = ("sh", "cat", "cp", "insmod", "ip", "mount", "poweroff", "switch_root", "usleep")
+
+
+def _add(
+    file: io.BufferedWriter,
+    name: str,
+    mode: int,
+    content: bytes = b"",
+    device: tuple[int, int] = (0, 0),
+) -> None:
+    """An entry as the kernel reads it (cpio, "newc")."""
+    path = name.encode() + b"\0"
+    fields = (0, mode, 0, 0, 1, 0, len(content), 0, 0, *device, len(path), 0)
+    head = b"070701" + b"".join(b"%08X" % value for value in fields) + path
+    for part in (head, content):
+        file.write(part + bytes(-len(part) % 4))
+
+
+def _module(path: str) -> bytes:
+    data = Path(path).read_bytes()
+    if path.endswith(".xz"):
+        return lzma.decompress(data)
+    return gzip.decompress(data) if path.endswith(".gz") else data
+
+
+def _module_name(path: str) -> str:
+    return Path(path.strip()).name.partition(".")[0].replace("-", "_")
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines()
+
+
+def build_disk(mounts: Sequence[Mount]) -> Path:
+    """A file system of the programs of this machine and of these directories. It is there already
+    if nothing of them has changed; of those that nobody needs any more, the newest few are kept."""
+    sources = [name for name in (*_SYSTEM, *_ETC) if os.path.lexists(f"/{name}")]
+    prefix = sys.base_prefix
+    if not f"{prefix}/".startswith("/usr/"):
+        sources.append(prefix.strip("/"))
+    hidden = [path.strip("/") for path in _hidden()]
+    digest = _digest([f"/{name}" for name in sources] + [mount.source for mount in mounts], hidden)
+    disk = cache() / f"disk-{digest[:32]}.squashfs"
+    with _only_one(cache() / "lock"):
+        if not disk.exists():
+            _write_disk(disk, sources, hidden, mounts)
+            _keep_newest(disk)
+    os.utime(disk)
+    return disk
+
+
+def _hidden() -> list[str]:
+    """The packages of any Python in there, which no sandbox shows."""
+    prefixes = sorted({"/usr", "/usr/local", sys.base_prefix})
+    found = [path for each in prefixes for path in glob.glob(f"{each}/lib*/python*/*-packages")]
+    return [*(path for path in found if not os.path.islink(path)), *_LEFT_OUT]
+
+
+def _digest(roots: Sequence[str], hidden: Sequence[str]) -> str:
+    """Of names, sizes, modes and times: the contents of gigabytes would take too long."""
+    pruned = [word for path in hidden for word in ("-path", f"/{path}", "-prune", "-o")]
+    argv = ["find", *roots, *pruned, "-printf", "%p %s %T@ %m %l\\n"]
+    found = subprocess.run(argv, capture_output=True, check=False).stdout
+    # in an order of its own: that of directories changes when they are copied
+    told = "\n".join([*roots, *hidden]).encode() + b"\n".join(sorted(found.splitlines()))
+    return hashlib.sha256(told).hexdigest()
+
+
+def _write_disk(
+    disk: Path, sources: Sequence[str], hidden: Sequence[str], mounts: Sequence[Mount]
+) -> None:
+    with tempfile.TemporaryDirectory() as skeleton, _written_whole(disk) as unfinished:
+        os.chmod(skeleton, 0o755)
+        for name in _PLACES:
+            Path(skeleton, name).mkdir(parents=True)
+        argv = ["tar", "--create", "--numeric-owner", "--owner=0", "--group=0", "--sparse"]
+        argv += ["--ignore-failed-read", "--warning=none", "--anchored", "--no-wildcards"]
+        argv += [f"--exclude={name}" for name in hidden]
+        for number, mount in enumerate(mounts):
+            old, new = mount.source.strip("/"), f"{MOUNTS[1:]}/{number}"
+            argv.append(f"--transform=flags=rh;s|^{_pattern(old)}|{new}|")
+        argv += [f"--directory={skeleton}", ".", "--directory=/", *sources]
+        argv += [mount.source.strip("/") for mount in mounts]
+        packing = ["sqfstar", "-comp", "lz4", "-quiet", "-no-progress", str(unfinished)]
+        with (
+            tempfile.TemporaryFile() as errors,
+            subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors) as reading,
+        ):
+            packed = subprocess.run(packing, stdin=reading.stdout, capture_output=True, check=False)
+            assert reading.stdout is not None
+            reading.stdout.close()
+            reading.wait()
+            errors.seek(0)
+            # 1: a file that changed while it was read
+            if packed.returncode or reading.returncode not in (0, 1):
+                said = (errors.read() + packed.stderr).decode(errors="replace")[-500:]
+                raise EtudeError(f"the disk of virtual machines cannot be made: {said}")
+
+
+def _pattern(text: str) -> str:
+    """As a regular expression of sed that means this text."""
+    return "".join(f"\\{c}" if c in "\\|.*[]^$&" else c for c in text)
+
+
+@contextlib.contextmanager
+def _written_whole(path: Path) -> Iterator[Path]:
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    try:
+        yield unfinished
+        unfinished.rename(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _keep_newest(disk: Path, kept: int = 3) -> None:
+    """A machine that has one of the others open goes on with it."""
+    others = sorted(disk.parent.glob("disk-*.squashfs"), key=lambda path: path.stat().st_mtime)
+    for old in others[:-kept]:
+        old.unlink(missing_ok=True)
