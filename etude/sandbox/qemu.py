@@ -126,9 +126,16 @@ def _booted(engine: Engine, initramfs: Path) -> str:
 
 
 def boot_argv(
-    engine: Engine, hardware: Hardware, files: Files, *, port: int, monitor: int, memory: Path
+    engine: Engine,
+    hardware: Hardware,
+    files: Files,
+    *,
+    port: int,
+    monitor: int,
+    memory: Path | None,
 ) -> list[str]:
-    """A machine that starts from nothing, with its memory in this file."""
+    """A machine that starts from nothing, with its memory in this file. `port` and `monitor`:
+    descriptors of sockets."""
     return [
         *_common(engine, hardware, files.disk, port, monitor),
         *_memory(hardware, memory, shared=True),

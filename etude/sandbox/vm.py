@@ -18,7 +18,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,7 @@ class _Machine:
         await asyncio.to_thread(monitor.load, snapshot.state, memory_too=memory_too)
         await self._hello(self._pool.reply_timeout_s)
 
-    async def _start(self, argv: Any, memory: Path | None) -> Monitor:
+    async def _start(self, argv: Callable[..., list[str]], memory: Path | None) -> Monitor:
         port, their_port = socket.socketpair()
         monitor, their_monitor = socket.socketpair()
         with their_port, their_monitor:

@@ -33,8 +33,6 @@ from etude.sandbox.mounts import Mount
 PROBE = "etude.probe"
 """On the kernel's command line: only say that it is up, and end."""
 UP = "etude is up"
-MOUNTS = "/mounts"
-"""Where the disk has the directories of `sandbox.mounts`, by number."""
 _PROGRAM = "/run/program"
 _PYTHON = ("-B", "-s", "-S", "-P", "-X", "utf8", "-c")
 _START = (
@@ -44,7 +42,7 @@ _START = (
 _MODULES = ("virtio_mmio", "virtio_blk", "virtio_console", "squashfs", "overlay")
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _ETC = ("etc/ld.so.cache", "etc/alternatives", "etc/ssl/certs")
-_PLACES = ("dev", "proc", "sys", "tmp", "run", "etc", "mnt", "work", MOUNTS[1:])
+_PLACES = ("dev", "proc", "sys", "tmp", "run", "etc", "mnt", "work")
 _LEFT_OUT = ("usr/lib/modules", "usr/lib/debug", "usr/share/doc", "usr/share/man", "usr/src")
 """Nothing that runs in a sandbox needs these."""
 _INIT = f"""#!/bin/busybox sh
@@ -53,16 +51,13 @@ mount -t proc proc /proc
 case " $(cat /proc/cmdline) " in *" {PROBE} "*) echo {UP} > /dev/console; poweroff -f;; esac
 for module in $(cat /modules/order); do insmod /modules/$module; done
 mount -t devtmpfs devtmpfs /dev
-tries=0
-until [ -b /dev/vda ] && [ -c /dev/vport0p1 ] || [ $tries = 500 ]; do
-    tries=$((tries + 1)); usleep 20000
-done
+until [ -b /dev/vda ] && port=$(echo /dev/vport*p1) && [ -c $port ]; do usleep 20000; done
 mount -t squashfs -o ro /dev/vda /root && mount -t tmpfs -o mode=0755 tmpfs /root/run &&
-    cp -r /program /root{_PROGRAM} && mount -t tmpfs -o mode=1777 tmpfs /root/tmp &&
-    mount -t sysfs sysfs /root/sys && mount -t cgroup2 cgroup2 /root/sys/fs/cgroup &&
+    cp -r /program /root{_PROGRAM} && mount -t sysfs sysfs /root/sys &&
+    mount -t cgroup2 cgroup2 /root/sys/fs/cgroup &&
     mount -o move /dev /root/dev && mount -o move /proc /root/proc || poweroff -f
 ip link set lo up
-exec 2> /root/dev/console 0<> /root/dev/vport0p1 1>&0
+exec 2> /root/dev/console 0<> /root$port 1>&0
 exec switch_root /root COMMAND
 """
 
@@ -116,10 +111,7 @@ def find_kernel() -> Kernel | None:
 def write_initramfs(target: Path, kernel: Kernel, mounts: Sequence[Mount]) -> None:
     """The program of the guest, busybox and modules."""
     python = getattr(sys, "_base_executable", sys.executable)
-    places = [
-        word for number, mount in enumerate(mounts) for word in (f"{MOUNTS}/{number}", mount.target)
-    ]
-    argv = [python, *_PYTHON, _START, _PROGRAM, *places]
+    argv = [python, *_PYTHON, _START, _PROGRAM, *(word for mount in mounts for word in mount)]
     command = " ".join("'" + word.replace("'", "'\\''") + "'" for word in argv)
     with target.open("wb") as file, tempfile.TemporaryDirectory() as directory:
         for name in ("bin", "dev", "proc", "root", "modules"):
@@ -193,7 +185,13 @@ def build_disk(mounts: Sequence[Mount]) -> Path:
     disk = cache() / f"disk-{digest[:32]}.squashfs"
     with _only_one(cache() / "lock"):
         if not disk.exists():
-            _write_disk(disk, sources, hidden, mounts)
+            there = [Path("/", name) for name in sources]
+            inner = [
+                mount.source.strip("/")
+                for mount in mounts
+                if not any(place in Path(mount.source).parents for place in there)
+            ]
+            _write_disk(disk, [*sources, *inner], hidden)
             _keep_newest(disk)
     os.utime(disk)
     return disk
@@ -216,9 +214,7 @@ def _digest(roots: Sequence[str], hidden: Sequence[str]) -> str:
     return hashlib.sha256(told).hexdigest()
 
 
-def _write_disk(
-    disk: Path, sources: Sequence[str], hidden: Sequence[str], mounts: Sequence[Mount]
-) -> None:
+def _write_disk(disk: Path, sources: Sequence[str], hidden: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as skeleton, _written_whole(disk) as unfinished:
         os.chmod(skeleton, 0o755)
         for name in _PLACES:
@@ -226,11 +222,7 @@ def _write_disk(
         argv = ["tar", "--create", "--numeric-owner", "--owner=0", "--group=0", "--sparse"]
         argv += ["--ignore-failed-read", "--warning=none", "--anchored", "--no-wildcards"]
         argv += [f"--exclude={name}" for name in hidden]
-        for number, mount in enumerate(mounts):
-            old, new = mount.source.strip("/"), f"{MOUNTS[1:]}/{number}"
-            argv.append(f"--transform=flags=rh;s|^{_pattern(old)}|{new}|")
         argv += [f"--directory={skeleton}", ".", "--directory=/", *sources]
-        argv += [mount.source.strip("/") for mount in mounts]
         packing = ["sqfstar", "-comp", "lz4", "-quiet", "-no-progress", str(unfinished)]
         with (
             tempfile.TemporaryFile() as errors,
@@ -247,14 +239,11 @@ def _write_disk(
                 raise EtudeError(f"the disk of virtual machines cannot be made: {said}")
 
 
-def _pattern(text: str) -> str:
-    """As a regular expression of sed that means this text."""
-    return "".join(f"\\{c}" if c in "\\|.*[]^$&" else c for c in text)
-
-
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    unfinished = path.with_suffix(f".{os.getpid()}")
+    """Only one is written at a time, and one that was killed left this."""
+    unfinished = path.with_name("unfinished")
+    unfinished.unlink(missing_ok=True)
     try:
         yield unfinished
         unfinished.rename(path)
