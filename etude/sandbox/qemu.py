@@ -1,6 +1,6 @@
 """QEMU: how a virtual machine is started, and how it is spoken to while it runs.
 
-A machine has a processor, memory, one read-only disk and one port with two ends, of which we hold
+A machine has a processor, memory, read-only disks and one port with two ends, of which we hold
 the other; no network, no shared directory, no display. QEMU is a process without rights, for which
 most calls are refused (its own seccomp filter), and ends with the one who started it.
 """
@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -137,7 +138,7 @@ def boot_argv(
     """A machine that starts from nothing, with its memory in this file. `port` and `monitor`:
     descriptors of sockets."""
     return [
-        *_common(engine, hardware, files.disk, port, monitor),
+        *_common(engine, hardware, files.disks, port, monitor),
         *_memory(hardware, memory, shared=True),
         *("-serial", f"file:{files.console}"),
         *_boot(engine, files.initramfs, ""),
@@ -155,7 +156,7 @@ def restore_argv(
 ) -> list[str]:
     """A machine that waits for its state. `memory`: a file of which it has a copy of its own."""
     return [
-        *_common(engine, hardware, files.disk, port, monitor),
+        *_common(engine, hardware, files.disks, port, monitor),
         *_memory(hardware, memory, shared=False),
         *("-serial", "null", "-incoming", "defer"),
         # not read again, but part of what a machine is
@@ -167,8 +168,8 @@ def restore_argv(
 class Files:
     """Of a pool, for all of its machines."""
 
-    disk: int
-    """A descriptor that is open for reading."""
+    disks: Mapping[str, int]
+    """By serial number, descriptors that are open for reading."""
     initramfs: Path
     console: Path
     """What the kernel of one that boots says."""
@@ -191,17 +192,26 @@ def _plain(engine: Engine, hardware: Hardware) -> list[str]:
     ]
 
 
-def _common(engine: Engine, hardware: Hardware, disk: int, port: int, monitor: int) -> list[str]:
+def _common(
+    engine: Engine, hardware: Hardware, disks: Mapping[str, int], port: int, monitor: int
+) -> list[str]:
     return [
         *_walled_in(),
         *_plain(engine, hardware),
         *("-machine", "memory-backend=ram", "-m", str(hardware.memory_mib)),
-        *("-add-fd", f"fd={disk},set=1"),
-        *("-drive", "if=none,id=disk,format=raw,readonly=on,file=/dev/fdset/1,file.locking=off"),
-        *("-device", "virtio-blk-device,drive=disk"),
+        *(word for name, descriptor in disks.items() for word in _disk(name, descriptor)),
         *("-chardev", f"socket,id=port,fd={port}", "-device", "virtio-serial-device"),
         *("-device", "virtserialport,chardev=port,name=etude"),
         *("-chardev", f"socket,id=monitor,fd={monitor}", "-mon", "chardev=monitor,mode=control"),
+    ]
+
+
+def _disk(name: str, descriptor: int) -> list[str]:
+    opened = f"file=/dev/fdset/{descriptor},file.locking=off"
+    return [
+        *("-add-fd", f"fd={descriptor},set={descriptor}"),
+        *("-drive", f"if=none,id={name},format=raw,readonly=on,{opened}"),
+        *("-device", f"virtio-blk-device,drive={name},serial={name}"),
     ]
 
 

@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from etude.sandbox.qemu import (
 )
 from etude.sandbox.reaper import is_abandoned, owner_mark
 from etude.sandbox.spec import check_spec, to_message
-from etude.sandbox.vm_boot import build_disk, write_initramfs
+from etude.sandbox.vm_boot import build_disks, cache, keep_template, write_initramfs
 
 _HOME = "etude.vm-"
 """Of a pool's directory; not as the zygotes name theirs, who sweep those."""
@@ -68,12 +69,16 @@ class VmSandboxPool:
         check_walled(mounts)
         self.reply_timeout_s = reply_timeout_s
         _sweep()
-        disk = build_disk(mounts)
+        disks = build_disks(mounts)
         self._home = Path(tempfile.mkdtemp(prefix=_HOME + owner_mark()))
         self.files = Files(
-            os.open(disk, os.O_RDONLY), self._home / "initramfs", self._home / "console"
+            {name: os.open(disk, os.O_RDONLY) for name, disk in disks.items()},
+            self._home / "initramfs",
+            self._home / "console",
         )
         write_initramfs(self.files.initramfs, self.engine.kernel, mounts)
+        booted = (self.engine, disks, sha256(self.files.initramfs.read_bytes()).hexdigest())
+        self._what_boots = repr(booted)
         self._names = itertools.count(1)
         self._templates: dict[Hardware, asyncio.Task[Snapshot]] = {}
         self._machines: set[_Machine] = set()
@@ -109,13 +114,20 @@ class VmSandboxPool:
             await sandbox.close()
 
     async def _make_template(self, hardware: Hardware) -> Snapshot:
-        """One that is up, and has nothing in it yet."""
-        snapshot = Snapshot(self.place("state"), self.place("memory"))
-        async with self._made(hardware) as machine:
-            await machine.boot(snapshot)
-            await machine.save(snapshot)
-        await machine.close()
-        return snapshot
+        """One that is up, and has nothing in it yet. It is kept for later pools, since it takes
+        much longer to boot than to be restored."""
+        key = sha256(f"{self._what_boots} {hardware}".encode()).hexdigest()[:32]
+        kept = cache() / f"template-{key}"
+        if not kept.exists():
+            new = Path(tempfile.mkdtemp(prefix="new-", dir=self._home))
+            snapshot = Snapshot(new / "state", new / "memory")
+            async with self._made(hardware) as machine:
+                await machine.boot(snapshot)
+                await machine.save(snapshot)
+            await machine.close()
+            await asyncio.to_thread(keep_template, new, kept)
+        os.utime(kept)
+        return Snapshot(kept / "state", kept / "memory")
 
     async def restored(self, snapshot: Snapshot, hardware: Hardware) -> _Machine:
         async with self._made(hardware) as machine:
@@ -153,7 +165,8 @@ class VmSandboxPool:
         await asyncio.gather(*(machine.close() for machine in list(self._machines)))
         await asyncio.gather(*self._templates.values(), return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
-        os.close(self.files.disk)
+        for descriptor in self.files.disks.values():
+            os.close(descriptor)
 
 
 class _Machine:
@@ -194,7 +207,7 @@ class _Machine:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                pass_fds=[*descriptors.values(), pool.files.disk],
+                pass_fds=[*descriptors.values(), *pool.files.disks.values()],
                 start_new_session=True,
             )
         self._monitor = Monitor(monitor)

@@ -33,6 +33,10 @@ from etude.sandbox.mounts import Mount
 PROBE = "etude.probe"
 """On the kernel's command line: only say that it is up, and end."""
 UP = "etude is up"
+SYSTEM, MOUNTS = "system", "mounts"
+"""The disks of a machine, by their serial numbers."""
+MOUNTED = "/mnt"
+"""Where the second one is, in a machine."""
 _PROGRAM = "/run/program"
 _PYTHON = ("-B", "-s", "-S", "-P", "-X", "utf8", "-c")
 _START = (
@@ -51,10 +55,21 @@ mount -t proc proc /proc
 case " $(cat /proc/cmdline) " in *" {PROBE} "*) echo {UP} > /dev/console; poweroff -f;; esac
 for module in $(cat /modules/order); do insmod /modules/$module; done
 mount -t devtmpfs devtmpfs /dev
-until [ -b /dev/vda ] && port=$(echo /dev/vport*p1) && [ -c $port ]; do usleep 20000; done
-mount -t squashfs -o ro /dev/vda /root && mount -t tmpfs -o mode=0755 tmpfs /root/run &&
-    cp -r /program /root{_PROGRAM} && mount -t sysfs sysfs /root/sys &&
-    mount -t cgroup2 cgroup2 /root/sys/fs/cgroup &&
+mount -t sysfs sysfs /sys
+show() {{
+    while :; do
+        for disk in /sys/block/vd*; do
+            [ "$(cat $disk/serial)" = $1 ] &&
+                mount -t squashfs -o ro /dev/${{disk##*/}} $2 && return
+        done
+        usleep 20000
+    done
+}}
+until port=$(echo /dev/vport*p1) && [ -c $port ]; do usleep 20000; done
+show {SYSTEM} /root
+SHOW_MOUNTS
+mount -t tmpfs -o mode=0755 tmpfs /root/run && cp -r /program /root{_PROGRAM} &&
+    mount -o move /sys /root/sys && mount -t cgroup2 cgroup2 /root/sys/fs/cgroup &&
     mount -o move /dev /root/dev && mount -o move /proc /root/proc || poweroff -f
 ip link set lo up
 exec 2> /root/dev/console 0<> /root$port 1>&0
@@ -111,14 +126,17 @@ def find_kernel() -> Kernel | None:
 def write_initramfs(target: Path, kernel: Kernel, mounts: Sequence[Mount]) -> None:
     """The program of the guest, busybox and modules."""
     python = getattr(sys, "_base_executable", sys.executable)
-    argv = [python, *_PYTHON, _START, _PROGRAM, *(word for mount in mounts for word in mount)]
+    places = [word for source, target in mounts for word in (MOUNTED + source, target)]
+    argv = [python, *_PYTHON, _START, _PROGRAM, *places]
     command = " ".join("'" + word.replace("'", "'\\''") + "'" for word in argv)
+    init = _INIT.replace("COMMAND", command)
+    init = init.replace("SHOW_MOUNTS", f"show {MOUNTS} /root{MOUNTED}" if mounts else "")
     with target.open("wb") as file, tempfile.TemporaryDirectory() as directory:
-        for name in ("bin", "dev", "proc", "root", "modules"):
+        for name in ("bin", "dev", "proc", "sys", "root", "modules"):
             _add(file, name, stat.S_IFDIR | 0o755)
         # what the kernel itself opens before anything is mounted
         _add(file, "dev/console", stat.S_IFCHR | 0o600, device=(5, 1))
-        _add(file, "init", stat.S_IFREG | 0o755, _INIT.replace("COMMAND", command).encode())
+        _add(file, "init", stat.S_IFREG | 0o755, init.encode())
         busybox = shutil.which("busybox")
         assert busybox is not None
         _add(file, "bin/busybox", stat.S_IFREG | 0o755, Path(busybox).read_bytes())
@@ -173,26 +191,26 @@ def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines()
 
 
-def build_disk(mounts: Sequence[Mount]) -> Path:
-    """A file system of the programs of this machine and of these directories. It is there already
-    if nothing of them has changed; of those that nobody needs any more, the newest few are kept."""
+def build_disks(mounts: Sequence[Mount]) -> dict[str, Path]:
+    """File systems by name: the programs of this machine, and these directories if there are any.
+    They are there already if nothing of them has changed; of others, the newest few are kept."""
     sources = [name for name in (*_SYSTEM, *_ETC) if os.path.lexists(f"/{name}")]
     prefix = sys.base_prefix
     if not f"{prefix}/".startswith("/usr/"):
         sources.append(prefix.strip("/"))
-    hidden = [path.strip("/") for path in _hidden()]
-    digest = _digest([f"/{name}" for name in sources] + [mount.source for mount in mounts], hidden)
+    disks = {SYSTEM: _disk(sources, [path.strip("/") for path in _hidden()])}
+    if mounts:
+        disks[MOUNTS] = _disk(sorted({mount.source.strip("/") for mount in mounts}), [])
+    return disks
+
+
+def _disk(sources: Sequence[str], hidden: Sequence[str]) -> Path:
+    digest = _digest([f"/{name}" for name in sources], hidden)
     disk = cache() / f"disk-{digest[:32]}.squashfs"
     with _only_one(cache() / "lock"):
         if not disk.exists():
-            there = [Path("/", name) for name in sources]
-            inner = [
-                mount.source.strip("/")
-                for mount in mounts
-                if not any(place in Path(mount.source).parents for place in there)
-            ]
-            _write_disk(disk, [*sources, *inner], hidden)
-            _keep_newest(disk)
+            _write_disk(disk, sources, hidden)
+            _keep_newest("disk-*.squashfs", 8)
     os.utime(disk)
     return disk
 
@@ -258,8 +276,20 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
 
 
-def _keep_newest(disk: Path, kept: int = 3) -> None:
+def keep_template(new: Path, place: Path) -> None:
+    """Move a machine that was saved to where later pools find it."""
+    with _only_one(cache() / "lock"):
+        if not place.exists():
+            unfinished = place.with_name("unfinished-template")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            # memory is mostly holes, which a copy is to keep
+            subprocess.run(["cp", "-r", "--sparse=always", str(new), str(unfinished)], check=True)
+            unfinished.rename(place)
+            _keep_newest("template-*", 8)
+
+
+def _keep_newest(pattern: str, number: int) -> None:
     """A machine that has one of the others open goes on with it."""
-    others = sorted(disk.parent.glob("disk-*.squashfs"), key=lambda path: path.stat().st_mtime)
-    for old in others[:-kept]:
-        old.unlink(missing_ok=True)
+    found = sorted(cache().glob(pattern), key=lambda path: path.stat().st_mtime)
+    for old in found[:-number]:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()

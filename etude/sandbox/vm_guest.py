@@ -27,7 +27,7 @@ _PATIENCE_S = 600.0
 """It is for the host to say when an answer is late: in here everything may take many times as
 long."""
 _TEMPORARY = "/run/tmp"
-"""In memory, which /tmp is not: what is mounted may come from there."""
+"""In memory, as all that can be written to in here."""
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 
 
@@ -59,8 +59,8 @@ async def _serve(mounts: Sequence[Mount]) -> None:
 
 
 def main(places: Sequence[str]) -> None:
-    """`places`: pairs of where a directory is on the disk, as it was on the host, and where
-    sandboxes are to show it."""
+    """`places`: pairs of where a directory of the host is in here, and where sandboxes are to show
+    it."""
     os.environ.clear()
     os.environ["TMPDIR"] = _TEMPORARY
     os.mkdir(_TEMPORARY)

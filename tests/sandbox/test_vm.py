@@ -210,7 +210,7 @@ SIZE = Hardware(memory_mib=512, processors=2)
 
 
 def test_a_machine_has_no_network_and_writes_to_nothing_of_the_host(tmp_path: Path) -> None:
-    files = Files(7, tmp_path / "initramfs", tmp_path / "console")
+    files = Files({"system": 7}, tmp_path / "initramfs", tmp_path / "console")
     booted = boot_argv(ENGINE, SIZE, files, port=8, monitor=9, memory=tmp_path / "memory")
     restored = restore_argv(ENGINE, SIZE, files, port=8, monitor=9, memory=tmp_path / "memory")
     forked = restore_argv(ENGINE, SIZE, files, port=8, monitor=9, memory=None)
