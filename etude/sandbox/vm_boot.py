@@ -150,7 +150,8 @@ def write_initramfs(target: Path, kernel: Kernel, mounts: Sequence[Mount]) -> No
         copy_program(Path(directory, "program"))
         for source in list(Path(directory).rglob("*.py")):  # in there it would take seconds
             unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
-            py_compile.compile(str(source), invalidation_mode=unchecked)
+            named = f"/run/{source.relative_to(directory)}"
+            py_compile.compile(str(source), dfile=named, invalidation_mode=unchecked)
         for inner in sorted(Path(directory).rglob("*")):
             kind = stat.S_IFDIR | 0o755 if inner.is_dir() else stat.S_IFREG | 0o644
             content = b"" if inner.is_dir() else inner.read_bytes()

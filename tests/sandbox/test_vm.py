@@ -265,6 +265,16 @@ def test_modules_are_loaded_after_those_that_they_need(tmp_path: Path) -> None:
         kernel.module_files()
 
 
+def test_the_same_installation_boots_the_same(tmp_path: Path) -> None:
+    """Or no machine that was saved would be found again."""
+    need_vm()
+    kernel = vm_boot.find_kernel()
+    assert kernel is not None
+    for name in ("one", "other"):
+        vm_boot.write_initramfs(tmp_path / name, kernel, [Mount("/opt", "/opt/x")])
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
+
+
 def test_an_entry_is_as_the_kernel_reads_it(tmp_path: Path) -> None:
     archive = tmp_path / "archive"
     with archive.open("wb") as file:
