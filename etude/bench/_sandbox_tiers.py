@@ -1,4 +1,5 @@
-"""The tiers beside `namespaces`, for the benchmark of sandboxes: gVisor, and a sandbox host."""
+"""The tiers beside `namespaces`, for the benchmark of sandboxes: gVisor, virtual machines, and a
+sandbox host."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from etude.core.sandbox import Limits, Sandbox, SandboxPool, SandboxSpec, Service
 from etude.sandbox.gvisor import GvisorSandboxPool
+from etude.sandbox.qemu import missing_packages
 from etude.sandbox.remote import RemoteSandboxPool
+from etude.sandbox.vm import VmSandboxPool
 
 _STARTS = 10
 _FORKS = 5
@@ -43,6 +46,22 @@ async def gvisor() -> dict[str, float]:
     finally:
         await pool.close()
     return {f"gvisor.{name}": value for name, value in figures.items()}
+
+
+async def vm() -> dict[str, float]:
+    """Empty where something is not installed."""
+    if missing_packages():
+        return {}
+    pool = VmSandboxPool(_LONG_S)
+    try:
+        async with pool.open(SandboxSpec()):  # the first one makes the template
+            pass
+        figures = await _starts(pool)
+        async with pool.open(SandboxSpec()) as sandbox:
+            figures["fork_p50_ms"] = await _fork_ms(sandbox)
+    finally:
+        await pool.close()
+    return {f"vm.{name}": value for name, value in figures.items()}
 
 
 async def host() -> dict[str, float]:
@@ -104,4 +123,4 @@ async def _fork_ms(sandbox: Sandbox) -> float:
 
 
 def tiers() -> dict[str, float]:
-    return asyncio.run(gvisor()) | asyncio.run(host())
+    return asyncio.run(gvisor()) | asyncio.run(vm()) | asyncio.run(host())

@@ -13,6 +13,8 @@ a fork costs.
     gvisor.fork_p50_ms                      a fork of one as it runs, until the fork answers
     gvisor.live_fork_p50_ms                 the same with PostgreSQL (100,000 rows), Redis and a
                                             Python at work in it, where those are installed
+    vm.start_p50_ms, echo_p50_ms            as above, in a virtual machine (where QEMU is there)
+    vm.fork_p50_ms                          a fork of one as it runs, until the fork answers
     host.start_p50_ms, host.echo_p50_ms     as above, by way of a sandbox host on this machine
 
 and beside them what is installed of bubblewrap, crun and runsc, with namespaces, a read-only /usr,

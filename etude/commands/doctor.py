@@ -41,6 +41,12 @@ class Probe:
     """Why there are no walls."""
     gvisor_refused: str
     """Why no sandbox of gVisor could be opened; empty: one was."""
+    vm_refused: str
+    """Why no virtual machine boots; empty: one did."""
+    vm: str
+    """What it was like."""
+    vm_packages: tuple[str, ...]
+    """Of Debian, that machines lack here."""
     sysctls: Mapping[str, str]
     programs: frozenset[str]
 
@@ -75,7 +81,10 @@ def doctor(*, as_json: bool) -> int:
 
 def probe() -> Probe:
     """Opens a sandbox, which is the only way to know."""
+    from etude.sandbox.qemu import missing_packages
+
     walls, refused = _walls()
+    vm, vm_refused = _vm()
     programs = ("runsc", "mmdebstrap")
     sysctls = {
         name: path.read_text().strip()
@@ -86,6 +95,9 @@ def probe() -> Probe:
         walls=walls,
         refused=refused,
         gvisor_refused=_gvisor_refused(),
+        vm_refused=vm_refused,
+        vm=vm,
+        vm_packages=tuple(missing_packages()),
         sysctls=sysctls,
         programs=frozenset(name for name in programs if shutil.which(name)),
     )
@@ -122,6 +134,16 @@ def _gvisor_refused() -> str:
     return ""
 
 
+def _vm() -> tuple[str, str]:
+    """A machine that booted, or why none did. The disk, which takes minutes, is not made."""
+    from etude.sandbox.qemu import description, find_engine
+
+    try:
+        return description(find_engine()), ""
+    except EtudeError as e:
+        return "", str(e)
+
+
 def examine(found: Probe) -> list[Finding]:
     walls = found.walls
     return [
@@ -154,6 +176,15 @@ def examine(found: Probe) -> list[Finding]:
             found=found.gvisor_refused or "a sandbox was opened",
             needed_for="the tier gvisor",
             fix=_RUNSC if "runsc" not in found.programs else "run as root, on x86-64 or ARM64",
+        ),
+        Finding(
+            name="qemu",
+            there=not found.vm_refused,
+            found=found.vm_refused or "a machine was booted",
+            needed_for="the tier vm",
+            fix=f"apt install {' '.join(found.vm_packages)}"
+            if found.vm_packages
+            else "a kernel of Debian's in /boot that may be read, and 256 MiB of free memory",
         ),
         Finding(
             name="mmdebstrap",
@@ -203,6 +234,8 @@ def _holds_namespaces(found: Probe) -> bool:
 
 
 def _highest(found: Probe) -> Tier:
+    if not found.vm_refused:
+        return "vm"
     if not found.gvisor_refused:
         return "gvisor"
     return "namespaces" if _holds_namespaces(found) else "process"
@@ -223,4 +256,5 @@ def page(found: Probe, findings: list[Finding]) -> list[str]:
         lines.append("tier gvisor: not held here")
     else:
         lines.append("tier gvisor: a kernel for each sandbox, in a program; forks with processes")
-    return [*lines, "tier vm: not in this version"]
+    lines.append(f"tier vm: {'not held here' if found.vm_refused else found.vm}")
+    return lines

@@ -25,10 +25,10 @@ class BudgetConfig(Config):
 class SandboxConfig(Config):
     """The isolation of sandboxes, what they show of this machine, and their limits."""
 
-    isolation: Literal["namespaces", "gvisor", "process"] = "namespaces"
-    """The isolation of a sandbox. `gvisor` has a kernel of its own, in a program (runsc), and forks
-    with its processes. `process` isolates nothing: only for machines whose kernel refuses
-    namespaces, and code you trust."""
+    isolation: Literal["namespaces", "gvisor", "vm", "process"] = "namespaces"
+    """The isolation of a sandbox. `gvisor` has a kernel of its own, in a program (runsc), `vm` a
+    virtual machine (QEMU), and both fork with their processes. `process` isolates nothing: only for
+    machines whose kernel refuses namespaces, and code you trust."""
     hosts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """URLs of sandbox hosts (`etude sandboxes serve`) that sandboxes are opened at, instead of on
     this machine, each at the one with the fewest of this run. Their token is taken from

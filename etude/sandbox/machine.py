@@ -19,13 +19,14 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.core.sandbox import CommandResult
+from etude.core.sandbox import CommandResult, Sandbox
 from etude.sandbox import kernel
 from etude.sandbox.command import PROGRAMS, environment
 from etude.sandbox.link import decoded
@@ -79,7 +80,7 @@ class MachineSandbox(ProcessSandbox):
 
 
 class Machine:
-    """Lines in, lines out."""
+    """Lines in, lines out. What is opened in here, a machine of another kind says otherwise."""
 
     def __init__(self) -> None:
         self._served: ServedSandbox | None = None
@@ -111,27 +112,34 @@ class Machine:
 
     async def _do(self, operation: str, told: dict[str, Any]) -> Any:
         if operation == "hello":
-            return None
+            return self.hello(told)
         if operation == "open":
-            return self._open(**told)
+            self._served = ServedSandbox(await self.open(told))
+            return None
         assert self._served is not None
         return await self._served.answer(operation, told)
 
-    def _open(self, env: dict[str, str], tree: dict[str, Any], services: list[str]) -> None:
-        before = {path: Entry(*each) for path, each in decoded(tree).items() if each}
-        sandbox = MachineSandbox(env, before)
+    def hello(self, told: dict[str, Any]) -> None:
+        """The first word, also after a restoration."""
+
+    async def open(self, told: dict[str, Any]) -> Sandbox:
+        before = {path: Entry(*each) for path, each in decoded(told["tree"]).items() if each}
+        sandbox = MachineSandbox(told["env"], before)
         sandbox.fill(before)
-        self._served = ServedSandbox(sandbox)
-        if services:
+        if services := told["services"]:
             hosts = Path("/etc/hosts").read_text()
             Path(_HOSTS).write_text(hosts + "".join(f"127.0.0.1 {name}\n" for name in services))
             kernel.bind(_HOSTS, "/etc/hosts")
+        return sandbox
 
 
 def _say(answer: dict[str, Any]) -> None:
     data = memoryview(json.dumps(answer).encode() + b"\n")
     while data:
-        data = data[os.write(1, data) :]
+        try:
+            data = data[os.write(1, data) :]
+        except BlockingIOError:  # one descriptor for both ways, which does not wait
+            select.select([], [1], [])
 
 
 def main(source: str, programs: Sequence[str]) -> None:

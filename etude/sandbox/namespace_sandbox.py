@@ -314,9 +314,8 @@ class NamespaceSandbox:
                 if descriptor is not None:
                     await self._link.send_socket(descriptor)
                     descriptor.close()  # or its end would not be seen at the other one
-                answer = await self._link.answer(
-                    self._link.send(request), working_s + REPLY_TIMEOUT_S
-                )
+                patience_s = max(REPLY_TIMEOUT_S, self._pool.reply_timeout_s)
+                answer = await self._link.answer(self._link.send(request), working_s + patience_s)
             finally:
                 self._late_s = max(self._late_s, clock() - self.due)
                 self.due = math.inf

@@ -99,7 +99,7 @@ class NamespaceSandboxPool:
                 start_new_session=True,
             )
             theirs.close()
-            said = _first_line(self._control)
+            said = _first_line(self._control, max(REPLY_TIMEOUT_S, self.reply_timeout_s))
         if "walls" not in said:
             self._control.close()
             self._zygote.wait()
@@ -306,9 +306,9 @@ def _zygote_argv(control: int, mountpoint: str, shown: dict[str, Any]) -> list[s
     return [python, "-B", "-s", "-S", "-P", "-X", "utf8", "-c", _BOOT, *told]
 
 
-def _first_line(control: socket.socket) -> dict[str, Any]:
+def _first_line(control: socket.socket, timeout_s: float) -> dict[str, Any]:
     """Empty if it died before it said a word."""
-    control.settimeout(REPLY_TIMEOUT_S)
+    control.settimeout(timeout_s)
     with control.makefile("r") as lines:
         line = lines.readline()
     control.setblocking(False)

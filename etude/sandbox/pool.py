@@ -19,6 +19,7 @@ from etude.sandbox.link import REPLY_TIMEOUT_S
 from etude.sandbox.mounts import Mount, find_mounts, mount_places
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
+from etude.sandbox.vm import VmSandboxPool
 
 ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] = {
     "namespaces": lambda reply_timeout_s, mounts, outside: ImagedPool(
@@ -27,6 +28,7 @@ ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] =
         lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image, outside),
     ),
     "gvisor": lambda reply_timeout_s, mounts, outside: GvisorSandboxPool(reply_timeout_s, mounts),
+    "vm": lambda reply_timeout_s, mounts, outside: VmSandboxPool(reply_timeout_s, mounts),
     "process": lambda reply_timeout_s, mounts, outside: ProcessSandboxPool(mounts),
 }
 _NO_LIMITS = Limits()

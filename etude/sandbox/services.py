@@ -46,9 +46,12 @@ async def _until_up(
     sandbox: Sandbox, service: Service, reading: asyncio.Task[None], words: bytearray
 ) -> None:
     check = service.check or ("python", "-c", _PORT_ANSWERS.format(port=service.port))
+    look_s = _LOOK_TIMEOUT_S
     try:
         async with asyncio.timeout(service.ready_s):
-            while (await sandbox.run(check, timeout_s=_LOOK_TIMEOUT_S)).exit_code != 0:
+            while (looked := await sandbox.run(check, timeout_s=look_s)).exit_code != 0:
+                if looked.exit_code is None:  # a machine on which the check itself takes longer
+                    look_s *= 2
                 if reading.done():
                     raise _failure(service, "ended before it was up", words)
                 await asyncio.sleep(_LOOK_S)

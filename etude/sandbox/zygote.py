@@ -39,6 +39,8 @@ NOBODY = 65534
 OWN_IDS = range(1_879_048_192, 2_147_483_648)
 """Users and groups that no distribution gives to anybody."""
 _DAY_S = 24 * 3600
+_TRIAL_S = 600.0
+"""For the first sandbox to be up; the owner may lose its patience before."""
 
 _NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
@@ -164,7 +166,7 @@ class Zygote:
         """Open a sandbox and close it again. Empty, or the call that the kernel refused."""
         here, there = socket.socketpair()
         # A child of this process must not hold `here`, or the sandbox would never see it close.
-        here.settimeout(30)
+        here.settimeout(_TRIAL_S)
         self._spawn(there, here, "trial", MEMORY_BYTES, None)
         with here, here.makefile("r") as lines:
             line = lines.readline()

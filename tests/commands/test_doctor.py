@@ -21,6 +21,9 @@ ALL = Probe(
     walls=WALLS,
     refused="",
     gvisor_refused="",
+    vm_refused="",
+    vm="a machine with a kernel of its own for each sandbox, KVM",
+    vm_packages=(),
     sysctls={"user.max_user_namespaces": "96373"},
     programs=frozenset({"runsc", "mmdebstrap"}),
 )
@@ -28,6 +31,9 @@ NOTHING = Probe(
     walls=None,
     refused="unshare(0x10000000): Operation not permitted",
     gvisor_refused="isolation gvisor needs runsc, which is not installed",
+    vm_refused="isolation vm needs what is not installed",
+    vm="",
+    vm_packages=("qemu-system-x86", "busybox-static"),
     sysctls={"kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0"},
     programs=frozenset(),
 )
@@ -40,6 +46,7 @@ def test_a_machine_that_has_everything() -> None:
     assert not any("missing" in line for line in told)
     assert f"tier namespaces: {WALLS}" in told
     assert any(line.startswith("tier gvisor: a kernel") for line in told)
+    assert f"tier vm: {ALL.vm}" in told
 
 
 def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
@@ -52,10 +59,11 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
     )
     assert findings["runsc"].fix == "apt install -t bookworm-backports runsc"
     assert findings["mmdebstrap"].fix == "apt install mmdebstrap"
-    assert not {"qemu", "btrfs"} & findings.keys(), "this version makes no use of them"
+    assert findings["qemu"].fix == "apt install qemu-system-x86 busybox-static"
+    assert "btrfs" not in findings, "this version makes no use of it"
     told = "\n".join(page(NOTHING, list(findings.values())))
     assert "tier namespaces: not held here" in told and "sysctl -w" in told
-    assert "tier gvisor: not held here" in told
+    assert "tier gvisor: not held here" in told and "tier vm: not held here" in told
 
 
 def test_an_ordinary_user_is_told_what_is_in_the_way_of_a_cgroup() -> None:
@@ -76,7 +84,8 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == (0 if possible else 1)
     held = {each["name"]: each["there"] for each in told["findings"]}
     lower = "namespaces" if possible else "process"
-    assert told["tier"] == ("gvisor" if held["runsc"] else lower)
+    lower = "gvisor" if held["runsc"] else lower
+    assert told["tier"] == ("vm" if held["qemu"] else lower)
     assert main(["doctor"]) == code
     assert capsys.readouterr().out.count("\n") > len(told["findings"])
 
@@ -85,6 +94,8 @@ def test_a_tier_that_cannot_be_had_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(EtudeError, match="gvisor needs runsc.*apt install"):
         open_sandbox_pool("gvisor")
+    with pytest.raises(EtudeError, match="vm needs what is not installed: apt install qemu-system"):
+        open_sandbox_pool("vm")
 
 
 def test_a_run_does_not_start_below_the_tier_that_it_accepts() -> None:

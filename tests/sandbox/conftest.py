@@ -8,15 +8,21 @@ import pytest
 from etude.core.sandbox import SandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.pool import open_sandbox_pool
+from etude.sandbox.qemu import missing_packages
 from tests.namespaces import need_namespaces
 from tests.sandbox.hosts import sandbox_host
 
-OTHERS = [pytest.param(name, marks=pytest.mark.tiers) for name in ("remote", "gvisor")]
+OTHERS = [pytest.param(name, marks=pytest.mark.tiers) for name in ("remote", "gvisor", "vm")]
 
 
 def need_gvisor() -> None:
     if shutil.which("runsc") is None:
         pytest.skip("runsc is not installed")
+
+
+def need_vm() -> None:
+    if missing := missing_packages():
+        pytest.skip(f"apt install {' '.join(missing)}")
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +40,13 @@ def gvisor_host() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def vm_host() -> Iterator[str]:
+    need_vm()
+    with sandbox_host("vm") as (url, _):
+        yield url
+
+
 @pytest.fixture(params=["namespaces", "process", *OTHERS])
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
     """One of each kind: the same is expected of all."""
@@ -45,8 +58,8 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
 def open_pool(request: pytest.FixtureRequest, kind: str) -> SandboxPool:
     if kind == "remote":
         return open_sandbox_pool("namespaces", hosts=[request.getfixturevalue("namespaces_host")])
-    if kind == "gvisor":
-        return open_sandbox_pool("gvisor", hosts=[request.getfixturevalue("gvisor_host")])
+    if kind in ("gvisor", "vm"):
+        return open_sandbox_pool(kind, hosts=[request.getfixturevalue(f"{kind}_host")])
     if kind == "namespaces":
         need_namespaces()
     return open_sandbox_pool(kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from etude.core.errors import EtudeError, RolloutFailure
@@ -30,6 +32,15 @@ SPEC = SandboxSpec(
     services=(SERVICE,),
     limits=Limits(processes=32),
 )
+
+
+async def test_a_check_may_take_longer_than_was_thought(
+    walled: NamespaceSandboxPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.sandbox.services._LOOK_TIMEOUT_S", 0.001)
+    slow = replace(SERVICE, check=("sh", "-c", "sleep 0.1"), ready_s=LONG_S)
+    async with walled.open(replace(SPEC, services=(slow,))) as sandbox:
+        assert (await sandbox.run(["true"], timeout_s=LONG_S)).exit_code == 0
 
 
 async def test_a_service_is_up_and_reached_by_its_name(walled: NamespaceSandboxPool) -> None:

@@ -1,0 +1,280 @@
+"""Sandboxes with a machine of their own: a virtual one of QEMU, and in it a sandbox in namespaces.
+
+A machine boots once for each size. When its first process (`vm_guest`) is up, it is saved: its
+memory is a file, of which every later machine has a private copy, page by page as it writes. A fork
+is a machine that was saved as it ran, memory, processes and services included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import math
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import Limits, SandboxSpec, Tier
+from etude.sandbox.called import CalledSandbox
+from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, MIB, files_in, memory_for
+from etude.sandbox.lines import Lines
+from etude.sandbox.link import REPLY_TIMEOUT_S
+from etude.sandbox.mounts import Mount, check_walled
+from etude.sandbox.places import WORK, WORKDIRS
+from etude.sandbox.qemu import (
+    Files,
+    Hardware,
+    Monitor,
+    Snapshot,
+    boot_argv,
+    find_engine,
+    restore_argv,
+)
+from etude.sandbox.reaper import is_abandoned, owner_mark
+from etude.sandbox.spec import check_spec, to_message
+from etude.sandbox.vm_boot import build_disks, cache, keep_template, write_initramfs
+
+_HOME = "etude.vm-"
+"""Of a pool's directory; not as the zygotes name theirs, who sweep those."""
+_STARTING = 4
+"""Machines in the making at once: each takes a processor for a while."""
+_BOOT_S = 600.0
+"""For a machine that is emulated, on a host that is full."""
+_SYSTEM_BYTES = 192 * MIB
+"""What the kernel of a machine and its first processes take beside what a sandbox may."""
+_LIMITS = ("cpus", "memory_bytes", "disk_bytes", "processes")
+
+
+class VmSandboxPool:
+    """A `core.sandbox.SandboxPool`."""
+
+    tier: Tier = "vm"
+
+    def __init__(
+        self, reply_timeout_s: float = REPLY_TIMEOUT_S, mounts: Sequence[Mount] = ()
+    ) -> None:
+        """Raises EtudeError where something is missing, or no machine boots. The first one on a
+        machine takes minutes: it makes a disk of the programs that are installed."""
+        self.engine = find_engine()
+        check_walled(mounts)
+        self.reply_timeout_s = reply_timeout_s
+        _sweep()
+        disks = build_disks(mounts)
+        self._home = Path(tempfile.mkdtemp(prefix=_HOME + owner_mark()))
+        self.files = Files(
+            {name: os.open(disk, os.O_RDONLY) for name, disk in disks.items()},
+            self._home / "initramfs",
+            self._home / "console",
+        )
+        write_initramfs(self.files.initramfs, self.engine.kernel, mounts)
+        booted = (self.engine, disks, sha256(self.files.initramfs.read_bytes()).hexdigest())
+        self._what_boots = repr(booted)
+        self._names = itertools.count(1)
+        self._templates: dict[Hardware, asyncio.Task[Snapshot]] = {}
+        self._machines: set[_Machine] = set()
+        self._starting = asyncio.Semaphore(_STARTING)
+        self._closed = False
+
+    def check(self, spec: SandboxSpec) -> None:
+        gives = {"repository"} | ({"user"} if spec.user == "user" else set())
+        if spec.workdir in (WORK, *WORKDIRS):
+            gives.add("workdir")
+        if not any(service.image for service in spec.services):
+            gives.add("services")
+        check_spec(spec, backend="vm", gives=gives, limits=_LIMITS)
+        if (spec.limits.memory_bytes or LEAST_MEMORY_BYTES) < LEAST_MEMORY_BYTES:
+            raise EtudeError(f"limits.memory_bytes must be at least {LEAST_MEMORY_BYTES}")
+
+    @contextlib.asynccontextmanager
+    async def open(self, spec: SandboxSpec) -> AsyncIterator[CalledSandbox]:
+        self.check(spec)
+        size = spec.limits.disk_bytes or COPY_BYTES
+        told = await to_message(spec, max_bytes=size, max_entries=files_in(size))
+        hardware = _hardware(spec.limits)
+        if hardware not in self._templates:
+            self._templates[hardware] = asyncio.ensure_future(self._make_template(hardware))
+        template = await asyncio.shield(self._templates[hardware])
+        machine = await self.restored(template, hardware)
+        sandbox = CalledSandbox(machine)
+        try:
+            ready_s = sum(service.ready_s for service in spec.services)
+            await machine.call("open", ready_s, **told)
+            yield sandbox
+        finally:
+            await sandbox.close()
+
+    async def _make_template(self, hardware: Hardware) -> Snapshot:
+        """One that is up, and has nothing in it yet. It is kept for later pools, since it takes
+        much longer to boot than to be restored."""
+        key = sha256(f"{self._what_boots} {hardware}".encode()).hexdigest()[:32]
+        kept = cache() / f"template-{key}"
+        if not kept.exists():
+            new = Path(tempfile.mkdtemp(prefix="new-", dir=self._home))
+            snapshot = Snapshot(new / "state", new / "memory")
+            async with self._made(hardware) as machine:
+                await machine.boot(snapshot)
+                await machine.save(snapshot)
+            await machine.close()
+            await asyncio.to_thread(keep_template, new, kept)
+        os.utime(kept)
+        return Snapshot(kept / "state", kept / "memory")
+
+    async def restored(self, snapshot: Snapshot, hardware: Hardware) -> _Machine:
+        async with self._made(hardware) as machine:
+            await machine.restore(snapshot)
+        return machine
+
+    @contextlib.asynccontextmanager
+    async def _made(self, hardware: Hardware) -> AsyncIterator[_Machine]:
+        """A machine that is started in the block, and closed if that fails."""
+        if self._closed:
+            raise RolloutFailure("sandbox: the pool is closed")
+        async with self._starting:
+            machine = _Machine(self, hardware)
+            self._machines.add(machine)
+            try:
+                yield machine
+            except BaseException:
+                await machine.close()
+                raise
+
+    def place(self, kind: str) -> Path:
+        """For a file."""
+        return self._home / f"{kind}-{next(self._names)}"
+
+    def forget(self, machine: _Machine) -> None:
+        self._machines.discard(machine)
+
+    def owing(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._templates.values():
+            task.cancel()
+        await asyncio.gather(*(machine.close() for machine in list(self._machines)))
+        await asyncio.gather(*self._templates.values(), return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
+        for descriptor in self.files.disks.values():
+            os.close(descriptor)
+
+
+class _Machine:
+    """A `called.Caller`: one process of QEMU, the lines to what runs in it, and its monitor."""
+
+    def __init__(self, pool: VmSandboxPool, hardware: Hardware) -> None:
+        self._pool = pool
+        self._hardware = hardware
+        self._process: asyncio.subprocess.Process | None = None
+        self._lines: Lines | None = None
+        self._monitor: Monitor | None = None
+        self._saving = asyncio.Lock()
+
+    async def boot(self, snapshot: Snapshot) -> None:
+        """From nothing, with its memory in the file of what it will be."""
+        await self._start(boot_argv, snapshot.memory)
+        try:
+            await self._hello(_BOOT_S)
+        except RolloutFailure as e:
+            said = self._pool.files.console.read_text(errors="replace").strip()
+            raise RolloutFailure(f"{e}; its kernel said: {said[-500:] or 'nothing'}") from e
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        monitor = await self._start(restore_argv, snapshot.memory)
+        memory_too = snapshot.memory is None
+        await asyncio.to_thread(monitor.load, snapshot.state, memory_too=memory_too)
+        await self._hello(self._pool.reply_timeout_s)
+
+    async def _start(self, argv: Callable[..., list[str]], memory: Path | None) -> Monitor:
+        port, their_port = socket.socketpair()
+        monitor, their_monitor = socket.socketpair()
+        with their_port, their_monitor:
+            descriptors = {"port": their_port.fileno(), "monitor": their_monitor.fileno()}
+            pool = self._pool
+            words = argv(pool.engine, self._hardware, pool.files, memory=memory, **descriptors)
+            self._process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[*descriptors.values(), *pool.files.disks.values()],
+                start_new_session=True,
+            )
+        self._monitor = Monitor(monitor)
+        self._lines = Lines(*await asyncio.open_connection(sock=port, limit=1 << 30))
+        try:
+            await asyncio.to_thread(self._monitor.begin)
+        except RolloutFailure as e:
+            raise RolloutFailure(f"{e}; it said: {await self._last_words()}") from e
+        return self._monitor
+
+    async def _last_words(self) -> str:
+        assert self._process is not None and self._process.stderr is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        said = await self._process.stderr.read()
+        return said.decode(errors="replace").strip()[-500:] or "nothing"
+
+    async def _hello(self, patience_s: float) -> None:
+        """It has another time, and other chances, than those that it was saved with."""
+        assert self._lines is not None
+        chance = base64.b64encode(os.urandom(64)).decode()
+        await self._lines.call("hello", {"now": time.time(), "chance": chance}, patience_s)
+
+    async def call(self, operation: str, working_s: float = 0.0, **told: Any) -> Any:
+        assert self._lines is not None
+        return await self._lines.call(operation, told, working_s + self._pool.reply_timeout_s)
+
+    async def save(self, snapshot: Snapshot) -> None:
+        """It stands still afterwards."""
+        assert self._monitor is not None
+        memory_too = snapshot.memory is None
+        await asyncio.to_thread(self._monitor.save, snapshot.state, memory_too=memory_too)
+
+    async def fork(self) -> CalledSandbox:
+        """With all that runs in there."""
+        assert self._monitor is not None
+        snapshot = Snapshot(self._pool.place("fork"), None)
+        try:
+            async with self._saving:
+                try:
+                    await self.save(snapshot)
+                finally:
+                    await asyncio.to_thread(self._monitor.go_on)
+            return CalledSandbox(await self._pool.restored(snapshot, self._hardware))
+        finally:
+            snapshot.state.unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        self._pool.forget(self)
+        if self._lines is not None:
+            self._lines.close()
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+def _hardware(limits: Limits) -> Hardware:
+    memory = limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
+    mib = math.ceil((memory + _SYSTEM_BYTES) / MIB)
+    return Hardware(memory_mib=mib + mib % 2, processors=math.ceil(limits.cpus or 1))
+
+
+def _sweep() -> None:
+    """Remove the files that pools left whose process was killed. Their machines ended with it."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
+        if is_abandoned(left.name.removeprefix(_HOME)):
+            shutil.rmtree(left, ignore_errors=True)
