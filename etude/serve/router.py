@@ -22,13 +22,7 @@ from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
 from etude.core.lending import FirstTokens
 from etude.core.sampling import RegionSpan, Request, Sample, Token, region_spans
-from etude.serve.http import (
-    ApiError,
-    ClientDisconnected,
-    DeadlineExceeded,
-    Unavailable,
-    deadline,
-)
+from etude.serve.http import ApiError, ClientDisconnected, DeadlineExceeded, Unavailable, deadline
 from etude.serve.process import authorization
 from etude.serve.shards import FORWARDED
 from etude.serve.worker_client import WorkerClient, WorkerConnection, error_message
@@ -244,8 +238,7 @@ class Router:
             await asyncio.sleep(LIVENESS_CHECK_S)
 
     def expire_silent(self) -> None:
-        """Nobody waits for a worker that is no longer in the fleet, however it went: a host that
-        lost its power closes no connection, and another worker may be at its address by now."""
+        """Nobody waits for a worker that has left the fleet: a lost host closes no connection."""
         self.fleet.expire(self._clock.now())
         for worker in [each for each in self._waits if not self.fleet.knows(each)]:
             for wait in self._waits.pop(worker):
