@@ -107,7 +107,7 @@ test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a
 test-realtime: $(DEV) ## real-time RL with real processes and simulated users, killed in every state twice (takes minutes)
 	@$(BIN)/python -m pytest -q -m realtime tests/e2e/test_realtime_kills.py
 
-test-tiers: $(DEV) ## sandboxes of every tier, on this machine and behind a host: the protocol and the escapes (apt install runsc)
+test-tiers: $(DEV) ## sandboxes of every tier, on this machine and behind a host: the protocol and the escapes (etude doctor says what to install)
 	@$(BIN)/python -m pytest -q -rs -m tiers tests/sandbox
 
 test-dash: $(DEV) .venv-dash/.installed ## the dashboard in a real browser (apt install chromium; installs Playwright and axe-core, 130 MB)
