@@ -139,9 +139,9 @@ class Transcript:
     messages: list[dict[str, Json]]
     finished: bool
     """False if the agent ran out of turns, context or time of its own."""
-    limit: Limit = "time"
-    """If it is not finished, what it ran out of. Time may have been lost to others: such a session
-    is graded only if it was not."""
+    limit: Limit | None = None
+    """If it is not finished, what it ran out of; time, if that is not said. Time may have been lost
+    to others: such a session is graded only if it was not."""
     score: Score | None = None
     """What whoever ran the session says that it was worth, if its environment is to hear it."""
     prompt_parts: tuple[PromptPart, ...] = ()

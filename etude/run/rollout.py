@@ -339,7 +339,7 @@ def _cost(segments: tuple[Segment, ...], seconds: float) -> Cost:
 
 def _is_late(transcript: Transcript) -> bool:
     """Turns and context cannot be lost to others, as time can."""
-    return not transcript.finished and transcript.limit == "time"
+    return not transcript.finished and transcript.limit in (None, "time")
 
 
 def _status(transcript: Transcript) -> Status:

@@ -118,20 +118,19 @@ class Router:
 
     async def sample(self, request: Request, session: str = "") -> Sample:
         came = self._clock.now()
-        async with deadline(request.deadline_s):
-            attempts = self._attempts(request, session)
-            async with aclosing(attempts):
-                async for attempt in attempts:
-                    asked = self._clock.now()
-                    with self._failures_of(attempt):
-                        sample = await self._ask(attempt.worker, attempt.request)
-                        self._check_known(attempt.worker)
-                        if sample.gave_way:
-                            self.disturb(session)
-                        if sample.first_token_s is not None:
-                            self._first_tokens.add(asked + sample.first_token_s, came)
-                        regions = (RegionSpan(attempt.worker.region, len(sample.tokens)),)
-                        return replace(sample, regions=regions)
+        attempts = self._attempts(request, session)
+        async with deadline(request.deadline_s), aclosing(attempts):
+            async for attempt in attempts:
+                asked = self._clock.now()
+                with self._failures_of(attempt):
+                    sample = await self._ask(attempt.worker, attempt.request)
+                    self._check_known(attempt.worker)
+                    if sample.gave_way:
+                        self.disturb(session)
+                    if sample.first_token_s:
+                        self._first_tokens.add(asked + sample.first_token_s, came)
+                    regions = (RegionSpan(attempt.worker.region, len(sample.tokens)),)
+                    return replace(sample, regions=regions)
         raise AssertionError("attempts end with an answer or an error")
 
     async def stream(self, request: Request, session: str = "") -> AsyncIterator[Token | Sample]:
@@ -140,8 +139,7 @@ class Router:
         begun: list[Token] = []
         regions: list[str] = []
         asked = self._clock.now()
-        attempts = self._attempts(request, session)
-        async with aclosing(attempts):
+        async with aclosing(self._attempts(request, session)) as attempts:
             async for attempt in attempts:
                 worker = attempt.worker
                 with self._failures_of(attempt):

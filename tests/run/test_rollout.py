@@ -44,11 +44,16 @@ class Parts:
     """Environment, agent and sessions in one, each of which can be told to break."""
 
     def __init__(
-        self, breaks: str = "", *, finished: bool = True, limit: Limit = "time", version: int = 3
+        self,
+        breaks: str = "",
+        *,
+        finished: bool = True,
+        limit: Limit | None = None,
+        version: int = 3,
     ) -> None:
         self.breaks = breaks
         self.finished = finished
-        self.limit: Limit = limit
+        self.limit = limit
         self.version = version
         self.open_sandboxes = 0
         self.at_once = 0
@@ -426,13 +431,16 @@ async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(
 @pytest.mark.parametrize(
     ("finished", "limit", "status"),
     [
-        (True, "time", "done"),
+        (True, None, "done"),
+        (False, None, "timeout"),
         (False, "time", "timeout"),
         (False, "turns", "truncated"),
         (False, "context", "truncated"),
     ],
 )
-async def test_a_session_is_graded_as_it_stands(finished: bool, limit: Limit, status: str) -> None:
+async def test_a_session_is_graded_as_it_stands(
+    finished: bool, limit: Limit | None, status: str
+) -> None:
     parts = Parts("forget", finished=finished, limit=limit)
     trajectory = await rollouts(parts).attempt(TASK, "g.0", seed=9)
     assert (trajectory.status, trajectory.reward, trajectory.num_sampled) == (status, 1.0, 1)
