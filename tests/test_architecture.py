@@ -211,7 +211,11 @@ class Module:
     path: Path
     tree: ast.Module
 
-    def imports(self) -> Iterator[tuple[str, bool, int]]:
+    @cache  # noqa: B019
+    def imports(self) -> tuple[tuple[str, bool, int], ...]:
+        return tuple(self._imports())
+
+    def _imports(self) -> Iterator[tuple[str, bool, int]]:
         """(full dotted name, inside a function, line) of everything that is imported, wherever the
         import stands."""
         lazy = {

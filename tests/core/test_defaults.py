@@ -19,7 +19,6 @@ from etude.core.effort import Effort
 MEANT = {
     ("MismatchStats", "k1_p99"): math.nan,  # unknown, and not small
     ("Segment", "kind"): "turns",
-    ("Transcript", "limit"): "time",  # which may have been lost to others
     ("SamplingParams", "temperature"): 1.0,  # the policy's own distribution
     ("SamplingParams", "top_p"): 1.0,
     ("SamplingParams", "repetition_penalty"): 1.0,
