@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import tomllib
 from glob import glob
+from importlib.metadata import files
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,24 @@ from tests.serve.serving import write_model
 ANSWER = "Here it is:\n```python\ndef add(a, b):\n    return b + a\n```\nEnjoy."
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> str:
-    """`sandbox.mounts` of a virtual environment that has pytest, wherever ours is."""
-    place = tmp_path / "venv"
+@pytest.fixture(scope="session")
+def plain_pytest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with pytest and no plugin: ours takes seconds to load those it has, and
+    commands in sandboxes wait for all others that run."""
+    place = tmp_path_factory.mktemp("plain") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     (packages,) = place.glob("lib/python*/site-packages")
-    (packages / "more.pth").write_text("/opt/packages\n")
-    installed = Path(pytest.__file__).parents[1]
-    return f'sandbox.mounts=["{place}", "{installed}:/opt/packages"]'
+    for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
+        for file in files(name) or pytest.fail(f"nobody knows what {name} installed"):
+            if ".." not in file.parts:  # what is beside the packages is a script
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file.locate(), packages / file)
+    return place
+
+
+@pytest.fixture
+def mounts(plain_pytest: Path) -> str:
+    return f'sandbox.mounts=["{plain_pytest}"]'
 
 
 @pytest.fixture
@@ -59,11 +71,11 @@ def tried(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("answer", [ANSWER, "def add(a, b): return a - b", "I cannot."])
 def test_pytest_is_the_judge_and_the_agent_a_program(
-    answer: str, environment: str, project: Path, capsys: pytest.CaptureFixture[str]
+    answer: str, mounts: str, project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need_namespaces()
     Path("script.txt").write_text(answer)
-    by_name = tried(capsys, "--set", environment, "--script", "script.txt")
+    by_name = tried(capsys, "--set", mounts, "--script", "script.txt")
     rewards = {name: trial["score"]["reward"] for name, trial in by_name.items()}
     assert rewards == {UNTOUCHED: 0.0, REFERENCE: 1.0, SESSION: float(answer == ANSWER)}
     assert "12 passed" in by_name[REFERENCE]["score"]["parts"][0]["evidence"]
@@ -83,13 +95,14 @@ def test_without_pytest_an_attempt_fails_and_earns_no_zero(
     assert "there is no pytest in the sandbox" in by_name[REFERENCE]["error"]
 
 
-def test_its_test_passes(project: Path) -> None:
+def test_its_test_passes(plain_pytest: Path, project: Path) -> None:
     text = Path("run.toml").read_text().replace("train = 64", "train = 1")
     text = text.replace("heldout = 16", "heldout = 1").replace("# isolation", "isolation")
     mounts = next(line for line in text.splitlines() if line.startswith("mounts"))
-    Path("run.toml").write_text(text.replace(mounts, f'mounts = ["{sys.prefix}"]'))
+    Path("run.toml").write_text(text.replace(mounts, f'mounts = ["{plain_pytest}"]'))
     argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_environment.py"]
-    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
+    plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run(argv, env=plain, capture_output=True, text=True, check=False)
     assert ran.returncode == 0 and "2 passed" in ran.stdout, ran.stdout + ran.stderr
 
 
@@ -209,13 +222,15 @@ class TestNotCollected:
 """
 
 
-def test_tests_are_found_where_pytest_finds_them(project: Path, tmp_path: Path) -> None:
+def test_tests_are_found_where_pytest_finds_them(
+    plain_pytest: Path, project: Path, tmp_path: Path
+) -> None:
     from etude.run.plugins import load
 
     money = "def add(a, b):\n    return a + b\n\n\ndef negate(a):\n    return -a\n"
     (tmp_path / "money.py").write_text(money)
     (tmp_path / "test_money.py").write_text(TESTS)
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml"]
+    argv = [str(plain_pytest / "bin" / "python"), "-m", "pytest", "-q", "--junitxml=report.xml"]
     subprocess.run([*argv, "test_money.py"], cwd=tmp_path, check=True, capture_output=True)
     reported = parse_junit((tmp_path / "report.xml").read_bytes())
     found = set(load("environment.py:find_tests", "k")("test_money.py", TESTS))
@@ -223,7 +238,7 @@ def test_tests_are_found_where_pytest_finds_them(project: Path, tmp_path: Path) 
 
 
 def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, mounts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository = tmp_path / "shop"
     repository.mkdir()
@@ -239,7 +254,7 @@ def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
     (tmp_path / "cheat" / "cart.py").write_text("import os\n\nos._exit(0)\n")
     assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
     monkeypatch.chdir(tmp_path / "mine")
-    keys = ("--set", "sandbox.isolation=process", "--set", f'sandbox.mounts=["{sys.prefix}"]')
+    keys = ("--set", "sandbox.isolation=process", "--set", mounts)
     by_name = tried(capsys, *keys, "--no-model", "--solution", str(tmp_path / "cheat"))
     rewards = {name: trial["score"]["reward"] for name, trial in by_name.items()}
     assert rewards == {UNTOUCHED: 0.0, REFERENCE: 1.0, GIVEN: 0.0}
@@ -297,8 +312,8 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.e2e
-def test_it_runs(project: Path) -> None:
-    keys = ["sandbox.isolation=process", f'sandbox.mounts=["{sys.prefix}"]', "tasks.heldout=1"]
+def test_it_runs(mounts: str, project: Path) -> None:
+    keys = ["sandbox.isolation=process", mounts, "tasks.heldout=1"]
     keys += ["harness.max_tokens=4", "engine.threads=1", "stage.sft.max_epochs=1"]
     argv = [sys.executable, "-m", "etude", "run", "run.toml"]
     argv += [part for key in keys for part in ("--set", key)]
