@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # conftest sets it where there is
     pytest.skip("a device runs them: tests.engine.kernel_checks", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 
+from triton.runtime import interpreter
+
 from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
-from etude.engine.kernels import fp8, norm
+from etude.engine.kernels import attention, fp8, norm
 from etude.engine.kernels.transformer import BatchInvariantTransformer
 from etude.model.config import ExpertsConfig, LinearConfig
 from etude.model.experts import Routing
@@ -77,6 +80,27 @@ MODELS = {
         ),
     ),
 }
+
+
+WRAPPED: set[str] = set()
+"""Modules of Triton's language that its interpreter has wrapped for good."""
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter wraps its language when a kernel begins; and then at each call of a
+    function once more around that, without an end. Once will do. A kernel's programs run one after
+    the other, so that those of a single multiprocessor will do, too."""
+
+    def call(function: interpreter.InterpretedFunction, *given: Any, **named: Any) -> Any:
+        module = function.fn.__module__
+        if module.startswith("triton.language") and module not in WRAPPED:
+            WRAPPED.add(module)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*given, **named)
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(attention, "num_splits", partial(attention.num_splits, processors=1))
 
 
 @pytest.mark.parametrize("name", kernel_checks.SMALL)
