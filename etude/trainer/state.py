@@ -79,8 +79,7 @@ class TrainerState:
             if isinstance(stage, RlConfig):
                 # a loss that cannot be loaded shall not cost the stages before its own
                 objective_of(stage)
-        if config.deterministic != torch.are_deterministic_algorithms_enabled():
-            torch.use_deterministic_algorithms(config.deterministic)  # loads a compiler
+        _be_deterministic(config.deterministic, device)
         self.publisher = Publisher(
             Chain(run.objects), peers=TorchPeer() if world.world_size > 1 else None
         )
@@ -358,3 +357,12 @@ def computed_in(config: TrainerConfig, device: torch.device) -> torch.dtype:
         if device.type == "cuda" and config.published_dtype == "bfloat16"
         else torch.float32
     )
+
+
+def _be_deterministic(wanted: bool, device: torch.device) -> None:
+    if wanted == torch.are_deterministic_algorithms_enabled():
+        return
+    if device == CPU:  # where nothing is compiled, and the compiler takes as long to load as torch
+        torch.set_deterministic_debug_mode("error" if wanted else "default")
+    else:
+        torch.use_deterministic_algorithms(wanted)

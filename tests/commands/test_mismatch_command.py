@@ -37,6 +37,7 @@ from etude.store.runs import Run
 from etude.trainer.prepare import store_files
 from etude.weights.publish import publish
 from tests.engine.reference import FAMILIES
+from tests.slow import slow, slow_but
 from tests.small_model import add, config, drain, request, sharp, small_files
 
 PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in range(1, 5)]
@@ -55,7 +56,7 @@ def look(
     return diagnose(engine, trainer, PROMPTS[:prompts], max_tokens=8, make_engine=make_engine)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but({"llama"}, FAMILIES))
 def test_nothing_is_found_where_there_is_nothing(name: str) -> None:
     found = look(model(name), model(name))
     assert found.causes == [] and found.operators == () and found.argmax_flip_frac == 0
@@ -87,7 +88,7 @@ def test_another_weight_in_one_matrix() -> None:
     assert "model.layers.2.mlp.gate (other weights: weight)" in cause
 
 
-@pytest.mark.parametrize("top_p", [0.8, 0.93])
+@pytest.mark.parametrize("top_p", [slow(0.8), 0.93])
 def test_top_p_on_one_side_only(top_p: float) -> None:
     class Cutting(Engine):
         def add(self, request: Request, id: str, **told: Any) -> None:

@@ -16,6 +16,7 @@ from etude.core.events import EVENTS, MismatchMeasured
 from etude.launch.launcher import locked
 from etude.store.runs import Run
 from tests.e2e.runs import MODULES, ONE_REGION, TINY, Etude, check_books
+from tests.slow import slow
 
 pytestmark = pytest.mark.e2e
 
@@ -64,13 +65,14 @@ def test_three_stages_in_two_regions_of_which_one_dies(etude: Etude) -> None:
     assert etude.finish() == summary, "a finished run is shown, not run again"
 
 
-def test_whatever_is_killed_the_next_start_goes_on(etude: Etude) -> None:
+@pytest.mark.parametrize(
+    "victims", [("controller", "launcher"), slow(("trainer", "ctrl-c"))], ids=" and ".join
+)
+def test_whatever_is_killed_the_next_start_goes_on(etude: Etude, victims: tuple[str, ...]) -> None:
     etude.write(ONE_REGION)
     seed = int(os.environ.get("ETUDE_SEED", Random().randrange(2**32)))
     print(f"ETUDE_SEED={seed} python -m pytest {__file__} -k whatever_is_killed")
     rng = Random(seed)
-    victims = ["trainer", "controller", "launcher", "ctrl-c"]
-    rng.shuffle(victims)
     for victim in victims:
         before = etude.groups()
         process = etude.start()

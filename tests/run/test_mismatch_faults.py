@@ -29,10 +29,13 @@ from etude.model.transformer import Transformer
 from etude.run.diagnose import Diagnosis
 from etude.run.trials import RecordedAnswer, diagnose, diagnose_recorded, row_of
 from tests.engine.reference import FAMILIES
+from tests.slow import slow
 from tests.small_model import add, drain, request, sharp
 
 PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in (1, 2)]
 FP32, BF16 = torch.float32, torch.bfloat16
+KINDS = [slow(FP32), BF16]
+"""A fault is harder to tell from the rounding of bf16."""
 Plant = Callable[[Transformer], None]
 
 
@@ -194,7 +197,7 @@ FAULTS: dict[str, tuple[str, Plant, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_model_is_named(fault: str, kind: torch.dtype) -> None:
     name, plant, expected = FAULTS[fault]
@@ -209,7 +212,7 @@ def test_a_fault_in_the_model_is_named(fault: str, kind: torch.dtype) -> None:
     assert found.unexplained == []
 
 
-@pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_without_a_fault_there_is_rounding_only(name: str, kind: torch.dtype) -> None:
     found = look(name, kind)
@@ -220,7 +223,7 @@ def test_without_a_fault_there_is_rounding_only(name: str, kind: torch.dtype) ->
     assert all(found.rounding[setting].holds(gap) for setting, gap in found.gaps.items())
 
 
-@pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_temperature_on_one_side(kind: torch.dtype) -> None:
     class Cooler(Engine):
         def add(self, request: Request, id: str, **told: Any) -> None:
@@ -233,7 +236,7 @@ def test_a_temperature_on_one_side(kind: torch.dtype) -> None:
     assert found.fits["alone"].fitted == pytest.approx(0.6, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_log_probs_recorded_before_temperature(
     kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +256,7 @@ def test_log_probs_recorded_before_temperature(
     )
 
 
-@pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_recorded_experts_that_were_not_used(kind: torch.dtype) -> None:
     class Confused(Engine):
         def _experts(self, sequence: Sequence) -> bytes | None:
@@ -272,7 +275,7 @@ def test_recorded_experts_that_were_not_used(kind: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_cannot_be_explained_is_called_so(kind: torch.dtype) -> None:
     class Noisy(Engine):
         """Whatever is drawn, every third log-prob is another token's."""

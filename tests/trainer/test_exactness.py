@@ -16,6 +16,7 @@ import pytest
 
 from etude.store.checkpoints import read
 from etude.trainer.stages import STAGE
+from tests.slow import slow_but
 from tests.trainer.lives import STAGES, STEPS, fingerprint, prepared, spawn, spawn_ranks
 
 EVERY_STEP = os.environ.get("ETUDE_KILLS") == "all"
@@ -32,7 +33,7 @@ def test_every_stage_is_killed_here() -> None:
     assert STAGES.keys() == STAGE.keys()
 
 
-@pytest.mark.parametrize("kind", STAGES)
+@pytest.mark.parametrize("kind", slow_but({"rl", "sft"}, STAGES))
 def test_a_killed_trainer_comes_to_the_very_same(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
