@@ -85,6 +85,7 @@ class RecordedRun:
             self.table.add(rows)
             self._unsettled -= {row.id for row in rows}
             self._settle()
+            self.table.advance(self.ledger.trained_step)
             for each in (self._events.damaged, self._rows.damaged):
                 while each:
                     self._damaged(each.pop(0))
