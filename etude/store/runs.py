@@ -223,22 +223,24 @@ class Run:
             )
 
     def batch(self, step: int) -> Batch:
+        return self._batch(step)[0]
+
+    def wait_batch(self, step: int) -> tuple[Batch, bytes]:
+        """The batch, and the SHA-256 of what is stored. Blocks until it is there. For the trainer,
+        which has nothing else to do."""
+        while not self.objects.exists(_batch_key(step)):
+            time.sleep(self.objects.poll_s)
+        return self._batch(step)
+
+    def _batch(self, step: int) -> tuple[Batch, bytes]:
         where = f"{self.objects.url}: {_batch_key(step)}"
-        batch = unpack(self.objects.get_sealed(_batch_key(step)), Batch, where)
+        data = self.objects.get_sealed(_batch_key(step))
+        batch = unpack(data, Batch, where)
         if batch.step != step:
             raise Damaged(
                 f"{where} holds the batch of step {batch.step}: bring it back from a copy"
             )
-        return batch
-
-    def batch_digest(self, step: int) -> str:
-        return hashlib.sha256(self.objects.get_sealed(_batch_key(step))).hexdigest()
-
-    def wait_batch(self, step: int) -> Batch:
-        """Blocks until it is there. For the trainer, which has nothing else to do."""
-        while not self.objects.exists(_batch_key(step)):
-            time.sleep(self.objects.poll_s)
-        return self.batch(step)
+        return batch, hashlib.sha256(data).digest()
 
     def put_recomputed(self, step: int, rows: tuple[RecomputedRow, ...]) -> None:
         self.objects.put_sealed(f"recomputed/{step:06d}", pack(rows))
