@@ -101,7 +101,7 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
         # it was heard again, or is no more
         alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]
     for line in _alarm_lines(alarms, everything=everything):
-        _print(console, line.replace("etude sessions RUN", f"etude sessions {place}"))
+        _print(console, line)
     return audited
 
 

@@ -61,9 +61,13 @@ class Alarm:
 
 
 class Alarms:
-    """The alarms of a run so far. `active` holds those whose cause is still there, by name."""
+    """The alarms of a run so far. `active` holds those whose cause is still there, by name.
 
-    def __init__(self) -> None:
+    `place`: where the run is, for the commands that an alarm advises.
+    """
+
+    def __init__(self, place: str = "RUN") -> None:
+        self._place = place
         self.active: dict[str, Alarm] = {}
         self._enter("")
 
@@ -90,7 +94,7 @@ class Alarms:
             case ProcessRestarted():
                 found = {SILENT + event.process: _restarted(event)}
             case RegionQuarantined():
-                found = {DRIFTED + event.region: _drifted(event)}
+                found = {DRIFTED + event.region: _drifted(event, self._place)}
             case ProcessDied():
                 found = {SILENT + event.process: _died(event)}
             case ProcessHeard():
@@ -152,7 +156,7 @@ class Alarms:
             "failing",
             f"{len(failed)} of the last {len(self._errors)} sessions failed, the newest with: "
             f"{failed[-1]}",
-            "mend what it names; `etude sessions RUN --failed` shows the whole sessions",
+            f"mend what it names; `etude sessions {self._place} --failed` shows the whole sessions",
         )
 
     def _without_signal(self, event: GroupDone) -> Alarm | None:
@@ -228,13 +232,13 @@ def _restarted(event: ProcessRestarted) -> Alarm:
     )
 
 
-def _drifted(event: RegionQuarantined) -> Alarm:
+def _drifted(event: RegionQuarantined, place: str) -> Alarm:
     return Alarm(
         DRIFTED + event.region,
         f"the region {event.region} is in quarantine since step {event.step}: its k3 is "
         f"{event.factor:.3g} times that of the others",
-        "it is sent no requests; `etude mismatch RUN` says what differs; mend it (driver, dtype, "
-        "engine), then start the run again",
+        f"it is sent no requests; `etude mismatch {place}` says what differs; mend it (driver, "
+        f"dtype, engine), then start the run again",
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from etude.core.lineage import stage_spans
 from etude.dash.page import describe
 from etude.dash.recorded import RecordedRun, clusters
-from etude.dash.table import WAITS, Filter, RolloutTable, became
+from etude.dash.table import WAITS, Filter, RolloutTable
 from etude.dash.waits import summed_up
 from etude.store.codec import Stamped
 from etude.store.rollouts import RolloutRow
@@ -140,15 +140,15 @@ def rollouts(
     return {
         "total": len(table),
         "matched": len(places),
-        "rows": [short(row) for row in rows],
+        "rows": [short(table, row) for row in rows],
         "facets": table.facets(places),
         "rewards": table.histogram("reward", places),
         "lengths": table.histogram("length", places),
     }
 
 
-def short(row: RolloutRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in SHOWN} | {"became": became(row)}
+def short(table: RolloutTable, row: RolloutRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in SHOWN} | {"became": table.became(row)}
 
 
 def failures(recorded: RecordedRun, wanted: Filter) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def ledger(recorded: RecordedRun) -> dict[str, Any]:
 def _ledger(recorded: RecordedRun) -> dict[str, Any]:
     ledger, table = recorded.ledger, recorded.table
     places = table.find(Filter(kind="train"))
-    known = (p for p in places if (row := table.rows[p]).object and became(row) != WAITS)
+    known = (p for p in places if (row := table.rows[p]).object and table.became(row) != WAITS)
     settled = np.fromiter(known, np.int64)
     return {
         "issued": ledger.issued,
@@ -278,7 +278,7 @@ def review(recorded: RecordedRun, verdicts: Sequence[Stamped[Verdict]]) -> dict[
     cheats = {id: any(v.record.verdict == "cheat" for v in by.values()) for id, by in told.items()}
     return {
         "queue": [
-            short(row)
+            short(table, row)
             | {"verdicts": [{"t": v.t, **asdict(v.record)} for v in told[row.id].values()]}
             for row in [*reversed(flagged), *judged][:MOST_ROWS]
         ],

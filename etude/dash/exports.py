@@ -13,7 +13,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Json, Trajectory
 from etude.dash import atif
 from etude.dash.recorded import RecordedRun
-from etude.dash.table import became
+from etude.dash.table import RolloutTable
 from etude.store.rollouts import RolloutRow, encode_rows
 from etude.store.verdicts import read_preferences
 
@@ -30,9 +30,10 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 def export(recorded: RecordedRun, rows: Sequence[RolloutRow], format: str) -> Iterator[bytes]:
     if format == "jsonl":
+        became = recorded.table.became
         return (_line(asdict(row) | {"became": became(row)}) for row in rows)
     if format == "csv":
-        return _csv(rows)
+        return _csv(recorded.table, rows)
     if format == "parquet":
         return iter([encode_rows(rows)] if rows else [])
     if format == "sessions.jsonl":
@@ -49,12 +50,13 @@ def _line(value: object) -> bytes:
     return (json.dumps(value, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
-def _csv(rows: Sequence[RolloutRow]) -> Iterator[bytes]:
+def _csv(table: RolloutTable, rows: Sequence[RolloutRow]) -> Iterator[bytes]:
     names = [field.name for field in fields(RolloutRow)]
     yield (",".join([*names, "became"]) + "\r\n").encode()
     for row in rows:
         text = io.StringIO()
-        csv.writer(text).writerow([*(_cell(getattr(row, name)) for name in names), became(row)])
+        cells = [_cell(getattr(row, name)) for name in names]
+        csv.writer(text).writerow([*cells, table.became(row)])
         yield text.getvalue().encode("utf-8", "replace")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
+from etude.core.alarms import Alarms
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.events import AttemptDone, Event, Launched
@@ -44,7 +45,7 @@ class RecordedRun:
     def __init__(self, name: str, run: Run, *, now: Callable[[], float] = time.time) -> None:
         self.name = name
         self.run = run
-        self.view = RunView()
+        self.view = RunView(alarms=Alarms(run.place))
         self.history = History()
         self.table = RolloutTable()
         self.ledger = Ledger()
@@ -84,6 +85,7 @@ class RecordedRun:
             self.table.add(rows)
             self._unsettled -= {row.id for row in rows}
             self._settle()
+            self.table.advance(self.ledger.trained_step)
             for each in (self._events.damaged, self._rows.damaged):
                 while each:
                     self._damaged(each.pop(0))

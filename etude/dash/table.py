@@ -18,7 +18,10 @@ from etude.core.errors import EtudeError
 from etude.store.rollouts import RolloutRow
 
 WAITS = "waits"
-"""What became of a rollout of training that is neither trained on nor dropped."""
+"""What became of a rollout of training that is neither batched nor dropped."""
+BATCHED = "batched"
+"""Its step has its batch, and is not done yet."""
+TRAINED = "trained"
 EVALUATED = "evaluation"
 NUMBERS = ("reward", "length", "turns", "seconds", "sampled_tokens", "step")
 """Columns with a value for each row; NaN where there is none."""
@@ -49,7 +52,7 @@ class Filter:
     status: str | None = None
     source: str | None = None
     became: str | None = None
-    """`trained`, a reason of the ledger, `waits` or `evaluation`."""
+    """`trained`, `batched`, a reason of the ledger, `waits` or `evaluation`."""
     cause: str | None = None
     """Of a failure, as `cause_of` gives it."""
     flag: str | None = None
@@ -81,13 +84,6 @@ def _truth(text: str) -> bool:
 
 
 _READ: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": _truth}
-
-
-def became(row: RolloutRow) -> str:
-    """What became of a rollout, in one word or the reason of its drop."""
-    if row.step is not None:
-        return "trained"
-    return row.dropped or (WAITS if row.kind == "train" else EVALUATED)
 
 
 _VARYING = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+(?:\.\d+)?|(?<=[\s'\"(])/[^\s'\",:)]+")
@@ -156,6 +152,7 @@ class RolloutTable:
         self._kept = _Column("?")
         """False where a later row took the place."""
         self._flagged: dict[str, list[int]] = {}
+        self._trained_step = 0
 
     def __len__(self) -> int:
         return len(self._place)
@@ -175,7 +172,7 @@ class RolloutTable:
             numbers.extend([np.nan if value is None else value for value in values])
         for name, codes in self._codes.items():
             code = self._names[name].code
-            codes.extend([code(_name(row, name)) for row in rows])
+            codes.extend([code(self._name(row, name)) for row in rows])
         spans = [row.versions or (-1,) for row in rows]
         self._versions.extend([end for span in spans for end in (span[0], span[-1])])
         self._kept.extend([True] * len(rows))
@@ -185,6 +182,26 @@ class RolloutTable:
             self._place[row.id] = place
             for flag in row.flags:
                 self._flagged.setdefault(flag, []).append(place)
+
+    def advance(self, trained_step: int) -> None:
+        """Steps up to this one are done."""
+        self._trained_step = trained_step
+        became, names = self._codes["became"].values, self._names["became"]
+        done = self._numbers["step"].values <= trained_step
+        became[done & (became == names.known(BATCHED))] = names.code(TRAINED)
+
+    def became(self, row: RolloutRow) -> str:
+        """What became of a rollout, in one word or the reason of its drop."""
+        if row.step is not None:
+            return TRAINED if row.step <= self._trained_step else BATCHED
+        return row.dropped or (WAITS if row.kind == "train" else EVALUATED)
+
+    def _name(self, row: RolloutRow, column: str) -> str:
+        if column == "became":
+            return self.became(row)
+        if column == "cause":
+            return cause_of(row.error)
+        return str(getattr(row, column) or "")
 
     def find(self, wanted: Filter) -> np.ndarray[Any, Any]:
         """The places of the rows that pass, ascending."""
@@ -273,11 +290,3 @@ class RolloutTable:
     def names(self, name: str, places: np.ndarray[Any, Any]) -> list[str]:
         values = self._names[name].values
         return [values[code] for code in self._codes[name].values[places]]
-
-
-def _name(row: RolloutRow, column: str) -> str:
-    if column == "became":
-        return became(row)
-    if column == "cause":
-        return cause_of(row.error)
-    return str(getattr(row, column) or "")

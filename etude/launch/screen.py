@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from etude.core.alarms import Alarms
 from etude.core.events import AttemptDone
 from etude.dash.page import (
     Curve,
@@ -50,7 +51,7 @@ STYLES = {"": "", "good": "green", "bad": "bold red", "dim": "dim"}
 
 async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
     """Shows the run until it is cancelled."""
-    events, view = EventReader(run), RunView()
+    events, view = EventReader(run), RunView(alarms=Alarms(run.place))
     for stamped in await asyncio.to_thread(events.new):  # what happened before somebody looked
         view.apply(stamped.t, stamped.record)
     if not console.is_terminal:

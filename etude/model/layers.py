@@ -50,13 +50,19 @@ class Linear(nn.Linear):
         """Values come from files or from `fresh`; drawing others first would take longer than
         loading them."""
 
+    @property
+    def in_fp8(self) -> bool:
+        """Whether it multiplies in FP8, with the weight that is kept so or one that is rounded in
+        each pass."""
+        return self.arithmetic.fp8 and self.quantisable
+
     def forward(self, x: Tensor) -> Tensor:
-        if self.quantised is not None:
-            y = fp8.linear(x, self.quantised, self.bias, self.arithmetic)
-        elif self.arithmetic.fp8 and self.quantisable:
-            y = fp8.trainable_linear(x, self.weight, self.bias, self.arithmetic)
-        else:
+        if not self.in_fp8:
             y = self.arithmetic.linear(x, self.weight, self.bias)
+        elif self.quantised is not None:
+            y = fp8.linear(x, self.quantised, self.bias, self.arithmetic)
+        else:
+            y = fp8.trainable_linear(x, self.weight, self.bias, self.arithmetic)
         return y if self.adapter is None else self.adapter(self, x, y)
 
 

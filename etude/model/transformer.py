@@ -160,9 +160,7 @@ class Transformer(nn.Module):
 
     def quantised_layers(self) -> list[Linear]:
         """Those that multiply in FP8."""
-        if not self.arithmetic.fp8:
-            return []
-        return [own for own in self.model.modules() if isinstance(own, Linear) and own.quantisable]
+        return [own for own in self.model.modules() if isinstance(own, Linear) and own.in_fp8]
 
     @torch.no_grad()
     def quantise(self) -> None:

@@ -143,7 +143,7 @@ def entered_groups(groups: Mapping[str, Group], entries: list[Entry]) -> dict[st
 
 
 def _alarms(run: Run) -> list[Alarm]:
-    alarms, events = Alarms(), EventReader(run)
+    alarms, events = Alarms(run.place), EventReader(run)
     begun: list[Alarm] = []
     places: dict[str, int] = {}
     for stamped in events.new():

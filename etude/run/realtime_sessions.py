@@ -48,9 +48,9 @@ class ClosedSessions:
 class _User:
     """What was read of a user, by key, and is not closed."""
 
-    turns: dict[str, RecordedTurn | None] = field(default_factory=dict)
+    turns: dict[UserKey, RecordedTurn | None] = field(default_factory=dict)
     """None: damaged."""
-    events: dict[str, FeedbackEvent | None] = field(default_factory=dict)
+    events: dict[UserKey, FeedbackEvent | None] = field(default_factory=dict)
     outcomes: list[SessionOutcome] = field(default_factory=list)
     closed: dict[str, SessionFigures] = field(default_factory=dict)
     """By session."""
@@ -152,8 +152,8 @@ class UserSessions:
 
     def _refresh(self, name: str, keys: Iterable[UserKey]) -> None:
         """Reads what is new of a user, and lets go what is not there any more."""
-        user, listed = self._users[name], {each.key: each for each in keys}
-        sessions = {each.session for each in listed.values()}
+        user, listed = self._users[name], dict.fromkeys(keys)
+        sessions = {key.session for key in listed}
         stone = self._tombstones.get(name)
         deleted = -1.0 if stone is None else stone.time
         for session, figures in list(user.closed.items()):
@@ -162,11 +162,11 @@ class UserSessions:
                 self._unstored.discard(figures.id)
                 self._is_stale = True
         known = {event for figures in user.closed.values() for event in figures.events}
-        for key, each in listed.items():
+        for key in listed:
             with contextlib.suppress(Missing):
-                if each.session and each.session not in user.closed and key not in user.turns:
+                if key.session and key.session not in user.closed and key not in user.turns:
                     user.turns[key] = self._store.turn(key)
-                if each.event and each.event not in known and key not in user.events:
+                if key.event and key.event not in known and key not in user.events:
                     user.events[key] = self._store.event(key)
         user.turns = {
             key: turn
@@ -183,7 +183,7 @@ class UserSessions:
             del self._users[name]
 
     def _outcomes(self, user: _User) -> list[SessionOutcome]:
-        damaged = {key.split("/")[4] for key, turn in user.turns.items() if turn is None}
+        damaged = {key.session for key, turn in user.turns.items() if turn is None}
         turns = [turn for turn in user.turns.values() if turn and turn.session not in damaged]
         sessions = [one for one in put_together(turns).sessions if one.policy == self._policy]
         events = [event for event in user.events.values() if event is not None]
@@ -194,8 +194,8 @@ class UserSessions:
         """Of what is closed nothing but the figures is needed."""
         known = {event for figures in user.closed.values() for event in figures.events}
         user.outcomes = [o for o in user.outcomes if o.session.session not in user.closed]
-        user.turns = {k: t for k, t in user.turns.items() if k.split("/")[4] not in user.closed}
-        user.events = {k: e for k, e in user.events.items() if k.split("/")[4] not in known}
+        user.turns = {k: t for k, t in user.turns.items() if k.session not in user.closed}
+        user.events = {k: e for k, e in user.events.items() if k.event not in known}
 
     # Figures of closed sessions, in the run's store
 

@@ -55,8 +55,10 @@ QUOTAS = {
 """Of the whole sandbox, as files below /proc/sys."""
 TERMINAL_SIZE = struct.pack("=4H", 24, 80, 0, 0)
 """Rows and columns of a terminal, as the kernel takes them."""
-NICENESS = 10
-"""Of commands: whatever they compute, the controller's event loop comes first."""
+NICENESS = 5
+"""Of commands: whatever they compute, the controller's event loop comes first. By the kernel's
+weights they get a quarter of a core that a trainer keeps busy. At 10 it would be a tenth, in which
+the tests of a correct solution may run out of their time."""
 
 
 def memory_for(disk_bytes: int) -> int:

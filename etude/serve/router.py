@@ -39,6 +39,9 @@ WORKER_WAIT_S = 20.0
 """How long a request waits for a worker to come up before it fails. For one that is silent it waits
 on."""
 MAX_RETRIES = 3
+MAX_SILENCES = 5
+"""Workers that fall silent over one request before it fails. Silence is seldom its fault, but one
+that hangs its worker, or takes down the whole host, closes no connection."""
 LIVENESS_CHECK_S = 0.5
 
 T = TypeVar("T")
@@ -49,7 +52,7 @@ class WorkerFailed(Exception):
 
 
 class WorkerSilent(WorkerFailed):
-    """It was taken out for its silence: what it was asked has no part in that."""
+    """It was taken out for its silence: what it was asked need have no part in that."""
 
 
 @dataclass(slots=True)
@@ -165,8 +168,8 @@ class Router:
     async def _attempts(self, request: Request, session: str) -> AsyncGenerator[Attempt]:
         """One after the other, each when the one before has failed. Raises when too many have."""
         requests = self._requests.get(session, SessionRequests())
-        began, failures, why = self._clock.now(), 0, ""
-        while failures <= MAX_RETRIES:
+        began, failures, silences, why = self._clock.now(), 0, 0, ""
+        while failures - silences <= MAX_RETRIES and silences < MAX_SILENCES:
             requests.disturbed |= not self.fleet.up
             left = _left(request, self._clock.now() - began)
             async with deadline(left.deadline_s):
@@ -177,7 +180,8 @@ class Router:
             finally:
                 self.fleet.done(worker)
                 requests.disturbed |= self.fleet.has_stalled(worker, asked, self._clock.now())
-            failures += not isinstance(attempt.failure, WorkerSilent)
+            failures += 1
+            silences += isinstance(attempt.failure, WorkerSilent)
             why = str(attempt.failure)
             requests.disturbed = True
         raise Unavailable(f"{failures} workers in a row have failed, the last one with: {why}")

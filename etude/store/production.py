@@ -56,6 +56,11 @@ class UserKey:
     session: str = ""
     event: str = ""
 
+    @property
+    def session_started(self) -> float:
+        """Its name says when."""
+        return int(self.session.partition("-")[0]) / 1000
+
 
 class Conflict(EtudeError):
     """An event with this id is there, and says something else."""
@@ -104,11 +109,10 @@ class ProductionStore:
         """Deletes the sessions of a user that say one of these values; how many."""
         texts = (text for value in values for text in (value, json.dumps(value)[1:-1]))
         spelled = {text.encode(errors="surrogatepass") for text in texts}
-        folder = f"{USERS}/{user}/turns"
         found = {
-            key.split("/")[4]
-            for key in (self.objects.list(folder) if spelled else ())
-            if any(text in self._bytes(key) for text in spelled)
+            key.session
+            for key in (self.keys(user) if spelled else ())
+            if key.session and any(text in self._bytes(key.key) for text in spelled)
         }
         for session in found:
             self.delete_session(user, session)
@@ -120,9 +124,9 @@ class ProductionStore:
         organisation, have withdrawn. `refused`: more of these."""
         tombstones, refused = self.tombstones(), self.refused() | set(refused)
         turns: list[RecordedTurn] = []
-        dropped: dict[str, set[str]] = {"consent_withdrawn": set(), "damaged": set()}
+        dropped: dict[str, set[tuple[str, str]]] = {"consent_withdrawn": set(), "damaged": set()}
         for key, turn in self._turns():
-            session = key.rpartition("/")[0]
+            session = (key.user, key.session)
             if turn is None:
                 dropped["damaged"].add(session)
                 continue
@@ -133,8 +137,7 @@ class ProductionStore:
                 dropped["consent_withdrawn"].add(session)
             else:
                 turns.append(turn)
-        damaged = {tuple(session.split("/")[2:5:2]) for session in dropped["damaged"]}
-        made = put_together(t for t in turns if (t.user, t.session) not in damaged)
+        made = put_together(t for t in turns if (t.user, t.session) not in dropped["damaged"])
         for reason, sessions in dropped.items():
             if sessions:
                 made.dropped[reason] += len(sessions)
@@ -231,16 +234,15 @@ class ProductionStore:
             tombstone = tombstones.get(user)
             return is_gone(time, now=now, retention_s=retention_s, tombstone=tombstone)
 
-        def remove(key: str, reason: str) -> None:
-            self.objects.delete(key)
+        def remove(key: UserKey, reason: str) -> None:
+            self.objects.delete(key.key)
             counts[reason] += 1
 
         for key, turn in self._turns():
-            _, _, user, _, session, _ = key.split("/")
-            if why := gone(int(session[:13]) / 1000, user):
+            if why := gone(key.session_started, key.user):
                 remove(key, f"turns {why}")
             elif turn is not None:
-                answers.add((user, turn.completion))
+                answers.add((key.user, turn.completion))
         for key, event in list(self._events()):
             if event is None:  # nobody can say of when it is
                 remove(key, "feedback damaged")
@@ -292,29 +294,29 @@ class ProductionStore:
             if (match := _KEY.fullmatch(key)) is not None:
                 yield UserKey(key=key, user=match[1], session=match[2] or "", event=match[3] or "")
 
-    def turn(self, key: str) -> RecordedTurn | None:
+    def turn(self, key: UserKey) -> RecordedTurn | None:
         """None if it is damaged. Raises `Missing`: somebody may be sweeping."""
         with contextlib.suppress(Damaged):
-            return unpack(self.objects.get_sealed(key), RecordedTurn, self._where(key))
+            return unpack(self.objects.get_sealed(key.key), RecordedTurn, self._where(key.key))
         return None
 
-    def event(self, key: str) -> FeedbackEvent | None:
+    def event(self, key: UserKey) -> FeedbackEvent | None:
         """Likewise."""
         with contextlib.suppress(Damaged):
-            return from_json(self.objects.get_sealed(key), FeedbackEvent, self._where(key))
+            return from_json(self.objects.get_sealed(key.key), FeedbackEvent, self._where(key.key))
         return None
 
-    def _turns(self) -> Iterator[tuple[str, RecordedTurn | None]]:
-        for each in self.keys():
+    def _turns(self) -> Iterator[tuple[UserKey, RecordedTurn | None]]:
+        for key in self.keys():
             with contextlib.suppress(Missing):
-                if each.session:
-                    yield each.key, self.turn(each.key)
+                if key.session:
+                    yield key, self.turn(key)
 
-    def _events(self) -> Iterator[tuple[str, FeedbackEvent | None]]:
-        for each in self.keys():
+    def _events(self) -> Iterator[tuple[UserKey, FeedbackEvent | None]]:
+        for key in self.keys():
             with contextlib.suppress(Missing):
-                if each.event:
-                    yield each.key, self.event(each.key)
+                if key.event:
+                    yield key, self.event(key)
 
     def _get(self, key: str, kind: type[T]) -> T | None:
         try:

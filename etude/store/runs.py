@@ -90,7 +90,7 @@ class Run:
         otherwise = "choose another --dir, or begin anew with --fresh, which removes this one"
         if not self.objects.exists(_CONFIG):
             raise EtudeError(
-                f"{self._place} holds a run that has lost its config.json, and nothing else "
+                f"{self.place} holds a run that has lost its config.json, and nothing else "
                 f"says what it was started with: bring the file back from a copy, {otherwise}"
             )
         reached = [int(name.partition(".")[0]) for name in self.checkpoints()] + self.batches()
@@ -98,7 +98,7 @@ class Run:
         if refused := refused_changes(self.config(), config, version=version):
             changes = "".join(f"\n  {change}" for change in refused)
             raise EtudeError(
-                f"{self._place} holds a run that was started with other settings. These "
+                f"{self.place} holds a run that was started with other settings. These "
                 f"cannot change within a run:{changes}\ngo on with the old values, {otherwise}"
             )
 
@@ -116,7 +116,7 @@ class Run:
             data = self.objects.get_sealed(_CONFIG)
         except Missing as e:
             raise Missing(
-                f"{self._place} holds no run: check the path{self._runs_below()}, or start one "
+                f"{self.place} holds no run: check the path{self._runs_below()}, or start one "
                 f"with `etude run`"
             ) from e
         try:
@@ -149,15 +149,18 @@ class Run:
         return max((time for key, time in times if _is_of_run(key)), default=-math.inf)
 
     @property
-    def _place(self) -> str:
-        """As people write it."""
-        return self.objects.url.removeprefix("file:")
+    def place(self) -> str:
+        """As people write it: the URL of a bucket, or the directory, which is relative if it is
+        below this process's own."""
+        written, here = self.objects.url.removeprefix("file:"), Path.cwd()
+        path = Path(written)
+        return str(path.relative_to(here)) if path.is_relative_to(here) else written
 
     def _runs_below(self) -> str:
         """Of a project's folder, in which `etude run` was started."""
         if not self.objects.url.startswith("file:"):
             return ""
-        found = sorted(path.parent for path in Path(self._place).glob("runs/*/config.json"))
+        found = sorted(path.parent for path in Path(self.place).glob("runs/*/config.json"))
         return f" (there is {', '.join(map(str, found))})" if found else ""
 
     def put_model_file(self, name: str, data: bytes) -> None:
@@ -220,22 +223,24 @@ class Run:
             )
 
     def batch(self, step: int) -> Batch:
+        return self._batch(step)[0]
+
+    def wait_batch(self, step: int) -> tuple[Batch, bytes]:
+        """The batch, and the SHA-256 of what is stored. Blocks until it is there. For the trainer,
+        which has nothing else to do."""
+        while not self.objects.exists(_batch_key(step)):
+            time.sleep(self.objects.poll_s)
+        return self._batch(step)
+
+    def _batch(self, step: int) -> tuple[Batch, bytes]:
         where = f"{self.objects.url}: {_batch_key(step)}"
-        batch = unpack(self.objects.get_sealed(_batch_key(step)), Batch, where)
+        data = self.objects.get_sealed(_batch_key(step))
+        batch = unpack(data, Batch, where)
         if batch.step != step:
             raise Damaged(
                 f"{where} holds the batch of step {batch.step}: bring it back from a copy"
             )
-        return batch
-
-    def batch_digest(self, step: int) -> str:
-        return hashlib.sha256(self.objects.get_sealed(_batch_key(step))).hexdigest()
-
-    def wait_batch(self, step: int) -> Batch:
-        """Blocks until it is there. For the trainer, which has nothing else to do."""
-        while not self.objects.exists(_batch_key(step)):
-            time.sleep(self.objects.poll_s)
-        return self.batch(step)
+        return batch, hashlib.sha256(data).digest()
 
     def put_recomputed(self, step: int, rows: tuple[RecomputedRow, ...]) -> None:
         self.objects.put_sealed(f"recomputed/{step:06d}", pack(rows))

@@ -147,6 +147,13 @@ class World:
         padded = torch.cat((own_N, own_N.new_zeros(max(sizes) - len(own_N))))
         return torch.cat([row[:size] for row, size in zip(self._table(padded), sizes, strict=True)])
 
+    def agrees(self, digest: bytes) -> bool:
+        """Whether all ranks have the same."""
+        if self.world_size == 1:
+            return True
+        table = self._table(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+        return bool((table == table[0]).all())
+
     def _table(self, row_N: Tensor) -> Tensor:
         """The rows of all ranks."""
         rows = [torch.empty_like(row_N) for _ in range(self.world_size)]

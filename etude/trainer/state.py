@@ -201,14 +201,17 @@ class TrainerState:
 
     def read_batch(self, step: int, span: StageSpan) -> Batch:
         """Waits for it, and enters it into the lineage."""
-        batch = self.run.wait_batch(step)
+        batch, digest = self.run.wait_batch(step)
+        # A user may be deleted between the reads of two ranks: then all read it again.
+        while not self.world.agrees(digest):
+            batch, digest = self.run.wait_batch(step)
         base = step - 1 if batch.base is None else batch.base
         if base != self.version:
             self.rewind(base, span)
         self.saver.kept = version_name(base)
         self.world.activity = f"step {step} of {self.stage}"
         self.batches_digest = hashlib.sha256(
-            f"{self.batches_digest} {self.run.batch_digest(step)}".encode()
+            f"{self.batches_digest} {digest.hex()}".encode()
         ).hexdigest()
         self.record_data(f"batches {span.start + 1} to {step}, sha256 {self.batches_digest}")
         return batch

@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from pyarrow import parquet
 from starlette.types import ASGIApp
 
 from etude.cli import main
-from etude.core.ledger import Dropped
+from etude.core.ledger import Batched, Dropped, Issued, Trained
 from etude.dash.answers import solve_rates
 from etude.dash.exports import export
 from etude.dash.guard import Access
@@ -108,6 +109,25 @@ def test_the_page_reads_what_is_answered(app: ASGIApp) -> None:
     read = set(re.findall(r"\w+", "".join(path.read_text() for path in STATIC.glob("*.js"))))
     told = {path: fields(ask(app, path).json) for path in PATHS}
     assert {path: names - read for path, names in told.items() if names - read - UNREAD} == {}
+
+
+def test_a_rollout_is_trained_on_when_its_step_is_done(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    write_run(run)
+    waiting = group(4, trajectory("g000004.0", 1.0))
+    RolloutLog(run.objects).append([replace(row, step=3) for row in group_rows(waiting)])
+    run.ledger.append(Issued(group="g000004", task="t", samples=("g000004.0",), version=0))
+    run.ledger.append(Batched(step=3, samples=("g000004.0",)))
+
+    def told() -> list[Any]:
+        app = create_app([RecordedRun("x", run)], Access(host="127.0.0.1"))
+        found = ask(app, "/api/runs/x/rollouts?step=3").json
+        exported = json.loads(ask(app, "/api/runs/x/export?format=jsonl&step=3").body)
+        return [found["rows"][0]["became"], *found["facets"]["became"], exported["became"]]
+
+    assert told() == ["batched"] * 3
+    run.ledger.append(Trained(step=3))
+    assert told() == ["trained"] * 3
 
 
 def test_rollouts_that_are_settled_and_those_that_have_just_ended(app: ASGIApp) -> None:

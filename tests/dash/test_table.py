@@ -10,8 +10,17 @@ import pytest
 
 from etude.bench.dash import _row
 from etude.core.errors import EtudeError
-from etude.dash.table import Filter, RolloutTable, became, cause_of
+from etude.dash.table import Filter, RolloutTable, cause_of
 from etude.store.rollouts import RolloutRow
+
+DONE = 4
+"""The last step that is."""
+
+
+def became(row: RolloutRow) -> str:
+    if row.step is None:
+        return row.dropped or ""
+    return "trained" if row.step <= DONE else "batched"
 
 
 def passes(row: RolloutRow, wanted: Filter) -> bool:
@@ -57,7 +66,8 @@ def some_filters(found: list[RolloutRow]) -> list[Filter]:
         Filter(length_min=4000, turns_max=9, seconds_min=3.0),
         Filter(status="failed"),
         Filter(became="no_signal", solved=False),
-        Filter(became="trained", version=4),
+        Filter(became="trained", version=3),
+        Filter(became="batched", version=4),
         Filter(step=one.step, source=one.source),
         Filter(task=one.task),
         Filter(group=one.group),
@@ -75,6 +85,7 @@ def test_filters_find_what_a_loop_finds() -> None:
     table = RolloutTable()
     for start in range(0, len(found), 700):
         table.add(found[start : start + 700])
+        table.advance(DONE if start else DONE - 2)
     hits = 0
     for wanted in some_filters(found):
         expected = [place for place, row in enumerate(found) if passes(row, wanted)]
@@ -82,7 +93,7 @@ def test_filters_find_what_a_loop_finds() -> None:
         hits += bool(expected)
         counts = table.facets(table.find(wanted))
         assert sum(counts["status"].values()) == len(expected)
-    assert hits >= 13
+    assert hits >= 14
 
 
 def test_sorting_puts_what_has_no_number_last() -> None:

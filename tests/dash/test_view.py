@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import io
 import re
@@ -39,6 +40,7 @@ from etude.core.types import Status
 from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, clock, describe
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
+from etude.dash.recorded import RecordedRun
 from etude.launch import screen
 from etude.launch.screen import draw, layout
 from etude.store.runs import Run
@@ -646,6 +648,26 @@ async def test_a_terminal_is_drawn_again_after_a_pause(
     with pytest.raises(Enough):
         await screen.watch(run, console, title="etude", lag_bound=0)
     assert ["rl 0/4" in page for page in pages] == [False, True]
+
+
+async def test_advice_names_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.open(f"file:{tmp_path}/runs/mine")
+    events = run.events("controller", EVENTS)
+    events.append(*[attempt("failed", None, "agent: KeyError: 'x'")] * 4)
+    events.flush()
+    recorded = RecordedRun("mine", run)
+    recorded.refresh()
+    (advice,) = (alarm.advice for alarm in recorded.view.alarms.active.values())
+    assert f"`etude sessions {tmp_path}/runs/mine --failed`" in advice
+    monkeypatch.chdir(tmp_path)
+    page = io.StringIO()
+    console = Console(file=page, force_terminal=True, width=120, height=24)
+    watching = asyncio.create_task(screen.watch(run, console, title="etude", lag_bound=0))
+    while "what to do" not in page.getvalue():
+        assert not watching.done()
+        await asyncio.sleep(0)
+    watching.cancel()
+    assert "`etude sessions runs/mine --failed`" in page.getvalue()
 
 
 def test_the_page_of_the_docs_shows_the_captured_screens() -> None:

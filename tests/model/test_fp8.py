@@ -90,3 +90,5 @@ def test_kept_weights_are_those_that_a_pass_would_round() -> None:
     passing = layer(x)
     model.quantise()
     assert layer.quantised is not None and torch.equal(layer(x), passing)
+    model.compute_with(PLAIN)
+    assert torch.equal(layer(x), F.linear(x, layer.weight)), "its arithmetic decides"

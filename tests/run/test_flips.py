@@ -174,7 +174,6 @@ class Looks:
         yield "experts", self.experts
         for step in run.batches():
             yield f"batch {step}", lambda step=step: run.batch(step)
-            yield f"digest {step}", lambda step=step: run.batch_digest(step)
             yield f"recomputed {step}", lambda step=step: run.recomputed(step)
         for name in run.checkpoints():
             yield f"checkpoint {name}", lambda name=name: self.checkpoint(name)

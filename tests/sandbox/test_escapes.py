@@ -135,7 +135,7 @@ ATTEMPTS = {
     "the namespaces of process 1": "ok(libc.setns(os.open('/proc/1/ns/mnt', os.O_RDONLY), 0)) == 0",
     "the namespaces of the canary": "ok(libc.setns(os.open(f'/proc/{PID}/ns/net', os.O_RDONLY), 0)) == 0",  # noqa: E501
     "real-time priority": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(50)) or True",
-    "a better priority": "os.nice(-5) < 10",
+    "a better priority": "os.nice(0) > os.nice(-5)",
     "higher limits": "resource.setrlimit(resource.RLIMIT_NOFILE, (1 << 16, 1 << 16)) or True",
     # processes
     "the canary's life": "os.kill(PID, signal.SIGKILL) or True",

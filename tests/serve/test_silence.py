@@ -18,8 +18,8 @@ from etude.core.clock import AwakeClock, ManualClock
 from etude.core.fleet import WorkerState
 from etude.core.sampling import Request, Sample, VersionSpan
 from etude.serve.gateway import Gateway
-from etude.serve.http import create_app
-from etude.serve.router import MAX_RETRIES, Router
+from etude.serve.http import Unavailable, create_app
+from etude.serve.router import MAX_RETRIES, MAX_SILENCES, Router
 from etude.serve.worker import Worker, keep_joined
 from etude.serve.worker_protocol import JoinRequest
 from tests.serve.client import converse, post, segments, status, until_up
@@ -160,19 +160,50 @@ async def test_nobody_waits_for_a_worker_whose_connections_outlive_it(
 async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(
     http: aiohttp.ClientSession,
 ) -> None:
-    """The only worker falls silent more often than a request is sent again, and answers in the
-    end."""
+    """The only worker falls silent more often than a worker may fail, and answers in the end."""
     watch, only = Watch(http), Stopped()
+    assert MAX_SILENCES - 1 > MAX_RETRIES
     async with only.listening() as url:
         asked = asyncio.create_task(watch.router.sample(ASK, "s"))
-        for number in range(1, MAX_RETRIES + 4):
-            await join(watch.router, url)
-            await only.until_asked(*["/generate"] * number)
-            watch.wait(int(SILENCE_S))
-            assert watch.router.fleet.up == []
+        await fall_silent(watch, only, url, MAX_SILENCES - 1)
         only.goes_on.set()
         await join(watch.router, url)
         assert (await asked).tokens == (7,)
+
+
+@pytest.mark.parametrize("way", ["sample", "stream"])
+async def test_a_request_that_silences_every_worker_fails(
+    http: aiohttp.ClientSession, way: str
+) -> None:
+    """It may be what takes their hosts down: others are not sacrificed to it."""
+    watch, only = Watch(http), Stopped()
+
+    async def stream() -> None:
+        with watch.router.under_way("s"):
+            async for _ in watch.router.stream(ASK, "s"):
+                pass
+
+    async with only.listening() as url:
+        asking = sample(watch.router, "s") if way == "sample" else stream()
+        asked = asyncio.create_task(asking)
+        await fall_silent(watch, only, url, MAX_SILENCES)
+        await join(watch.router, url)
+        while not asked.done():
+            assert len(only.asked) == MAX_SILENCES, "it is sent again"
+            await asyncio.sleep(0.001)
+        said = f"{MAX_SILENCES} workers in a row have failed, .*{url}/generate: it fell silent"
+        with pytest.raises(Unavailable, match=said):
+            await asked
+        assert watch.router.disturbed("s"), "what it lost is not held against it"
+
+
+async def fall_silent(watch: Watch, only: Stopped, url: str, times: int) -> None:
+    """A worker joins, is asked, and falls silent, so many times."""
+    for number in range(1, times + 1):
+        await join(watch.router, url)
+        await only.until_asked(*["/generate"] * number)
+        watch.wait(int(SILENCE_S))
+        assert watch.router.fleet.up == []
 
 
 async def test_requests_wait_for_a_worker_that_is_silent(

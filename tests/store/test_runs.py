@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import threading
 import time
@@ -89,12 +90,13 @@ def test_a_batch_is_made_once(run: Run) -> None:
 
 
 def test_the_trainer_gets_its_batch_when_it_comes(run: Run) -> None:
-    got: list[Batch] = []
+    got: list[tuple[Batch, bytes]] = []
     trainer = threading.Thread(target=lambda: got.append(run.wait_batch(2)))
     trainer.start()
     run.put_batch(BATCH)
     trainer.join()
-    assert got == [BATCH]
+    data = run.objects.get_sealed("batches/000002")
+    assert got == [(BATCH, hashlib.sha256(data).digest())]
 
 
 def test_a_damaged_object_is_named(run: Run) -> None:

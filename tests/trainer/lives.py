@@ -166,7 +166,7 @@ def live(
             if now and place == "committed":
                 die()
 
-        def wait_batch(self, step: int) -> Batch:
+        def wait_batch(self, step: int) -> tuple[Batch, bytes]:
             if place == "step" and step == die_at:
                 made.learner.model.model.layers[1].register_forward_hook(lambda *_: die())
             return super().wait_batch(step)

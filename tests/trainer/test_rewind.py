@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, StepDone, StepPassedOver
+from etude.core.lineage import stage_spans
 from etude.core.types import Batch
 from etude.core.updates import Forgotten, UpdateRecord
 from etude.store.realtime import create_update, forget_user
 from etude.store.runs import Run
+from etude.train.distributed import World
 from etude.trainer.prepare import store_files
 from etude.trainer.trainer import Trainer
 from etude.weights.manifest import read_manifest
 from tests.small_model import small_files
+from tests.train.together import together
 from tests.trainer.lives import batch, of_version_1
 
 TOML = """
@@ -57,6 +62,7 @@ def test_what_was_refused_is_not_built_on() -> None:
     assert "000001.000000" in refused.checkpoints(), "its base stays, however old"
 
 
+USER = "a" * 32
 REALTIME = """
 [realtime]
 production = "production.toml"
@@ -80,7 +86,7 @@ def test_nothing_of_a_user_who_is_deleted_during_a_step_stays() -> None:
     """What the trainer found for each token is nearly what the user said."""
     run = Run.open("memory:")
     store_files(run, small_files())
-    user, other = "a" * 32, "b" * 32
+    user, other = USER, "b" * 32
     for step in (1, 2):
         first, *rest = batch(step).rows
         owner = user if step == 1 else other
@@ -96,6 +102,42 @@ def test_nothing_of_a_user_who_is_deleted_during_a_step_stays() -> None:
     assert run.objects.list("recomputed") == ["recomputed/000002"]
     forget_user(run, Forgotten(user=other, time=1.0, steps=(2,)), [2])
     assert run.objects.list("recomputed") == []
+
+
+def read_by_rank(world: World, store: str) -> tuple[list[str], str]:
+    """The samples that a rank learns from, and what its lineage says of the batch. Before the
+    second rank has read it for the first time, and after the first rank has, a user is deleted."""
+
+    class Deleting(Run):
+        is_deleted = False
+
+        def wait_batch(self, step: int) -> tuple[Batch, bytes]:
+            if world.rank == 1 and not self.is_deleted:
+                while not self.objects.exists("read by rank 0"):
+                    time.sleep(0.01)
+                forget_user(self, Forgotten(user=USER, time=1.0, steps=(1,)), [1])
+                self.is_deleted = True
+            found = super().wait_batch(step)
+            self.objects.put(f"read by rank {world.rank}", b"")
+            return found
+
+    config = parse(TOML.replace("STEPS", "1") + REALTIME)
+    (span,) = stage_spans(config.stage)
+    trainer = Trainer(Deleting.open(store), config, lambda event: None, world)
+    trainer.enter_stage(span)
+    batch = trainer.read_batch(1, span)
+    return [row.sample for row in batch.rows], trainer.lineage[-1].data
+
+
+def test_all_ranks_learn_from_the_same_rows_although_a_user_is_deleted(tmp_path: Path) -> None:
+    store = f"file:{tmp_path}"
+    run, made = Run.open(store), batch(1)
+    store_files(run, small_files())
+    first, *rest = made.rows
+    run.put_batch(replace(made, rows=(replace(first, sample=f"{USER}.x"), *rest)))
+    create_update(run, UpdateRecord(step=1, base=0, time=0.0, answers=()))
+    one, two = together(2, read_by_rank, store)
+    assert one == two and one[0] == [row.sample for row in rest]
 
 
 def test_a_trainer_that_is_started_again_goes_back_too() -> None:

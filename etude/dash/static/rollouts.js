@@ -3,7 +3,7 @@
 import { html, useEffect, useRef, useState } from "/vendor/preact.js";
 import { download, runPath, useData } from "/api.js";
 import { Histogram } from "/chart.js";
-import { Chip, Link, Loading, Reward, clock, go, place, short, useKeys, useRested } from "/ui.js";
+import { Became, Chip, Link, Loading, Reward, clock, go, place, short, useKeys, useRested } from "/ui.js";
 
 const PAGE = 100;
 const RANGES = [["reward", "reward"], ["length", "tokens"], ["turns", "turns"], ["seconds", "seconds"]];
@@ -83,7 +83,7 @@ function Row({ run, row, chosen }) {
     <td class="num">${row.turns || "–"}</td>
     <td class="num">${row.seconds < 60 ? `${row.seconds.toFixed(1)} s` : clock(row.seconds)}</td>
     <td class="num">${span(row.versions)}</td>
-    <td>${row.step == null ? row.became : html`<${Link} to=${place(run, "rollouts", { step: row.step })} class="plain">step ${row.step}<//>`}</td>
+    <td><${Became} run=${run} row=${row} class="plain" /></td>
     <td class="notes">${row.flags.map((flag) => html`<${Chip} key=${flag} tone="bad">${flag}<//>`)}${row.error && html`<span class="error">${row.error}</span>`}</td>
   </tr>`;
 }

@@ -5,7 +5,7 @@ import { runPath, useData } from "/api.js";
 import { Diff, Text, changes, editDiff } from "/code.js";
 import { Verdict } from "/review.js";
 import { Tokens } from "/tokens.js";
-import { Alarms, Card, Chip, Link, Loading, Reward, clock, go, moment, place, short, useKeys } from "/ui.js";
+import { Alarms, Became, Card, Chip, Link, Loading, Reward, clock, go, moment, place, short, useKeys } from "/ui.js";
 
 const NAMES = { assistant: "model" };
 const brief = (given) =>
@@ -90,7 +90,7 @@ function Facts({ run, row, session }) {
   const facts = [
     ["task", html`<${Link} to=${place(run, "rollouts", { task: row.task })}>${row.task}<//>`],
     ["group", row.kind === "train" ? html`<${Link} to=${place(run, `groups/${row.group}`)}>${row.group}, side by side<//>` : row.group],
-    ["became", row.step == null ? row.became : html`<${Link} to=${place(run, "rollouts", { step: row.step })}>trained on in step ${row.step}<//>`],
+    ["became", html`<${Became} run=${run} row=${row} />`],
     ["versions", row.versions.join(", ") || "–"],
     ["tokens", `${row.length.toLocaleString()}, of which ${row.sampled_tokens.toLocaleString()} sampled`],
     ["turns", row.turns],

@@ -84,6 +84,13 @@ export function Reward({ value }) {
   return html`<span class="reward"><span class=${`meter ${tone}`}><i style=${{ width: `${100 * share}%` }}></i></span>${short(value, 2)}</span>`;
 }
 
+// What became of a rollout, in the words of `etude sessions`.
+export function Became({ run, row, ...rest }) {
+  if (row.step == null) return row.became;
+  const told = row.became === "trained" ? `step ${row.step}` : `in step ${row.step}, not done yet`;
+  return html`<${Link} to=${place(run, "rollouts", { step: row.step })} ...${rest}>${told}<//>`;
+}
+
 export function Bar({ share, tone = "" }) {
   return html`<span class="bar"><i class=${tone} style=${{ width: `${Math.max(0.5, 100 * Math.min(1, share || 0))}%` }}></i></span>`;
 }
