@@ -95,6 +95,11 @@ class PieceStream:
         self._waiting: deque[str] = deque()  # the pieces whose text was not all let through
         self._passed = 0  # characters of theirs that were
 
+    @property
+    def is_stopped(self) -> bool:
+        """A stop text has come."""
+        return self._finder.found
+
     def push(self, token: int) -> list[str]:
         text = self._decoder.push(token)
         mark = self._controls.get(token)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from etude.model import tool_calls
 from etude.model.detokenizer import Mark, PieceStream, overlap
-from etude.model.tool_calls import Call, Read, Schemas, read_calls
+from etude.model.tool_calls import Call, Read, Schemas, can_read, read_calls
 
 TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 THINK_START, THINK_END = "<think>", "</think>"
@@ -44,7 +44,8 @@ class OutputParser(Protocol):
     def push(self, piece: str) -> Iterable[Event]: ...
 
     def end(self, *, finished: bool) -> Iterable[Event]:
-        """The answer is over; `finished`: the model ended it, it was not cut off."""
+        """The answer is over; `finished`: the model ended it, it was not cut off, be it by a limit
+        or by a stop text. A call that was is content, unless all of it is there."""
 
 
 class MarkedParser:
@@ -100,8 +101,12 @@ class MarkedParser:
             yield Content(text)
 
     def end(self, *, finished: bool) -> Iterator[Event]:
-        if self._body is not None and self._format.ends_with_answer and finished:
-            yield from self._close()
+        if self._body is not None and self._format.ends_with_answer:
+            body = "".join(self._body)
+            calls = read_calls(self._format.read, body, self._schemas or {})
+            if finished or can_read(calls):
+                self._body = None
+                yield from calls
         if self._body is not None:  # never closed: content
             text = self._content.push(self._format.begin + "".join(self._body))
             self._body = None
@@ -163,10 +168,11 @@ class Llama3Parser:
             return
         calls = read_calls(tool_calls.llama3, self._held, self._schemas or {})
         known = all(call.name in (self._schemas or {}) for call in calls)
-        if self._tagged or (known and not self._says):
+        is_call = finished or can_read(calls) if self._tagged else known and not self._says
+        if is_call:
             yield from calls
         else:
-            yield Content(self._held)
+            yield Content((self.TAG if self._tagged else "") + self._held)
 
 
 class HarmonyParser:
@@ -213,19 +219,22 @@ class HarmonyParser:
         elif text:
             yield Reasoning(text) if self._channel == "analysis" else Content(text)
 
-    def _close(self) -> Iterator[Event]:
-        if self._function is not None:
-            name, self._function = self._function, None
-            yield from read_calls(lambda body, _: tool_calls.harmony(name, body), self._body, {})
+    def _close(self) -> list[Call]:
+        if self._function is None:
+            return []
+        name, self._function = self._function, None
+        return read_calls(lambda body, _: tool_calls.harmony(name, body), self._body, {})
 
     def end(self, *, finished: bool) -> Iterator[Event]:
         if self._header is not None:
             if text := self._header:
                 yield Content(text)
-        elif finished:
-            yield from self._close()
         elif self._function is not None:
-            yield Content(self._body)
+            calls = self._close()
+            if finished or (self._body and can_read(calls)):
+                yield from calls
+            else:
+                yield Content(self._body)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,9 +414,11 @@ class AnswerParser:
         return self._read(self._pieces.push(token))
 
     def end(self, *, finished: bool) -> list[Event]:
+        """`finished`: it was not cut off by a limit."""
         events = self._read(self._pieces.end())
         events += [event for piece in self._scanner.end() for event in self._parser.push(piece)]
-        return [*events, *self._parser.end(finished=finished)]
+        is_whole = finished and not self._pieces.is_stopped
+        return [*events, *self._parser.end(finished=is_whole)]
 
     def _read(self, pieces: Iterable[str]) -> list[Event]:
         return [

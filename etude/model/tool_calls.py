@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,11 @@ def read_calls(read: Read, body: str, schemas: Schemas) -> list[Call]:
         return read(body, schemas)
     except (ValueError, RecursionError) as e:
         return [_call(INVALID, {"error": str(e)})]
+
+
+def can_read(calls: Sequence[Call]) -> bool:
+    """Whether what `read_calls` gives is what was written."""
+    return all(call.name != INVALID for call in calls)
 
 
 def compact(body: str, schemas: Schemas) -> list[Call]:

@@ -344,12 +344,39 @@ def test_an_answer_may_be_cut_off_anywhere(name: str) -> None:
     for count in range(len(tokens)):
         events = read(made, tokens[:count], answer.begun, finished=False)
         calls = [event for event in events if isinstance(event, Call)]
-        if answer.family != "llama3":
-            assert calls == whole[: len(calls)]
+        assert calls == whole[: len(calls)]
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
         assert "".join(e.text for e in answer.events if isinstance(e, Reasoning)).startswith(
             reasoning
         )
+
+
+CALLS_TO_THE_END = {
+    "mistral": '[TOOL_CALLS]edit[ARGS]{"line": 3, "text": "a; b"}',
+    "granite": '<|tool_call|>[{"name": "edit", "arguments": {"line": 3, "text": "a; b"}}]',
+    "llama3": '<|python_tag|>{"name": "edit", "parameters": {"line": 3, "text": "a; b"}}',
+    "harmony": '<|channel|>commentary to=functions.edit<|message|>{"line": 3, "text": "a; b"}',
+}
+"""Calls that end where the answer does."""
+
+
+@pytest.mark.parametrize("family", CALLS_TO_THE_END)
+def test_a_stop_text_cuts_a_call_as_it_cuts_text(family: str) -> None:
+    """What is left cannot be read, and the model has not ended it: it is content. A call that is
+    whole before the stop text is one."""
+    text = CALLS_TO_THE_END[family]
+    made = tokenizer(Answer(family, text, []), spelled=False)
+
+    def stopped(text: str, stop: str) -> list[Event]:
+        parser = made.answer_parser((), TOOLS, stop=[stop])
+        events = [event for token in made.encode(text) for event in parser.push(token)]
+        return joined([*events, *parser.end(finished=True)])
+
+    shown = text.partition("; b")[0].rpartition("<|message|>")[2]  # headers are not shown
+    assert stopped(text, "; b") == [Content(shown)]
+    whole = [Call("edit", '{"line": 3, "text": "a; b"}')]
+    assert stopped(text + "\nNext:", "\nNext:") == whole
+    assert stopped(text, "never said") == whole
 
 
 def test_text_is_not_held_longer_than_needed() -> None:
