@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import select
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -72,8 +73,6 @@ def _is_stdout_broken() -> bool:
 
 
 def _again(argv: Sequence[str] | None) -> str:
-    import shlex
-
     given = sys.argv[1:] if argv is None else argv
     return shlex.join(["etude", *(word for word in given if word != "--fresh")])
 
@@ -120,9 +119,10 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
         console.print("this run was finished before; here is what it came to", highlight=False)
     print_example(run, console)
     audited = page(run, place, console)
+    quoted = shlex.quote(str(place))
     console.print(
-        f"inspect it: etude dash {place}   etude sessions {place}   "
-        f"etude show {place} --all   etude audit {place}",
+        f"inspect it: etude dash {quoted}   etude sessions {quoted}   "
+        f"etude show {quoted} --all   etude audit {quoted}",
         highlight=False,
         soft_wrap=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -123,7 +124,7 @@ def _nothing_found(directory: str, choice: Choice, found: Sequence[Session]) -> 
         near = ", ".join(get_close_matches(wanted, names, n=NEAREST, cutoff=0.0))
         return (
             f"{directory} has no {what} {wanted}: the nearest of {len(names)} are {near}; "
-            f"`etude sessions {directory}` lists the newest"
+            f"`etude sessions {shlex.quote(directory)}` lists the newest"
         )
     return f"none of the {len(found)} sessions of {directory} has a reward yet"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import shlex
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -67,7 +68,7 @@ class Alarms:
     """
 
     def __init__(self, place: str = "RUN") -> None:
-        self._place = place
+        self._place = shlex.quote(place)
         self.active: dict[str, Alarm] = {}
         self._enter("")
 

@@ -651,14 +651,14 @@ async def test_a_terminal_is_drawn_again_after_a_pause(
 
 
 async def test_advice_names_the_run_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run.open(f"file:{tmp_path}/runs/mine")
+    run = Run.open(f"file:{tmp_path}/runs/my own")
     events = run.events("controller", EVENTS)
     events.append(*[attempt("failed", None, "agent: KeyError: 'x'")] * 4)
     events.flush()
     recorded = RecordedRun("mine", run)
     recorded.refresh()
     (advice,) = (alarm.advice for alarm in recorded.view.alarms.active.values())
-    assert f"`etude sessions {tmp_path}/runs/mine --failed`" in advice
+    assert f"`etude sessions '{tmp_path}/runs/my own' --failed`" in advice
     monkeypatch.chdir(tmp_path)
     page = io.StringIO()
     console = Console(file=page, force_terminal=True, width=120, height=24)
@@ -667,7 +667,7 @@ async def test_advice_names_the_run_itself(tmp_path: Path, monkeypatch: pytest.M
         assert not watching.done()
         await asyncio.sleep(0)
     watching.cancel()
-    assert "`etude sessions runs/mine --failed`" in page.getvalue()
+    assert "`etude sessions 'runs/my own' --failed`" in page.getvalue()
 
 
 def test_the_page_of_the_docs_shows_the_captured_screens() -> None:
