@@ -157,6 +157,14 @@ class NamespaceSandboxPool:
         finally:
             await sandbox.close()
 
+    async def open_empty(self, spec: SandboxSpec) -> NamespaceSandbox:
+        """One for the files of another that was opened by the same spec, and is compared with what
+        that began with. The caller fills it, calls its `serve`, and closes it."""
+        self.check(spec)
+        size = spec.limits.disk_bytes or COPY_BYTES
+        added = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
+        return await self.start(spec, {**self._working_copy(), **added})
+
     def _working_copy(self) -> Tree:
         return self._image.work if self._image else {}
 

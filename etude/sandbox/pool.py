@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.sandbox.container import ContainerSandboxPool
 from etude.sandbox.egress import Outside
 from etude.sandbox.fleet import Need
 from etude.sandbox.fleet_pool import with_budget
@@ -28,6 +29,9 @@ ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] =
         lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image, outside),
     ),
     "gvisor": lambda reply_timeout_s, mounts, outside: GvisorSandboxPool(reply_timeout_s, mounts),
+    "container": lambda reply_timeout_s, mounts, outside: ContainerSandboxPool(
+        reply_timeout_s, mounts
+    ),
     "vm": lambda reply_timeout_s, mounts, outside: VmSandboxPool(reply_timeout_s, mounts),
     "process": lambda reply_timeout_s, mounts, outside: ProcessSandboxPool(mounts),
 }
