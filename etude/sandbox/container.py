@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -150,7 +151,7 @@ class ContainerSandboxPool:
             tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired as e:
             raise EtudeError(f"{self.client}: no container ended in {e.timeout:.0f} s") from e
-        if tried.returncode != 0:
+        if not tried.stdout:  # the exit status may be lost on its way from an engine elsewhere
             said = tried.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
             raise EtudeError(f"no container of {self.client} can hold a sandbox here: {said[-1]}")
         return float(json.loads(tried.stdout)["memory_bytes"] or math.inf)
@@ -212,7 +213,8 @@ class ContainerSandboxPool:
             *([] if spec.image else shown),
             *self._mounts,
         ]
-        told = {"mounts": self._mounts, "image": bool(spec.image), "probe": probe}
+        places = [(each.target, each.target) for each in self._mounts]
+        told = {"mounts": places, "image": bool(spec.image), "probe": probe}
         return [
             *(self.client, "run", "--rm", "--interactive", "--pull=never", f"--name={name}"),
             *(f"--label={_LABEL}={owner_mark()}", f"--user={user}:{user}"),
@@ -350,6 +352,7 @@ def _ran(argv: Sequence[str], data: bytes = b"") -> tuple[int, str]:
 
 
 def _remove(client: str, names: Sequence[str]) -> None:
+    _ran([client, "unpause", *names])  # what is paused cannot end
     _ran([client, "kill", *names])  # at once; `rm` alone asks first, and waits
     _ran([client, "rm", "--force", *names])
 
@@ -357,8 +360,9 @@ def _remove(client: str, names: Sequence[str]) -> None:
 def _sweep(client: str) -> None:
     """Remove the containers that pools left whose process was killed: those that were paused, since
     all others end with their input."""
-    shown = f'{{{{.ID}}}} {{{{.Label "{_LABEL}"}}}}'
-    _, said = _ran([client, "ps", "--all", f"--filter=label={_LABEL}", "--format", shown])
-    found = [line.split() for line in said.splitlines()]
-    if left := [each[0] for each in found if len(each) == 2 and is_abandoned(each[1])]:
+    shown = ["--format", "{{.ID}} {{.Labels}}"]
+    _, said = _ran([client, "ps", "--all", f"--filter=label={_LABEL}", *shown])
+    # each engine writes them its own way
+    found = re.findall(rf"^(\w+) .*\b{re.escape(_LABEL)}[=:]([\w-]+)", said, re.MULTILINE)
+    if left := [name for name, mark in found if is_abandoned(mark)]:
         _remove(client, left)

@@ -118,6 +118,7 @@ class NamespaceSandboxPool:
             "system": image is not None and image.system,
             "hostname": image.hostname if image else "localhost",
             "user": image.user if image else "",
+            "packages": image is not None and image.packages,
         }
 
     @property

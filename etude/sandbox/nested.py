@@ -26,6 +26,7 @@ from etude.sandbox.machine import Machine
 from etude.sandbox.mounts import Mount
 from etude.sandbox.namespace_sandbox import NamespaceSandbox
 from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.sandbox.places import LINKS, WORK
 from etude.sandbox.served import ServedSandbox, lasting
 from etude.sandbox.spec import from_message
 
@@ -34,6 +35,12 @@ PATIENCE_S = 600.0
 long."""
 _TEMPORARY = "/tmp"
 _CHUNK = 1 << 20
+_OWN = {
+    *("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys", "run"),
+    *("tmp", "mnt", "boot"),
+    *(path.strip("/") for path in (WORK, *LINKS)),
+}
+"""Names in the root that are shown in any case, or are a sandbox's own."""
 _MEMORY_LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -109,17 +116,22 @@ class _Copying:
 
 
 def _image_here() -> ImageView:
-    """What this machine was started with, as an image: all of it, and its working directory as the
-    working copy."""
+    """What this machine was started with, as an image: its programs and packages, all directories
+    that a sandbox has not for itself, and its working directory as the working copy.
+
+    Not as a layer, which cannot be had of a root that others have mounted something on."""
     work = Path.cwd() if Path.cwd() != Path("/") else None
+    others = [each for each in sorted(Path("/").iterdir()) if each.name not in _OWN]
+    shown = [str(each) for each in others if each.is_dir() and not each.is_symlink()]
     return ImageView(
-        layers=("/",),
-        system=True,
-        mounts=(),
+        layers=(),
+        system=False,
+        mounts=tuple(Mount(each, each) for each in shown if os.access(each, os.R_OK | os.X_OK)),
         hostname="localhost",
         user="",
         work=read_tree(work) if work else {},
         times=read_times(work) if work else {},
+        packages=True,
     )
 
 
