@@ -126,7 +126,8 @@ def _image_here() -> ImageView:
     return ImageView(
         layers=(),
         system=False,
-        mounts=tuple(Mount(each, each) for each in shown if os.access(each, os.R_OK | os.X_OK)),
+        # those that commands, an ordinary user's, may read
+        mounts=tuple(Mount(each, each) for each in shown if os.stat(each).st_mode & 0o005 == 0o005),
         hostname="localhost",
         user="",
         work=read_tree(work) if work else {},
