@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,7 +126,7 @@ class _Sandbox(NestedCaller):
 
     def __init__(self, pool: E2bSandboxPool, spec: SandboxSpec) -> None:
         super().__init__(pool, spec)
-        self._pool_of_all = pool
+        self._service_pool = pool
         self._service = pool.service
         self._template = spec.image or "base"
         self._name = ""
@@ -140,7 +140,7 @@ class _Sandbox(NestedCaller):
         await self._create()
         self._tasks.append(asyncio.create_task(self._renew()))
         form = aiohttp.FormData()
-        form.add_field("file", self._pool_of_all.program, filename=_PROGRAM)
+        form.add_field("file", self._service_pool.program, filename=_PROGRAM)
         where = {"path": _PROGRAM, "username": "root"}
         await self._ask("POST", f"{self._url}/files", self._headers, params=where, data=form)
         told = json.dumps({"mounts": [], "image": True, "probe": False})
@@ -185,7 +185,9 @@ class _Sandbox(NestedCaller):
         while True:
             await asyncio.sleep(_RENEW_S)
             with contextlib.suppress(RolloutFailure):
-                await self._api("POST", f"/sandboxes/{self._name}/timeout", {"timeout": LEASE_S})
+                await self._api(
+                    "POST", f"/sandboxes/{self._name}/timeout", {"timeout": int(LEASE_S)}
+                )
 
     async def _listen(
         self, config: dict[str, Any], answers: asyncio.StreamReader, started: asyncio.Future[int]
@@ -194,7 +196,7 @@ class _Sandbox(NestedCaller):
         message = json.dumps({"process": config, "stdin": True}).encode()
         headers = {"Content-Type": "application/connect+json", "Connect-Protocol-Version": "1"}
         try:
-            async with self._pool_of_all.session.post(
+            async with self._service_pool.session.post(
                 f"{self._url}/process.Process/Start",
                 data=struct.pack(">BI", 0, len(message)) + message,
                 headers={**self._headers, **headers},
@@ -243,7 +245,7 @@ class _Sandbox(NestedCaller):
     async def _ask(self, method: str, url: str, headers: dict[str, str], **more: Any) -> Any:
         timeout = aiohttp.ClientTimeout(total=self._pool.reply_timeout_s)
         try:
-            async with self._pool_of_all.session.request(
+            async with self._service_pool.session.request(
                 method, url, headers=headers, timeout=timeout, **more
             ) as response:
                 content = await response.text()
@@ -271,7 +273,7 @@ class _Full(RolloutFailure):
 class _Input:
     """`lines.Requests`: what is written goes in messages, one after the other."""
 
-    def __init__(self, send: Any) -> None:
+    def __init__(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         self._send = send
         self._waiting = bytearray()
         self._turn = asyncio.Lock()

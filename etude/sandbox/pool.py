@@ -32,9 +32,23 @@ ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] =
     "container": lambda reply_timeout_s, mounts, outside: ContainerSandboxPool(
         reply_timeout_s, mounts
     ),
+    "e2b": lambda reply_timeout_s, mounts, outside: _e2b(reply_timeout_s, mounts),
     "vm": lambda reply_timeout_s, mounts, outside: VmSandboxPool(reply_timeout_s, mounts),
     "process": lambda reply_timeout_s, mounts, outside: ProcessSandboxPool(mounts),
 }
+
+
+def _e2b(reply_timeout_s: float, mounts: Sequence[Mount]) -> SandboxPool:
+    from etude.sandbox.e2b import E2bSandboxPool
+
+    if mounts:
+        raise EtudeError(
+            "sandbox.mounts are directories of this machine, and isolation e2b is another: put "
+            "them into the template that sandbox.image names"
+        )
+    return E2bSandboxPool(reply_timeout_s)
+
+
 _NO_LIMITS = Limits()
 _QUIET = Outside()
 

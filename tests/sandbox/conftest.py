@@ -8,14 +8,17 @@ import pytest
 from etude.core.errors import EtudeError
 from etude.core.sandbox import SandboxPool
 from etude.sandbox.container import find_engine
+from etude.sandbox.e2b import E2bSandboxPool, E2bService
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.pool import open_sandbox_pool
 from etude.sandbox.qemu import missing_packages
 from tests.namespaces import need_namespaces
+from tests.sandbox.e2b_stand_in import KEY, stand_in
 from tests.sandbox.hosts import sandbox_host
 
 OTHERS = [
-    pytest.param(name, marks=pytest.mark.tiers) for name in ("remote", "container", "gvisor", "vm")
+    pytest.param(name, marks=pytest.mark.tiers)
+    for name in ("remote", "e2b", "container", "gvisor", "vm")
 ]
 
 
@@ -65,6 +68,13 @@ def vm_host() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def e2b_url() -> Iterator[str]:
+    need_namespaces()
+    with stand_in() as (url, _):
+        yield url
+
+
 @pytest.fixture(params=["namespaces", "process", *OTHERS])
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
     """One of each kind: the same is expected of all."""
@@ -76,6 +86,9 @@ async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
 def open_pool(request: pytest.FixtureRequest, kind: str) -> SandboxPool:
     if kind == "remote":
         return open_sandbox_pool("namespaces", hosts=[request.getfixturevalue("namespaces_host")])
+    if kind == "e2b":
+        url = request.getfixturevalue("e2b_url")
+        return E2bSandboxPool(service=E2bService(url, KEY, "", url))
     if kind in ("container", "gvisor", "vm"):
         return open_sandbox_pool(kind, hosts=[request.getfixturevalue(f"{kind}_host")])
     if kind == "namespaces":

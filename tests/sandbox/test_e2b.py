@@ -9,7 +9,9 @@ import pytest
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, SandboxSpec
+from etude.core.sandbox_config import SandboxConfig
 from etude.sandbox.e2b import E2bSandboxPool, E2bService
+from etude.sandbox.pool import open_sandbox_pool
 from tests.namespaces import need_namespaces
 from tests.sandbox.e2b_stand_in import KEY, StandIn, stand_in
 
@@ -82,7 +84,7 @@ async def test_a_service_that_refuses_says_why() -> None:
         await pool.close()
 
 
-def test_where_a_service_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_service_is() -> None:
     found = E2bService.from_environment({"E2B_API_KEY": "k", "E2B_DOMAIN": "sandboxes.example"})
     assert found == E2bService("https://api.sandboxes.example", "k", "sandboxes.example", "")
     with pytest.raises(EtudeError, match="export E2B_API_KEY"):
@@ -93,3 +95,11 @@ async def test_what_a_template_decides_is_refused() -> None:
     pool = object.__new__(E2bSandboxPool)
     with pytest.raises(EtudeError, match="e2b sandboxes cannot give.*: limits.cpus"):
         pool.check(SandboxSpec(limits=Limits(cpus=2)))
+
+
+def test_mounts_are_of_this_machine() -> None:
+    with pytest.raises(EtudeError, match="put them into the template"):
+        open_sandbox_pool("e2b", mounts=["/usr"])
+    SandboxConfig(isolation="e2b", min_isolation="namespaces")
+    with pytest.raises(ValueError, match='isolation "e2b" holds less'):
+        SandboxConfig(isolation="e2b", min_isolation="vm")
