@@ -143,7 +143,7 @@ class _Sandbox(NestedCaller):
         form.add_field("file", self._service_pool.program, filename=_PROGRAM)
         where = {"path": _PROGRAM, "username": "root"}
         await self._ask("POST", f"{self._url}/files", self._headers, params=where, data=form)
-        told = json.dumps({"mounts": [], "image": True, "probe": False})
+        told = json.dumps({"mounts": [], "image": bool(self._spec.image), "probe": False})
         args = ["-B", "-s", "-S", "-P", "-X", "utf8", "-c", _START, _PROGRAM, told]
         answers = asyncio.StreamReader(limit=1 << 30)
         started = asyncio.get_running_loop().create_future()

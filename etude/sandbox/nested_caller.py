@@ -35,6 +35,7 @@ class NestedCaller(ABC):
         self._pool = pool
         self._spec = spec
         self._lines: Lines | None = None
+        self._closed = False
 
     @abstractmethod
     async def connect(self) -> Lines:
@@ -76,6 +77,9 @@ class NestedCaller(ABC):
         return CalledSandbox(machine)
 
     async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self._pool.machines.forget(self)
         if self._lines is not None:
             self._lines.close()  # the end of its input is its end

@@ -1,6 +1,6 @@
 """A service with the endpoints that E2B documents and no others, written from its OpenAPI and
-protobuf files and not from our host: a sandbox of it is a directory, and its processes are
-ordinary ones of this machine."""
+protobuf files and not from our host: a sandbox of it is a directory and a PID namespace of this
+machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import shutil
 import signal
 import struct
@@ -84,10 +85,13 @@ class StandIn:
     async def kill(self, request: Request) -> Response:
         self._check_key(request)
         name = request.path_params["name"]
-        for pid, owner in self._of.items():
-            if owner == name:
-                with contextlib.suppress(ProcessLookupError):
-                    self._processes[pid].send_signal(signal.SIGKILL)
+        for pid in [pid for pid, owner in self._of.items() if owner == name]:
+            # the first of its processes takes all others along, before its parent is told
+            with contextlib.suppress(OSError):  # it has ended
+                for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                    os.kill(int(child), signal.SIGKILL)
+            await self._processes.pop(pid).wait()
+            del self._of[pid]
         shutil.rmtree(self.sandboxes.pop(name))
         return Response(status_code=204)
 
@@ -111,7 +115,9 @@ class StandIn:
         body = await request.body()
         told = json.loads(body[5 : 5 + struct.unpack(">BI", body[:5])[1]])
         config = told["process"]
+        ordinary = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         started = await asyncio.create_subprocess_exec(
+            *("unshare", *ordinary, "--pid", "--fork", "--kill-child", "--mount-proc"),
             config["cmd"],
             *(self._inside(root, each) for each in config["args"]),
             cwd=config["cwd"],

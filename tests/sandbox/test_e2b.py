@@ -69,8 +69,8 @@ async def test_one_that_the_service_ended_is_a_failure(
     async with pool.open(SandboxSpec()) as sandbox:
         waiting = asyncio.create_task(sandbox.run(["sleep", "1000"], timeout_s=LONG_S))
         await sandbox.write("a", "1")
-        for pid in list(service._of):
-            service._processes[pid].kill()
+        for started in service._processes.values():
+            started.kill()
         with pytest.raises(RolloutFailure):
             await waiting
 
