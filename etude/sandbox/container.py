@@ -253,6 +253,7 @@ class _Container(NestedCaller):
                 stderr=errors,
                 limit=1 << 30,
                 start_new_session=True,
+                cwd=self._errors.parent,  # podman's monitor leaves a file where it was started
             )
         assert self._process.stdout is not None and self._process.stdin is not None
         return Lines(self._process.stdout, self._process.stdin)

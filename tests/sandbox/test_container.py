@@ -51,7 +51,10 @@ def containers(client: str) -> set[str]:
 
 
 @pytest.mark.tiers
-async def test_limits_hold_and_each_has_a_user_of_its_own(pool: ContainerSandboxPool) -> None:
+async def test_limits_hold_and_each_has_a_user_of_its_own(
+    pool: ContainerSandboxPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     limits = Limits(memory_bytes=256 << 20, processes=8, cpus=0.5, disk_bytes=8 << 20)
     if not pool._bounded:
         pytest.skip("this engine holds no memory limit")
@@ -67,6 +70,7 @@ async def test_limits_hold_and_each_has_a_user_of_its_own(pool: ContainerSandbox
         users = {await said(each, "cat", "/proc/self/uid_map") for each in (one, two)}
         if os.geteuid() == 0:
             assert len(users) == 2 and not any(re.search(r"\s0\s", each) for each in users)
+    assert not list(tmp_path.iterdir()), "podman's monitor notes there that memory ran out"
 
 
 @pytest.mark.tiers
