@@ -125,7 +125,7 @@ def add_sandboxes(parser: argparse.ArgumentParser) -> None:
         "--isolation",
         action="append",
         default=[],
-        choices=("namespaces", "gvisor", "vm", "process"),
+        choices=("namespaces", "container", "gvisor", "vm", "process"),
         help="what is offered, the first by default (default: namespaces)",
     )
     serving.add_argument(

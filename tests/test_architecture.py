@@ -142,6 +142,7 @@ OUTSIDE: dict[str, set[str]] = {
     "sandbox.envd": {"starlette"},
     "sandbox.host_app": {"starlette"},
     "sandbox.remote": {"aiohttp"},
+    "sandbox.e2b": {"aiohttp"},
     "serve.grammar_matcher": {"llguidance", "numpy"},
     "serve.engine_thread": {"torch"},
     "serve.worker": {"torch"},

@@ -39,6 +39,10 @@ class Probe:
     walls: Walls | None
     refused: str
     """Why there are no walls."""
+    container_refused: str
+    """Why no container could hold a sandbox; empty: one did."""
+    container: str
+    """The command of the engine that it was of."""
     gvisor_refused: str
     """Why no sandbox of gVisor could be opened; empty: one was."""
     vm_refused: str
@@ -84,8 +88,9 @@ def probe() -> Probe:
     from etude.sandbox.qemu import missing_packages
 
     walls, refused = _walls()
+    container, container_refused = _container()
     vm, vm_refused = _vm()
-    programs = ("runsc", "mmdebstrap")
+    programs = ("podman", "docker", "runsc", "mmdebstrap")
     sysctls = {
         name: path.read_text().strip()
         for name in _SWITCHES
@@ -94,6 +99,8 @@ def probe() -> Probe:
     return Probe(
         walls=walls,
         refused=refused,
+        container_refused=container_refused,
+        container=container,
         gvisor_refused=_gvisor_refused(),
         vm_refused=vm_refused,
         vm=vm,
@@ -117,6 +124,23 @@ def _walls() -> tuple[Walls | None, str]:
         return asyncio.run(tried()), ""
     except EtudeError as e:
         return None, str(e)
+
+
+def _container() -> tuple[str, str]:
+    """The engine whose container held a sandbox, or why there is none."""
+    import asyncio
+
+    from etude.sandbox.container import ContainerSandboxPool
+
+    async def tried() -> str:
+        pool = ContainerSandboxPool()
+        await pool.close()
+        return pool.client
+
+    try:
+        return asyncio.run(tried()), ""
+    except EtudeError as e:
+        return "", str(e)
 
 
 def _gvisor_refused() -> str:
@@ -169,6 +193,15 @@ def examine(found: Probe) -> list[Finding]:
             found="one for each sandbox" if walls and walls.own_users else "one for all sandboxes",
             needed_for="sandboxes that cannot use up each other's inotify instances and pipes",
             fix="run as root, which is given up at once",
+        ),
+        Finding(
+            name="containers",
+            there=not found.container_refused,
+            found=found.container_refused or f"{found.container} opened a sandbox",
+            needed_for="isolation container",
+            fix="start the engine (systemctl start docker), or let this user ask it (podman info)"
+            if found.programs & {"podman", "docker"}
+            else "apt install podman",
         ),
         Finding(
             name="runsc",

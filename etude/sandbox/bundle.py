@@ -42,9 +42,8 @@ def build_root(root: Path) -> None:
     """What is not mounted, but there: empty places, links, and a few files of /etc."""
     for name in _PLACES:
         (root / name).mkdir(parents=True)
-    for name in _SYSTEM:
-        if os.path.islink(f"/{name}"):
-            (root / name).symlink_to(os.readlink(f"/{name}"))
+    for name, target in system_links().items():
+        (root / name).symlink_to(target)
     for name, target in LINKS.items():
         (root / name.strip("/")).symlink_to(target)
     (root / "etc/passwd").write_text("user:x:1000:1000::/tmp:/bin/sh\n")
@@ -55,6 +54,25 @@ def build_root(root: Path) -> None:
         shutil.copy("/etc/ld.so.cache", root / "etc")
     if os.path.isdir("/etc/alternatives"):
         shutil.copytree("/etc/alternatives", root / "etc/alternatives", symlinks=True)
+
+
+def system_links() -> dict[str, str]:
+    """Names in the root of this machine that lead to directories of its programs."""
+    names = [name for name in _SYSTEM if os.path.islink(f"/{name}")]
+    return {name: os.readlink(f"/{name}") for name in names}
+
+
+def system_directories() -> list[str]:
+    """Where the programs and libraries of this machine are, and its Python."""
+    shown = [f"/{name}" for name in _SYSTEM if os.path.isdir(f"/{name}")]
+    shown = [path for path in shown if not os.path.islink(path)]
+    outside = not f"{sys.base_prefix}/".startswith("/usr/")
+    return [*shown, sys.base_prefix] if outside else shown
+
+
+def base_python() -> str:
+    """The Python below the virtual environment that this is, if it is one."""
+    return str(getattr(sys, "_base_executable", sys.executable))
 
 
 def copy_program(target: Path) -> None:
@@ -76,8 +94,7 @@ def oci_spec(
     root: Path, program: Path, mounts: Sequence[Mount], limits: Limits, *, cgroup: str
 ) -> dict[str, Any]:
     """`cgroup`: the path of one to be made for it; empty: none."""
-    python = getattr(sys, "_base_executable", sys.executable)
-    argv = [python, "-B", "-s", "-S", "-P", "-X", "utf8", "-c", _START, SOURCE]
+    argv = [base_python(), "-B", "-s", "-S", "-P", "-X", "utf8", "-c", _START, SOURCE]
     memory = limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
     process_limits = {**LIMITS, resource.RLIMIT_AS: max(memory, LIMITS[resource.RLIMIT_AS])}
     linux: dict[str, Any] = {
@@ -127,12 +144,7 @@ def _mounts(mounts: Sequence[Mount], disk_bytes: int) -> list[dict[str, Any]]:
         {"destination": WORK, "type": "tmpfs", "source": "tmpfs", "options": size},
         {"destination": "/tmp", "type": "tmpfs", "source": "tmpfs", "options": size},
     ]
-    shown = [f"/{name}" for name in _SYSTEM if os.path.isdir(f"/{name}")]
-    shown = [path for path in shown if not os.path.islink(path)]
-    if not f"{sys.base_prefix}/".startswith("/usr/"):
-        shown.append(sys.base_prefix)
-    binds = [Mount(path, path) for path in shown]
-    found += [_bind(each) for each in binds]
+    found += [_bind(Mount(path, path)) for path in system_directories()]
     for prefix in sorted({"/usr", "/usr/local", sys.base_prefix}):
         for path in glob.glob(f"{prefix}/lib*/python*/*-packages"):
             if os.path.isdir(path) and not os.path.islink(path):

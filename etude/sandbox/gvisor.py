@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,13 @@ from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, SandboxSpec, Tier
 from etude.sandbox.bundle import build_root, copy_program, oci_spec
 from etude.sandbox.called import CalledProcess, CalledSandbox
-from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in
+from etude.sandbox.limits import COPY_BYTES, files_in
 from etude.sandbox.lines import Lines
 from etude.sandbox.link import REPLY_TIMEOUT_S, encoded
+from etude.sandbox.machines import Machines, abandoned
 from etude.sandbox.mounts import Mount, check_walled
-from etude.sandbox.places import WORK, WORKDIRS
-from etude.sandbox.reaper import is_abandoned, owner_mark
 from etude.sandbox.services import listen, start_services
-from etude.sandbox.spec import check_spec, opening_tree
+from etude.sandbox.spec import check_machine, opening_tree
 
 INSTALL = "apt install -t bookworm-backports runsc"
 _ENGINE = (
@@ -40,11 +37,8 @@ _ENGINE = (
     "--host-uds=none",
     "--file-access-mounts=exclusive",  # what is mounted does not change
 )
-_HOME = "etude.gvisor-"
-"""Of a pool: its directory, and its cgroup. Not as the zygotes name theirs, who sweep those."""
+_KIND = "gvisor"
 _CGROUPS = Path("/sys/fs/cgroup")
-_STARTING = 4
-"""Sandboxes in the making at once: each takes a processor for a while."""
 
 
 class GvisorSandboxPool:
@@ -61,14 +55,10 @@ class GvisorSandboxPool:
         check_walled(mounts)
         self.reply_timeout_s = reply_timeout_s
         self._mounts = mounts
-        _sweep()
-        self._home = Path(tempfile.mkdtemp(prefix=_HOME + owner_mark()))
+        _sweep_cgroups()
+        self.machines: Machines[_Machine, Path] = Machines(_KIND)
+        self._home = self.machines.home
         self._engine = [runsc, f"--root={self._home}/state", *_ENGINE]
-        self._names = itertools.count(1)
-        self._templates: dict[int, asyncio.Task[Path]] = {}
-        self._machines: set[_Machine] = set()
-        self._starting = asyncio.Semaphore(_STARTING)
-        self._closed = False
         build_root(self._home / "root")
         copy_program(self._home / "program")
         if os.geteuid() != 0:
@@ -83,26 +73,19 @@ class GvisorSandboxPool:
     def _refusal(self) -> str:
         """Why a sandbox that ends at once cannot be had; empty: it can."""
         self._cgroups = "--ignore-cgroups" not in self._engine
-        name, bundle = self.bundle(Limits())
-        argv = [*self._engine, "run", f"--bundle={bundle}", name]
+        bundle = self.bundle(Limits())
+        argv = [*self._engine, "run", f"--bundle={bundle}", bundle.name]
         try:
             tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             return f"it did not end in {REPLY_TIMEOUT_S:.0f} s"
         finally:
-            _remove_cgroups(f"{self._home.name}/{name}")
+            _remove_cgroups(f"{self._home.name}/{bundle.name}")
         return tried.stderr.decode(errors="replace").strip() if tried.returncode else ""
 
     def check(self, spec: SandboxSpec) -> None:
-        gives = {"repository"} | ({"user"} if spec.user == "user" else set())
-        if spec.workdir in (WORK, *WORKDIRS):
-            gives.add("workdir")
-        if not any(service.image for service in spec.services):
-            gives.add("services")
         by_cgroup = ("memory_bytes", "cpus") if self._cgroups else ()
-        check_spec(spec, backend="gvisor", gives=gives, limits=("disk_bytes", *by_cgroup))
-        if (spec.limits.memory_bytes or LEAST_MEMORY_BYTES) < LEAST_MEMORY_BYTES:
-            raise EtudeError(f"limits.memory_bytes must be at least {LEAST_MEMORY_BYTES}")
+        check_machine(spec, backend=_KIND, limits=("disk_bytes", *by_cgroup))
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[CalledSandbox]:
@@ -122,9 +105,8 @@ class GvisorSandboxPool:
 
     async def _restored_template(self, limits: Limits) -> _Machine:
         size = limits.disk_bytes or COPY_BYTES
-        if size not in self._templates:
-            self._templates[size] = asyncio.ensure_future(self._make_template(size))
-        return await self.restore(await asyncio.shield(self._templates[size]), limits)
+        template = await self.machines.template(size, lambda: self._make_template(size))
+        return await self.restore(template, limits)
 
     async def _make_template(self, disk_bytes: int) -> Path:
         """One that is up, and has nothing in it yet."""
@@ -140,60 +122,38 @@ class GvisorSandboxPool:
         return await self._start(limits, "restore", f"--image-path={image}")
 
     async def _start(self, limits: Limits, *how: str) -> _Machine:
-        if self._closed:
-            raise RolloutFailure("sandbox: the pool is closed")
-        async with self._starting:
-            name, bundle = self.bundle(limits)
-            machine = _Machine(self, name, bundle, limits)
-            self._machines.add(machine)
-            try:
-                await machine.start([*how, f"--bundle={bundle}", name])
-            except BaseException:
-                await machine.close()
-                raise
-        return machine
+        async with self.machines.start(lambda: _Machine(self, self.bundle(limits), limits)) as made:
+            await made.start(how)
+        return made
 
-    def bundle(self, limits: Limits) -> tuple[str, Path]:
-        # no name is the beginning of another, which runsc would take for both
-        name = f"etude-{os.getpid()}-{next(self._names):08d}"
-        bundle = self._home / name
+    def bundle(self, limits: Limits) -> Path:
+        """Its name is that of the sandbox; runsc takes the beginning of one for the whole."""
+        bundle = self.machines.place(f"etude-{os.getpid()}")
         bundle.mkdir()
-        cgroup = f"/{self._home.name}/{name}" if self._cgroups else ""
+        cgroup = f"/{self._home.name}/{bundle.name}" if self._cgroups else ""
         spec = oci_spec(
             self._home / "root", self._home / "program", self._mounts, limits, cgroup=cgroup
         )
         (bundle / "config.json").write_text(json.dumps(spec))
-        return name, bundle
+        return bundle
 
     def argv(self, *words: str) -> list[str]:
         return [*self._engine, *words]
-
-    def image(self) -> Path:
-        """A place for a checkpoint."""
-        return self._home / f"fork-{next(self._names)}"
-
-    def forget(self, machine: _Machine) -> None:
-        self._machines.discard(machine)
 
     def owing(self) -> dict[str, float]:
         return {}
 
     async def close(self) -> None:
-        self._closed = True
-        for task in self._templates.values():
-            task.cancel()
-        await asyncio.gather(*(machine.close() for machine in list(self._machines)))
-        await asyncio.gather(*self._templates.values(), return_exceptions=True)
-        await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
+        await self.machines.close()
         _remove_cgroups(f"{self._home.name}/*", self._home.name)
 
 
 class _Machine:
     """A `called.Caller`: one sandbox of runsc, and the lines to its first process."""
 
-    def __init__(self, pool: GvisorSandboxPool, name: str, bundle: Path, limits: Limits) -> None:
+    def __init__(self, pool: GvisorSandboxPool, bundle: Path, limits: Limits) -> None:
         self._pool = pool
-        self._name = name
+        self._name = bundle.name
         self._bundle = bundle
         self._limits = limits
         self._process: asyncio.subprocess.Process | None = None
@@ -201,7 +161,9 @@ class _Machine:
         self.reading: list[asyncio.Task[None]] = []
         """What the services say."""
 
-    async def start(self, words: Sequence[str]) -> None:
+    async def start(self, how: Sequence[str]) -> None:
+        """`how`: what runsc is to do with the bundle."""
+        words = [*how, f"--bundle={self._bundle}", self._name]
         with (self._bundle / "errors").open("wb") as errors:
             self._process = await asyncio.create_subprocess_exec(
                 *self._pool.argv(*words),
@@ -241,7 +203,7 @@ class _Machine:
     async def fork(self) -> CalledSandbox:
         """With all that runs in there; of the processes, only services have somebody who reads
         what they say."""
-        image = self._pool.image()
+        image = self._pool.machines.place("fork")
         try:
             await self.checkpoint(image, "--leave-running")
             machine = await self._pool.restore(image, self._limits)
@@ -253,7 +215,7 @@ class _Machine:
         return CalledSandbox(machine)
 
     async def close(self) -> None:
-        self._pool.forget(self)
+        self._pool.machines.forget(self)
         for task in self.reading:
             task.cancel()
         if self._lines is not None:
@@ -274,15 +236,11 @@ class _Machine:
         await ran.wait()
 
 
-def _sweep() -> None:
-    """Remove what pools left whose process was killed: files and empty cgroups. Their sandboxes
-    ended with it."""
-    places = (Path(tempfile.gettempdir()), _CGROUPS, *_CGROUPS.glob("*/"))
-    for left in [found for place in places for found in place.glob(f"{_HOME}*")]:
-        if is_abandoned(left.name.removeprefix(_HOME)):
+def _sweep_cgroups() -> None:
+    """Remove those that pools left whose process was killed. Each is called like its directory."""
+    for place in (_CGROUPS, *_CGROUPS.glob("*/")):
+        for left in abandoned(f"etude.{_KIND}-", place):
             _remove_cgroups(f"{left.name}/*", left.name)
-            if left.parent == places[0]:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove_cgroups(*patterns: str) -> None:

@@ -22,6 +22,8 @@ class ImageView:
     work: Tree
     times: Mapping[str, int]
     """When its files were written, in nanoseconds."""
+    packages: bool = False
+    """Whether what is installed beside the Python of this machine belongs to it."""
 
 
 def view(store: ImageStore, image: Image) -> ImageView:

@@ -6,16 +6,26 @@ import asyncio
 import itertools
 import json
 import secrets
-from typing import Any
+from typing import Any, Protocol
 
 from etude.core.errors import RolloutFailure
 from etude.sandbox.called import failed
 
 
+class Requests(Protocol):
+    """The way in, as `asyncio.StreamWriter` has it."""
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Lines:
     """Requests that are answered in any order."""
 
-    def __init__(self, answers: asyncio.StreamReader, requests: asyncio.StreamWriter) -> None:
+    def __init__(self, answers: asyncio.StreamReader, requests: Requests) -> None:
         self._requests = requests
         # a machine that was restored still answers what its origin was asked
         self._numbers = itertools.count(secrets.randbits(60))

@@ -268,12 +268,20 @@ class NamespaceSandbox:
     async def _copy_to(self, sandbox: NamespaceSandbox) -> None:
         ours, theirs = socket.socketpair()
         done = await asyncio.gather(
-            self._copy("send", ours), sandbox._copy("receive", theirs), return_exceptions=True
+            self.send(ours), sandbox.receive(theirs), return_exceptions=True
         )
         failures = [each for each in done if isinstance(each, BaseException)]
         # each of the two fails with the other; what the working copy is to blame for says why
         for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
             raise failure
+
+    async def send(self, over: socket.socket) -> None:
+        """The working copy, as `tree.send` has it."""
+        await self._copy("send", over)
+
+    async def receive(self, over: socket.socket) -> None:
+        """The same, into one in which nothing is yet."""
+        await self._copy("receive", over)
 
     async def _copy(self, op: str, over: socket.socket) -> None:
         with over:  # when this one has failed, the other one must see its end

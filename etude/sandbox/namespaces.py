@@ -29,9 +29,9 @@ from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in, memor
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.mounts import Mount, check_walled
 from etude.sandbox.namespace_sandbox import NamespaceSandbox
-from etude.sandbox.places import WORK, WORKDIRS
+from etude.sandbox.places import WORKDIRS
 from etude.sandbox.reaper import SWEEP_S, mountpoint_prefix, sweep
-from etude.sandbox.spec import check_spec, opening_tree
+from etude.sandbox.spec import check_spec, given_within_walls, opening_tree
 from etude.sandbox.tree import Tree
 from etude.sandbox.walls import Walls
 
@@ -39,8 +39,6 @@ _ZYGOTES = 6
 """So many in a row may be silent when a sandbox is wanted."""
 _END_S = 2.0
 """For a zygote to end by itself. The launcher of a run gives its controller a little more."""
-_USER = "user"
-"""What commands are called in a sandbox."""
 _OPENING = 32
 """Sandboxes in the making at once. More would only wait in the zygote's queue."""
 _BOOT = (
@@ -120,6 +118,7 @@ class NamespaceSandboxPool:
             "system": image is not None and image.system,
             "hostname": image.hostname if image else "localhost",
             "user": image.user if image else "",
+            "packages": image is not None and image.packages,
         }
 
     @property
@@ -133,13 +132,9 @@ class NamespaceSandboxPool:
 
     def check(self, spec: SandboxSpec) -> None:
         Hosts.parse(spec.network)
-        gives = {"repository", "network"} | ({"user"} if spec.user == _USER else set())
         # names that harnesses use would give away a machine that is to look lived in
-        names = () if self._image and self._image.user else WORKDIRS
-        if spec.workdir in (WORK, *names):
-            gives.add("workdir")
-        if not any(service.image for service in spec.services):
-            gives.add("services")
+        workdirs = () if self._image and self._image.user else WORKDIRS
+        gives = given_within_walls(spec, workdirs) | {"network"}
         check_spec(spec, backend="namespaces", gives=gives, limits=self.walls.limits)
         if (memory := _memory_bytes(spec.limits)) < LEAST_MEMORY_BYTES:
             raise EtudeError(
@@ -162,6 +157,14 @@ class NamespaceSandboxPool:
             yield sandbox
         finally:
             await sandbox.close()
+
+    async def open_empty(self, spec: SandboxSpec) -> NamespaceSandbox:
+        """One for the files of another that was opened by the same spec, and is compared with what
+        that began with. The caller fills it, calls its `serve`, and closes it."""
+        self.check(spec)
+        size = spec.limits.disk_bytes or COPY_BYTES
+        added = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
+        return await self.start(spec, {**self._working_copy(), **added})
 
     def _working_copy(self) -> Tree:
         return self._image.work if self._image else {}

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.sandbox.container import ContainerSandboxPool
 from etude.sandbox.egress import Outside
 from etude.sandbox.fleet import Need
 from etude.sandbox.fleet_pool import with_budget
@@ -28,9 +29,26 @@ ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] =
         lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image, outside),
     ),
     "gvisor": lambda reply_timeout_s, mounts, outside: GvisorSandboxPool(reply_timeout_s, mounts),
+    "container": lambda reply_timeout_s, mounts, outside: ContainerSandboxPool(
+        reply_timeout_s, mounts
+    ),
+    "e2b": lambda reply_timeout_s, mounts, outside: _e2b(reply_timeout_s, mounts),
     "vm": lambda reply_timeout_s, mounts, outside: VmSandboxPool(reply_timeout_s, mounts),
     "process": lambda reply_timeout_s, mounts, outside: ProcessSandboxPool(mounts),
 }
+
+
+def _e2b(reply_timeout_s: float, mounts: Sequence[Mount]) -> SandboxPool:
+    from etude.sandbox.e2b import E2bSandboxPool
+
+    if mounts:
+        raise EtudeError(
+            "sandbox.mounts are directories of this machine, and isolation e2b is another: put "
+            "them into the template that sandbox.image names"
+        )
+    return E2bSandboxPool(reply_timeout_s)
+
+
 _NO_LIMITS = Limits()
 _QUIET = Outside()
 

@@ -126,7 +126,7 @@ def _booted(engine: Engine, initramfs: Path) -> str:
     return (ran.stdout + ran.stderr).decode(errors="replace")
 
 
-def boot_argv(
+def machine_argv(
     engine: Engine,
     hardware: Hardware,
     files: Files,
@@ -134,32 +134,17 @@ def boot_argv(
     port: int,
     monitor: int,
     memory: Path | None,
+    boots: bool,
 ) -> list[str]:
-    """A machine that starts from nothing, with its memory in this file. `port` and `monitor`:
-    descriptors of sockets."""
+    """A machine that starts from nothing, with its memory in this file, or one that waits for its
+    state and has a copy of that file to itself. `port` and `monitor`: descriptors of sockets."""
+    serial = ("-serial", f"file:{files.console}") if boots else ("-serial", "null")
     return [
         *_common(engine, hardware, files.disks, port, monitor),
-        *_memory(hardware, memory, shared=True),
-        *("-serial", f"file:{files.console}"),
-        *_boot(engine, files.initramfs, ""),
-    ]
-
-
-def restore_argv(
-    engine: Engine,
-    hardware: Hardware,
-    files: Files,
-    *,
-    port: int,
-    monitor: int,
-    memory: Path | None,
-) -> list[str]:
-    """A machine that waits for its state. `memory`: a file of which it has a copy of its own."""
-    return [
-        *_common(engine, hardware, files.disks, port, monitor),
-        *_memory(hardware, memory, shared=False),
-        *("-serial", "null", "-incoming", "defer"),
-        # not read again, but part of what a machine is
+        *_memory(hardware, memory, shared=boots),
+        *serial,
+        *(() if boots else ("-incoming", "defer")),
+        # not read again by one that is restored, but part of what a machine is
         *_boot(engine, files.initramfs, ""),
     ]
 

@@ -39,6 +39,8 @@ class Shown(NamedTuple):
     hostname: str
     user: str
     """Empty: one without a home."""
+    packages: bool = False
+    """Whether what is installed beside the Python of this machine belongs to it."""
 
 
 def build_root(root: str, shown: Shown) -> None:
@@ -63,7 +65,10 @@ def _build_from_host(root: str, shown: Shown) -> None:
             _show(f"/{name}", root)
     if not f"{sys.base_prefix}/".startswith("/usr/"):
         _show(sys.base_prefix, root)
-    _hide_packages(root)
+    if shown.packages:
+        PROGRAMS.append("/usr/local/bin")  # the Python with the packages is meant
+    else:
+        _hide_packages(root)
     for name in _ETC:
         if os.path.exists(f"/etc/{name}"):
             _show(f"/etc/{name}", root)

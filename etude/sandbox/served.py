@@ -64,7 +64,10 @@ class ServedSandbox:
         return [ran.exit_code, ran.output, base64.b64encode(ran.report).decode()]
 
     async def _start(self, **told: Any) -> int:
-        process = await self.sandbox.start(**told)
+        return self.adopt(await self.sandbox.start(**told))
+
+    def adopt(self, process: Process) -> int:
+        """The number that a process is asked for by."""
         number = next(self._numbers)
         self._processes[number] = _ServedProcess(process)
         return number

@@ -9,9 +9,14 @@ from typing import Any
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, SandboxSpec, Service
 from etude.sandbox.files import inside, to_bytes
+from etude.sandbox.limits import LEAST_MEMORY_BYTES
 from etude.sandbox.link import decoded, encoded
+from etude.sandbox.places import WORK, WORKDIRS
 from etude.sandbox.repository import read_commit
 from etude.sandbox.tree import FILE, Entry, Tree
+
+USER = "user"
+"""What commands are called in a sandbox with walls."""
 
 
 def check_spec(
@@ -38,6 +43,28 @@ def check_spec(
             "docs/sandboxes.md says what each isolation gives"
         )
     check_env(spec.env)
+
+
+def given_within_walls(spec: SandboxSpec, workdirs: Collection[str] = WORKDIRS) -> set[str]:
+    """The parts that every sandbox with walls of its own gives, as far as this spec goes."""
+    gives = {"repository"}
+    if spec.user == USER:
+        gives.add("user")
+    if spec.workdir in (WORK, *workdirs):
+        gives.add("workdir")
+    if not any(service.image for service in spec.services):
+        gives.add("services")
+    return gives
+
+
+def check_machine(
+    spec: SandboxSpec, *, backend: str, limits: Collection[str], gives: Collection[str] = ()
+) -> None:
+    """The same for a backend that has a machine for each sandbox. `gives`: beside what is given
+    within walls."""
+    check_spec(spec, backend=backend, gives=given_within_walls(spec) | set(gives), limits=limits)
+    if (spec.limits.memory_bytes or LEAST_MEMORY_BYTES) < LEAST_MEMORY_BYTES:
+        raise EtudeError(f"limits.memory_bytes must be at least {LEAST_MEMORY_BYTES}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

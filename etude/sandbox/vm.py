@@ -10,44 +10,29 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import itertools
 import math
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.errors import RolloutFailure
 from etude.core.sandbox import Limits, SandboxSpec, Tier
 from etude.sandbox.called import CalledSandbox
-from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, MIB, files_in, memory_for
+from etude.sandbox.limits import COPY_BYTES, MIB, files_in, memory_for
 from etude.sandbox.lines import Lines
 from etude.sandbox.link import REPLY_TIMEOUT_S
+from etude.sandbox.machines import Machines
 from etude.sandbox.mounts import Mount, check_walled
-from etude.sandbox.places import WORK, WORKDIRS
-from etude.sandbox.qemu import (
-    Files,
-    Hardware,
-    Monitor,
-    Snapshot,
-    boot_argv,
-    find_engine,
-    restore_argv,
-)
-from etude.sandbox.reaper import is_abandoned, owner_mark
-from etude.sandbox.spec import check_spec, to_message
+from etude.sandbox.qemu import Files, Hardware, Monitor, Snapshot, find_engine, machine_argv
+from etude.sandbox.spec import check_machine, to_message
 from etude.sandbox.vm_boot import build_disks, cache, keep_template, write_initramfs
 
-_HOME = "etude.vm-"
-"""Of a pool's directory; not as the zygotes name theirs, who sweep those."""
-_STARTING = 4
-"""Machines in the making at once: each takes a processor for a while."""
 _BOOT_S = 600.0
 """For a machine that is emulated, on a host that is full."""
 _SYSTEM_BYTES = 192 * MIB
@@ -68,32 +53,19 @@ class VmSandboxPool:
         self.engine = find_engine()
         check_walled(mounts)
         self.reply_timeout_s = reply_timeout_s
-        _sweep()
         disks = build_disks(mounts)
-        self._home = Path(tempfile.mkdtemp(prefix=_HOME + owner_mark()))
+        self.machines: Machines[_Machine, Snapshot] = Machines("vm")
         self.files = Files(
             {name: os.open(disk, os.O_RDONLY) for name, disk in disks.items()},
-            self._home / "initramfs",
-            self._home / "console",
+            self.machines.home / "initramfs",
+            self.machines.home / "console",
         )
         write_initramfs(self.files.initramfs, self.engine.kernel, mounts)
         booted = (self.engine, disks, sha256(self.files.initramfs.read_bytes()).hexdigest())
         self._what_boots = repr(booted)
-        self._names = itertools.count(1)
-        self._templates: dict[Hardware, asyncio.Task[Snapshot]] = {}
-        self._machines: set[_Machine] = set()
-        self._starting = asyncio.Semaphore(_STARTING)
-        self._closed = False
 
     def check(self, spec: SandboxSpec) -> None:
-        gives = {"repository"} | ({"user"} if spec.user == "user" else set())
-        if spec.workdir in (WORK, *WORKDIRS):
-            gives.add("workdir")
-        if not any(service.image for service in spec.services):
-            gives.add("services")
-        check_spec(spec, backend="vm", gives=gives, limits=_LIMITS)
-        if (spec.limits.memory_bytes or LEAST_MEMORY_BYTES) < LEAST_MEMORY_BYTES:
-            raise EtudeError(f"limits.memory_bytes must be at least {LEAST_MEMORY_BYTES}")
+        check_machine(spec, backend="vm", limits=_LIMITS)
 
     @contextlib.asynccontextmanager
     async def open(self, spec: SandboxSpec) -> AsyncIterator[CalledSandbox]:
@@ -101,9 +73,7 @@ class VmSandboxPool:
         size = spec.limits.disk_bytes or COPY_BYTES
         told = await to_message(spec, max_bytes=size, max_entries=files_in(size))
         hardware = _hardware(spec.limits)
-        if hardware not in self._templates:
-            self._templates[hardware] = asyncio.ensure_future(self._make_template(hardware))
-        template = await asyncio.shield(self._templates[hardware])
+        template = await self.machines.template(hardware, lambda: self._make_template(hardware))
         machine = await self.restored(template, hardware)
         sandbox = CalledSandbox(machine)
         try:
@@ -119,9 +89,9 @@ class VmSandboxPool:
         key = sha256(f"{self._what_boots} {hardware}".encode()).hexdigest()[:32]
         kept = cache() / f"template-{key}"
         if not kept.exists():
-            new = Path(tempfile.mkdtemp(prefix="new-", dir=self._home))
+            new = Path(tempfile.mkdtemp(prefix="new-", dir=self.machines.home))
             snapshot = Snapshot(new / "state", new / "memory")
-            async with self._made(hardware) as machine:
+            async with self.machines.start(lambda: _Machine(self, hardware)) as machine:
                 await machine.boot(snapshot)
                 await machine.save(snapshot)
             await machine.close()
@@ -130,41 +100,15 @@ class VmSandboxPool:
         return Snapshot(kept / "state", kept / "memory")
 
     async def restored(self, snapshot: Snapshot, hardware: Hardware) -> _Machine:
-        async with self._made(hardware) as machine:
+        async with self.machines.start(lambda: _Machine(self, hardware)) as machine:
             await machine.restore(snapshot)
         return machine
-
-    @contextlib.asynccontextmanager
-    async def _made(self, hardware: Hardware) -> AsyncIterator[_Machine]:
-        """A machine that is started in the block, and closed if that fails."""
-        if self._closed:
-            raise RolloutFailure("sandbox: the pool is closed")
-        async with self._starting:
-            machine = _Machine(self, hardware)
-            self._machines.add(machine)
-            try:
-                yield machine
-            except BaseException:
-                await machine.close()
-                raise
-
-    def place(self, kind: str) -> Path:
-        """For a file."""
-        return self._home / f"{kind}-{next(self._names)}"
-
-    def forget(self, machine: _Machine) -> None:
-        self._machines.discard(machine)
 
     def owing(self) -> dict[str, float]:
         return {}
 
     async def close(self) -> None:
-        self._closed = True
-        for task in self._templates.values():
-            task.cancel()
-        await asyncio.gather(*(machine.close() for machine in list(self._machines)))
-        await asyncio.gather(*self._templates.values(), return_exceptions=True)
-        await asyncio.to_thread(shutil.rmtree, self._home, ignore_errors=True)
+        await self.machines.close()
         for descriptor in self.files.disks.values():
             os.close(descriptor)
 
@@ -182,7 +126,7 @@ class _Machine:
 
     async def boot(self, snapshot: Snapshot) -> None:
         """From nothing, with its memory in the file of what it will be."""
-        await self._start(boot_argv, snapshot.memory)
+        await self._start(snapshot.memory, boots=True)
         try:
             await self._hello(_BOOT_S)
         except RolloutFailure as e:
@@ -190,20 +134,26 @@ class _Machine:
             raise RolloutFailure(f"{e}; its kernel said: {said[-500:] or 'nothing'}") from e
 
     async def restore(self, snapshot: Snapshot) -> None:
-        monitor = await self._start(restore_argv, snapshot.memory)
+        monitor = await self._start(snapshot.memory, boots=False)
         memory_too = snapshot.memory is None
         await asyncio.to_thread(monitor.load, snapshot.state, memory_too=memory_too)
         await self._hello(self._pool.reply_timeout_s)
 
-    async def _start(self, argv: Callable[..., list[str]], memory: Path | None) -> Monitor:
+    async def _start(self, memory: Path | None, *, boots: bool) -> Monitor:
         port, their_port = socket.socketpair()
         monitor, their_monitor = socket.socketpair()
         with their_port, their_monitor:
             descriptors = {"port": their_port.fileno(), "monitor": their_monitor.fileno()}
             pool = self._pool
-            words = argv(pool.engine, self._hardware, pool.files, memory=memory, **descriptors)
             self._process = await asyncio.create_subprocess_exec(
-                *words,
+                *machine_argv(
+                    pool.engine,
+                    self._hardware,
+                    pool.files,
+                    memory=memory,
+                    boots=boots,
+                    **descriptors,
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -244,7 +194,7 @@ class _Machine:
     async def fork(self) -> CalledSandbox:
         """With all that runs in there."""
         assert self._monitor is not None
-        snapshot = Snapshot(self._pool.place("fork"), None)
+        snapshot = Snapshot(self._pool.machines.place("fork"), None)
         try:
             async with self._saving:
                 try:
@@ -256,7 +206,7 @@ class _Machine:
             snapshot.state.unlink(missing_ok=True)
 
     async def close(self) -> None:
-        self._pool.forget(self)
+        self._pool.machines.forget(self)
         if self._lines is not None:
             self._lines.close()
         if self._process is not None:
@@ -271,10 +221,3 @@ def _hardware(limits: Limits) -> Hardware:
     memory = limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
     mib = math.ceil((memory + _SYSTEM_BYTES) / MIB)
     return Hardware(memory_mib=mib + mib % 2, processors=math.ceil(limits.cpus or 1))
-
-
-def _sweep() -> None:
-    """Remove the files that pools left whose process was killed. Their machines ended with it."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_HOME}*"):
-        if is_abandoned(left.name.removeprefix(_HOME)):
-            shutil.rmtree(left, ignore_errors=True)

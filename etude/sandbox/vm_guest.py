@@ -14,30 +14,19 @@ import os
 import struct
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from etude.core.sandbox import Sandbox
-from etude.sandbox.machine import Machine
 from etude.sandbox.mounts import Mount
 from etude.sandbox.namespaces import NamespaceSandboxPool
-from etude.sandbox.spec import from_message
+from etude.sandbox.nested import PATIENCE_S, NestedMachine
 
-_PATIENCE_S = 600.0
-"""It is for the host to say when an answer is late: in here everything may take many times as
-long."""
 _TEMPORARY = "/run/tmp"
 """In memory, as all that can be written to in here."""
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 
 
-class VirtualMachine(Machine):
+class VirtualMachine(NestedMachine):
     """One sandbox, of a pool that is up before the machine is saved for the first time."""
-
-    def __init__(self, mounts: Sequence[Mount]) -> None:
-        super().__init__()
-        self._pool = NamespaceSandboxPool(_PATIENCE_S, mounts)
-        self._opened: AbstractAsyncContextManager[Sandbox] | None = None
 
     def hello(self, told: dict[str, Any]) -> None:
         """A machine that was restored has the time at which it was saved, and would draw the same
@@ -49,13 +38,9 @@ class VirtualMachine(Machine):
             fcntl.ioctl(source, _RNDADDENTROPY, added)
             fcntl.ioctl(source, _RNDRESEEDCRNG)
 
-    async def open(self, told: dict[str, Any]) -> Sandbox:
-        self._opened = self._pool.open(from_message(told))
-        return await self._opened.__aenter__()
-
 
 async def _serve(mounts: Sequence[Mount]) -> None:
-    await VirtualMachine(mounts).serve()
+    await VirtualMachine(NamespaceSandboxPool(PATIENCE_S, mounts)).serve()
 
 
 def main(places: Sequence[str]) -> None:

@@ -20,6 +20,8 @@ WALLS = Walls(seccomp=True, landlock=7, own_users=True, cgroup="v2", cgroup_refu
 ALL = Probe(
     walls=WALLS,
     refused="",
+    container_refused="",
+    container="podman",
     gvisor_refused="",
     vm_refused="",
     vm="a machine with a kernel of its own for each sandbox, KVM",
@@ -30,6 +32,8 @@ ALL = Probe(
 NOTHING = Probe(
     walls=None,
     refused="unshare(0x10000000): Operation not permitted",
+    container_refused="isolation container needs podman or docker, which is not installed",
+    container="",
     gvisor_refused="isolation gvisor needs runsc, which is not installed",
     vm_refused="isolation vm needs what is not installed",
     vm="",
@@ -57,6 +61,9 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
     assert findings["user namespaces"].fix == (
         "sysctl -w user.max_user_namespaces=65536 && sysctl -w kernel.unprivileged_userns_clone=1"
     )
+    assert findings["containers"].fix == "apt install podman"
+    silent = {each.name: each for each in examine(replace(NOTHING, programs=frozenset({"docker"})))}
+    assert "systemctl start docker" in silent["containers"].fix, "installed, and does not answer"
     assert findings["runsc"].fix == "apt install -t bookworm-backports runsc"
     assert findings["mmdebstrap"].fix == "apt install mmdebstrap"
     assert findings["qemu"].fix == "apt install qemu-system-x86 busybox-static"
@@ -94,6 +101,8 @@ def test_a_tier_that_cannot_be_had_is_not_used(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(EtudeError, match="gvisor needs runsc.*apt install"):
         open_sandbox_pool("gvisor")
+    with pytest.raises(EtudeError, match="needs podman or docker.*: apt install podman"):
+        open_sandbox_pool("container")
     with pytest.raises(EtudeError, match="vm needs what is not installed: apt install qemu-system"):
         open_sandbox_pool("vm")
 

@@ -128,7 +128,7 @@ async def main():
     pool = GvisorSandboxPool()
     async with pool.open(SandboxSpec()) as sandbox:
         await sandbox.start(["sleep", "1000"])
-        print(pool._home, flush=True)
+        print(pool.machines.home, flush=True)
         await asyncio.sleep(1000)
 
 asyncio.run(main())

@@ -17,7 +17,7 @@ from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, Sandbox, SandboxSpec, Service
 from etude.sandbox import qemu, vm_boot
 from etude.sandbox.mounts import Mount
-from etude.sandbox.qemu import Engine, Files, Hardware, boot_argv, restore_argv
+from etude.sandbox.qemu import Engine, Files, Hardware, machine_argv
 from etude.sandbox.vm import VmSandboxPool, _hardware
 from etude.sandbox.vm_boot import Kernel
 from tests.sandbox.conftest import need_vm
@@ -116,7 +116,7 @@ async def test_a_machine_that_ended_is_a_failure_and_not_a_verdict(pool: VmSandb
     async with pool.open(SandboxSpec()) as sandbox:
         running = asyncio.ensure_future(sandbox.run(["sleep", "1000"], timeout_s=LONG_S))
         await asyncio.sleep(0)
-        for machine in pool._machines:
+        for machine in pool.machines._open:
             assert machine._process is not None
             machine._process.kill()
         with pytest.raises(RolloutFailure):
@@ -134,7 +134,7 @@ async def main():
     pool = VmSandboxPool(300)
     async with pool.open(SandboxSpec()) as sandbox:
         await sandbox.start(["sleep", "1000"])
-        print(pool._home, flush=True)
+        print(pool.machines.home, flush=True)
         await asyncio.sleep(1000)
 
 asyncio.run(main())
@@ -211,9 +211,11 @@ SIZE = Hardware(memory_mib=512, processors=2)
 
 def test_a_machine_has_no_network_and_writes_to_nothing_of_the_host(tmp_path: Path) -> None:
     files = Files({"system": 7}, tmp_path / "initramfs", tmp_path / "console")
-    booted = boot_argv(ENGINE, SIZE, files, port=8, monitor=9, memory=tmp_path / "memory")
-    restored = restore_argv(ENGINE, SIZE, files, port=8, monitor=9, memory=tmp_path / "memory")
-    forked = restore_argv(ENGINE, SIZE, files, port=8, monitor=9, memory=None)
+    memory = tmp_path / "memory"
+    booted, restored, forked = (
+        machine_argv(ENGINE, SIZE, files, port=8, monitor=9, memory=file, boots=boots)
+        for file, boots in ((memory, True), (memory, False), (None, False))
+    )
     for argv in (booted, restored, forked):
         words = " ".join(argv)
         assert "-nodefaults" in argv and "readonly=on" in words and "-sandbox on," in words

@@ -1,0 +1,369 @@
+"""Sandboxes in containers, by the command of an engine: podman, or docker, which takes the same
+words.
+
+A container holds one sandbox in namespaces, and the process that serves it (`nested`) over its
+standard input and output. The engine gives what an ordinary user cannot have everywhere: limits on
+memory and processors, and images. It is told to leave nothing to the container but the right to
+make namespaces: no network, no capability, nothing that can be written but memory, and a user that
+nobody else is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import NamedTuple
+
+from etude.core.errors import EtudeError, RolloutFailure
+from etude.core.sandbox import Limits, SandboxSpec, Tier
+from etude.sandbox import kernel
+from etude.sandbox.bundle import (
+    SOURCE,
+    base_python,
+    copy_program,
+    system_directories,
+    system_links,
+)
+from etude.sandbox.called import CalledSandbox
+from etude.sandbox.guest import GUEST_ID
+from etude.sandbox.limits import (
+    COPY_BYTES,
+    MAX_PROCESSES,
+    MEMORY_BYTES,
+    MIB,
+    PROCESS_BYTES,
+    memory_for,
+)
+from etude.sandbox.lines import Lines
+from etude.sandbox.link import REPLY_TIMEOUT_S
+from etude.sandbox.machines import Machines
+from etude.sandbox.mounts import Mount, check_walled
+from etude.sandbox.nested_caller import NestedCaller, open_nested
+from etude.sandbox.reaper import is_abandoned, owner_mark
+from etude.sandbox.spec import check_machine
+from etude.sandbox.zygote import OWN_IDS
+
+CLIENTS = ("podman", "docker")
+"""The first that is installed and answers is used."""
+INSTALL = "apt install podman"
+_LABEL = "etude.owner"
+_ROOT = "localhost/etude-root"
+_WALLS = (
+    "--network=none",
+    "--read-only",
+    "--tmpfs=/tmp:rw,nosuid,nodev,size=1m,mode=1777",
+    "--cap-drop=all",
+    "--security-opt=no-new-privileges",
+    # More may be held, and less may be had: an engine that is itself in a container cannot raise
+    # what it was given.
+    "--ulimit=nofile=4096:4096",
+    "--ulimit=nproc=4096:4096",
+    "--hostname=localhost",
+    "--log-driver=none",  # what is said goes to us, and nowhere else
+)
+_NAMESPACES = tuple(
+    f"--security-opt={each}"
+    for each in (
+        "seccomp=unconfined",
+        "apparmor=unconfined",
+        "label=disable",
+        "systempaths=unconfined",
+    )
+)
+"""What keeps a process in a container from making namespaces. Our own filter stands in front of
+every command instead, and refuses more."""
+_ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs")
+_ORDINARY = ('"rootless": true', "name=rootless", "name=userns")
+"""Words of an engine, podman's and docker's, whose root is not that of the machine."""
+_OWN_BYTES = 128 * MIB
+"""What the first processes take beside what a sandbox may."""
+_OWN_PROCESSES = 32
+_LEAST_PYTHON = (3, 11)
+_START = (
+    "import sys; sys.path.append(sys.argv[1]); from etude.sandbox.nested import main; "
+    "main(sys.argv[2])"
+)
+
+
+class _Image(NamedTuple):
+    """What containers are made of."""
+
+    name: str
+    python: str
+    env: dict[str, str]
+
+
+class ContainerSandboxPool:
+    """A `core.sandbox.SandboxPool`."""
+
+    def __init__(
+        self,
+        reply_timeout_s: float = REPLY_TIMEOUT_S,
+        mounts: Sequence[Mount] = (),
+        clients: Sequence[str] = CLIENTS,
+    ) -> None:
+        """Raises EtudeError where no engine answers, or a container of it cannot hold a sandbox."""
+        self.client, info = find_engine(clients)
+        check_walled(mounts)
+        _sweep(self.client)
+        self.reply_timeout_s = reply_timeout_s
+        self._mounts = mounts
+        self.machines: Machines[NestedCaller, None] = Machines("container")
+        self._users = _users(info)
+        self._images: dict[str, _Image] = {}
+        try:
+            copy_program(self.machines.home / "program")
+            self._root = _Image(_import_root(self.client), base_python(), {})
+            self._bounded = self._holds_bounds()
+        except EtudeError:
+            shutil.rmtree(self.machines.home, ignore_errors=True)
+            raise
+
+    def _holds_bounds(self) -> bool:
+        """Whether containers are held to memory and processors together. An engine may take such a
+        bound and forget it, so it is looked at from inside."""
+        self._bounded = True
+        with contextlib.suppress(EtudeError):
+            if self._probe() <= MEMORY_BYTES + _OWN_BYTES:
+                return True
+        self._bounded = False
+        self._probe()  # the engine takes none, or there is another reason
+        return False
+
+    def _probe(self) -> float:
+        """Open a sandbox in a container that ends at once. The memory that it may hold."""
+        argv = self.argv(_new_name(), SandboxSpec(), probe=True)
+        try:
+            tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
+        except subprocess.TimeoutExpired as e:
+            raise EtudeError(f"{self.client}: no container ended in {e.timeout:.0f} s") from e
+        if not tried.stdout:  # the exit status may be lost on its way from an engine elsewhere
+            said = tried.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
+            raise EtudeError(f"no container of {self.client} can hold a sandbox here: {said[-1]}")
+        return float(json.loads(tried.stdout)["memory_bytes"] or math.inf)
+
+    @property
+    def tier(self) -> Tier:
+        """A container is made of namespaces, too: two walls of the same kind."""
+        return "namespaces" if kernel.can_filter_calls() else "process"
+
+    def check(self, spec: SandboxSpec) -> None:
+        limits = ("memory_bytes", "disk_bytes", "processes", *(("cpus",) if self._bounded else ()))
+        check_machine(spec, backend="container", limits=limits, gives={"image"})
+        self._image(spec.image)
+
+    def _image(self, name: str) -> _Image:
+        """One that the engine has; nothing is fetched. EtudeError if no sandbox can be in it."""
+        if not name:
+            return self._root
+        if name not in self._images:
+            look = [self.client, "image", "inspect", "--format", "{{json .Config.Env}}", name]
+            code, said = _ran(look)
+            if code != 0:
+                raise EtudeError(
+                    f"{self.client} has no image {name!r}: {self.client} pull {name}, or "
+                    f"{self.client} build, and name it as `{self.client} images` does"
+                )
+            version = f"import sys; sys.exit(sys.version_info < {_LEAST_PYTHON})"
+            plain = [self.client, "run", "--rm", *_WALLS, "--entrypoint=python3"]
+            if (tried := _ran([*plain, name, "-c", version]))[0] != 0:
+                raise EtudeError(
+                    f"image {name!r} has no Python from 3.11 on, which serves a sandbox in there: "
+                    f"{tried[1] or 'it has an older one'}"
+                )
+            env = dict(each.partition("=")[::2] for each in json.loads(said) or [])
+            self._images[name] = _Image(name, "python3", env)
+        return self._images[name]
+
+    def open(self, spec: SandboxSpec) -> AbstractAsyncContextManager[CalledSandbox]:
+        self.check(spec)
+        return open_nested(self, spec)
+
+    def machine(self, spec: SandboxSpec) -> NestedCaller:
+        return _Container(self, spec)
+
+    def inner(self, spec: SandboxSpec) -> SandboxSpec:
+        """Memory as a whole is the container's to hold: a process in there may map more."""
+        limits = replace(spec.limits, cpus=None)
+        if limits.memory_bytes is not None and self._bounded:
+            limits = replace(limits, memory_bytes=max(limits.memory_bytes, PROCESS_BYTES))
+        env = {**self._image(spec.image).env, **spec.env}
+        return replace(spec, image="", limits=limits, env=env)
+
+    def argv(self, name: str, spec: SandboxSpec, *, probe: bool = False) -> list[str]:
+        """What runs a container until its input ends."""
+        image, user = self._image(spec.image), next(self._users)
+        shown = [Mount(each, each) for each in (*system_directories(), *_ETC)]
+        binds = [
+            Mount(str(self.machines.home / "program"), SOURCE),
+            *([] if spec.image else shown),
+            *self._mounts,
+        ]
+        places = [(each.target, each.target) for each in self._mounts]
+        told = {"mounts": places, "image": bool(spec.image), "probe": probe}
+        return [
+            *(self.client, "run", "--rm", "--interactive", "--pull=never", f"--name={name}"),
+            *(f"--label={_LABEL}={owner_mark()}", f"--user={user}:{user}"),
+            *_WALLS,
+            *_NAMESPACES,
+            *(_bounds(spec.limits) if self._bounded else ()),
+            *(word for each in binds if os.path.exists(each.source) for word in _bind(each)),
+            *(f"--entrypoint={image.python}", image.name),
+            *("-B", "-s", "-S", "-P", "-X", "utf8", "-c", _START, SOURCE, json.dumps(told)),
+        ]
+
+    def owing(self) -> dict[str, float]:
+        return {}
+
+    async def close(self) -> None:
+        await self.machines.close()
+
+
+class _Container(NestedCaller):
+    """One container, and the process of the client that is attached to it."""
+
+    def __init__(self, pool: ContainerSandboxPool, spec: SandboxSpec) -> None:
+        super().__init__(pool, spec)
+        self._client = pool.client
+        self._name = _new_name()
+        self._argv = pool.argv(self._name, spec)
+        self._errors = pool.machines.place("errors")
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def connect(self) -> Lines:
+        with self._errors.open("wb") as errors:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                limit=1 << 30,
+                start_new_session=True,
+                cwd=self._errors.parent,  # podman's monitor leaves a file where it was started
+            )
+        assert self._process.stdout is not None and self._process.stdin is not None
+        return Lines(self._process.stdout, self._process.stdin)
+
+    async def start(self) -> None:
+        try:
+            await super().start()
+        except RolloutFailure as e:
+            said = self._errors.read_text(errors="replace").strip()
+            raise RolloutFailure(f"{e}; {self._client} said: {said[-500:] or 'nothing'}") from e
+
+    async def end(self) -> None:
+        if self._process is not None:
+            try:
+                async with asyncio.timeout(REPLY_TIMEOUT_S / 6):
+                    await self._process.wait()
+            except TimeoutError:
+                await asyncio.to_thread(_remove, self._client, [self._name])
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        self._errors.unlink(missing_ok=True)
+
+
+def find_engine(names: Sequence[str] = CLIENTS) -> tuple[str, str]:
+    """The command of an engine that answers, and what it says of itself. Raises EtudeError, with
+    what each of them said."""
+    refused = []
+    for name in names:
+        if shutil.which(name) is None:
+            continue
+        code, said = _ran([name, "info", "--format", "{{json .}}"])
+        if code == 0:
+            return name, said
+        refused.append(f"{name} says: {said.splitlines()[-1] if said else 'nothing'}")
+    if refused:
+        raise EtudeError(f"isolation container needs an engine that answers; {'; '.join(refused)}")
+    raise EtudeError(
+        f"isolation container needs {' or '.join(names)}, which is not installed: {INSTALL}"
+    )
+
+
+def _import_root(client: str) -> str:
+    """The image of sandboxes that name none: directories to mount the programs of this machine on.
+    It takes no room, is always the same, and stays."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, mode in (("tmp", 0o1777), ("work", 0o755)):
+            directory = tarfile.TarInfo(name)
+            directory.type, directory.mode = tarfile.DIRTYPE, mode
+            archive.addfile(directory)
+        for name, target in system_links().items():
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, target
+            archive.addfile(link)
+    name = f"{_ROOT}:{hashlib.sha256(data.getvalue()).hexdigest()[:12]}"
+    if _ran([client, "image", "inspect", name])[0] != 0:
+        code, said = _ran([client, "import", "-", name], data.getvalue())
+        if code != 0:
+            raise EtudeError(f"{client} imports no image: {said}")
+    return name
+
+
+def _users(info: str) -> Iterator[int]:
+    """For each container a user of this machine that nobody else is, since the kernel counts pipes,
+    watches and more by user. An engine that is an ordinary user's has too few of them."""
+    if any(word in info for word in _ORDINARY):
+        return itertools.repeat(GUEST_ID)
+    start = secrets.randbelow(len(OWN_IDS))
+    return (OWN_IDS[(start + number) % len(OWN_IDS)] for number in itertools.count())
+
+
+def _bounds(limits: Limits) -> list[str]:
+    memory = (limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)) + _OWN_BYTES
+    processes = (limits.processes or MAX_PROCESSES) + _OWN_PROCESSES
+    bounds = [f"--memory={memory}", f"--memory-swap={memory}", f"--pids-limit={processes}"]
+    return bounds + ([f"--cpus={limits.cpus:.3f}"] if limits.cpus is not None else [])
+
+
+def _bind(mount: Mount) -> list[str]:
+    return ["--mount", f"type=bind,src={mount.source},dst={mount.target},ro"]
+
+
+def _new_name() -> str:
+    """Engines of several machines may be one."""
+    return f"etude-{secrets.token_hex(8)}"
+
+
+def _ran(argv: Sequence[str], data: bytes = b"") -> tuple[int, str]:
+    """Its exit status, and what it said: on success as output, otherwise as errors."""
+    try:
+        ran = subprocess.run(argv, input=data, capture_output=True, timeout=REPLY_TIMEOUT_S)
+    except subprocess.TimeoutExpired as e:
+        return 1, f"{argv[0]} gave no answer in {e.timeout:.0f} s"
+    said = ran.stderr if ran.returncode else ran.stdout
+    return ran.returncode, said.decode(errors="replace").strip()
+
+
+def _remove(client: str, names: Sequence[str]) -> None:
+    _ran([client, "unpause", *names])  # what is paused cannot end
+    _ran([client, "kill", *names])  # at once; `rm` alone asks first, and waits
+    _ran([client, "rm", "--force", *names])
+
+
+def _sweep(client: str) -> None:
+    """Remove the containers that pools left whose process was killed: those that were paused, since
+    all others end with their input."""
+    shown = ["--format", "{{.ID}} {{.Labels}}"]
+    _, said = _ran([client, "ps", "--all", f"--filter=label={_LABEL}", *shown])
+    # each engine writes them its own way
+    found = re.findall(rf"^(\w+) .*\b{re.escape(_LABEL)}[=:]([\w-]+)", said, re.MULTILINE)
+    if left := [name for name, mark in found if is_abandoned(mark)]:
+        _remove(client, left)
