@@ -170,9 +170,13 @@ def _described_tasks(directory: Path, source: str) -> str:
         train, heldout = (len(environment.tasks(split)) for split in splits)
     except (ValueError, SyntaxError, EtudeError) as e:
         return f"[yellow]look:[/] there are no tasks yet: {escape(str(e))}"
+    left_out = "".join(
+        f"\n[yellow]look:[/] {escape(path)} is left out: {escape(why)}"
+        for path, why in environment.left_out.items()
+    )
     return (
         f"its tasks are {train + heldout} functions of {escape(source)}: {train} to train on, "
-        f"{heldout} held out"
+        f"{heldout} held out{left_out}"
     )
 
 

@@ -145,6 +145,12 @@ def is_sound(trials: Sequence[Trial]) -> bool:
     )
 
 
+NO_MODULE = (
+    'a module was not found: sources in src/ are found by `pythonpath = ["src"]` of pytest or by '
+    'env={"PYTHONPATH": "src"} in the SandboxSpec; a package belongs into what `mounts` names'
+)
+
+
 def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
     """What somebody should look at, in sentences. `has_files`: the environment has working
     copies."""
@@ -172,6 +178,8 @@ def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
                 else "and a task counts as solved at 1"
             )
             found.append(f"{name} earns {rewards[name]:g}, {means}; read its evidence")
+            if "ModuleNotFoundError" in _evidence(by_name[name]):
+                found.append(NO_MODULE)
     if len(rewards) > 1 and len(set(rewards.values())) == 1:
         found.append(f"everything earns {paid:g}: where no two attempts differ, nothing is learned")
     if has_files and REFERENCE not in by_name and GIVEN not in by_name:
@@ -180,6 +188,11 @@ def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
             "solution(task)"
         )
     return found + (_session_findings(by_name[SESSION], has_files) if SESSION in by_name else [])
+
+
+def _evidence(trial: Trial) -> str:
+    score = trial.trajectory.score
+    return "\n".join(part.evidence for part in score.parts) if score else ""
 
 
 def _session_findings(session: Trial, has_files: bool) -> list[str]:

@@ -224,7 +224,7 @@ class RunConfig(Config):
         if is_named and self.harness.command:
             raise ValueError(
                 f"harness.agent or harness.code, and harness.command, are two agents: leave out "
-                f"one; --set harness.agent={CODING_AGENT} is as good as leaving it out"
+                f"one (the default agent, {CODING_AGENT}, counts as none)"
             )
         return self
 

@@ -237,10 +237,7 @@ def test_tests_are_found_where_pytest_finds_them(
     assert found == {name.partition("[")[0] for name in reported} and len(found) == 4
 
 
-def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
-    tmp_path: Path, mounts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    repository = tmp_path / "shop"
+def make_shop(repository: Path) -> Path:
     repository.mkdir()
     functions = (f'def f{n}():\n    """Return {n}."""\n    return {n}\n' for n in range(2))
     (repository / "cart.py").write_text("\n\n".join(functions))
@@ -249,6 +246,13 @@ def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
         f"    def test_f{n}(self):\n        assert cart.f{n}() == {n}\n" for n in range(2)
     )
     (repository / "test_cart.py").write_text(tests)
+    return repository
+
+
+def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
+    tmp_path: Path, mounts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = make_shop(tmp_path / "shop")
     commit(repository)
     (tmp_path / "cheat").mkdir()
     (tmp_path / "cheat" / "cart.py").write_text("import os\n\nos._exit(0)\n")
@@ -262,7 +266,7 @@ def test_a_file_that_ends_the_process_is_not_paid_where_tests_are_in_classes(
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("x = 1\n", "has 0 functions with a docstring"), ("print 1\n", "(old.py, line 1)")],
+    [("x = 1\n", "has 0 functions with a docstring"), ("print 1\n", "old.py is left out: Missing")],
 )
 def test_a_repository_without_tasks_is_told_of(
     text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -274,6 +278,33 @@ def test_a_repository_without_tasks_is_told_of(
     assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
     told = capsys.readouterr().out
     assert "look: there are no tasks yet: " in told and why in told
+
+
+def test_a_file_of_another_python_costs_no_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    repository = make_shop(tmp_path / "shop")
+    (repository / "old.py").write_text("print 1\n")
+    commit(repository)
+    assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
+    told = capsys.readouterr().out
+    assert "its tasks are 2 functions" in told and "look: old.py is left out: Missing" in told
+
+
+def test_a_module_that_is_not_found_is_told_apart(
+    tmp_path: Path, mounts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = make_shop(tmp_path / "shop")
+    (repository / "src").mkdir()
+    (repository / "cart.py").rename(repository / "src" / "cart.py")
+    commit(repository)
+    assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
+    monkeypatch.chdir(tmp_path / "mine")
+    capsys.readouterr()
+    keys = ("--set", "sandbox.isolation=process", "--set", mounts)
+    main(["try", "run.toml", "--no-model", "--json", *keys])
+    assert any("pythonpath" in line for line in json.loads(capsys.readouterr().out)["look"])
 
 
 def test_a_model_is_named_by_its_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
