@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.commands.terminal import say
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, error_line
 from etude.core.events import AttemptDone
 from etude.core.ledger import Batched, Dropped, Entry, Trained
 from etude.core.types import Status, Trajectory
@@ -243,7 +243,7 @@ def _print_table(chosen: Sequence[Session], total: int, console: Console) -> Non
             "" if each.turns is None else str(each.turns),
             f"{each.seconds:.1f}",
             each.became,
-            textwrap.shorten(each.error or "", ERROR_WIDTH, placeholder=" ..."),
+            textwrap.shorten(error_line(each.error or ""), ERROR_WIDTH, placeholder=" ..."),
         )
         for each in shown
     ]

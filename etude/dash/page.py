@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from etude.core.alarms import Alarm
+from etude.core.errors import error_line
 from etude.core.events import (
     AttemptDone,
     EvalDone,
@@ -222,8 +223,8 @@ def _lines(view: RunView, lag_bound: int) -> Iterator[Line]:
         if told := _tasks_without(view):
             yield Line("no signal", told)
     if view.failure is not None and "failing" not in view.alarms.active:
-        ago = clock(view.now - view.failure.t)
-        yield Line("newest error", f"{ago} ago, {view.failure.id}: {view.failure.error}", "bad")
+        ago, error = clock(view.now - view.failure.t), error_line(view.failure.error)
+        yield Line("newest error", f"{ago} ago, {view.failure.id}: {error}", "bad")
     if view.mean_reward is not None and view.solve_rate is not None:
         rewards = f"{view.mean_reward:.3f}   solve rate {view.solve_rate:.1%}"
         yield Line("mean reward", f"{rewards}   ({_recent(view)})")
@@ -396,7 +397,7 @@ class Teller:
             yield f"the first {view.running} sessions are under way"
         yield from (f"alarm: {alarm}" for alarm in begun)
         if isinstance(event, AttemptDone) and event.error and self._is_news(event.error):
-            yield f"session {event.id} failed: {event.error}"
+            yield f"session {event.id} failed: {error_line(event.error)}"
         ends, pause_s = view.ended.total(), TELL_SELDOM_S if view.step else TELL_S
         if self._told is None:
             self._told = t if ends else None
@@ -418,7 +419,7 @@ class Teller:
         if view.groups.done and not view.groups.with_signal:
             told += f"; {no_difference(view)}"
         if view.failure is not None:
-            told += f"; newest error: {view.failure.error}"
+            told += f"; newest error: {error_line(view.failure.error)}"
         return told
 
 

@@ -160,6 +160,17 @@ def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
     assert "raw       " in text[older:], "the agent left no messages, the recorder did"
 
 
+def test_the_table_tells_what_a_traceback_ends_with(run: Run) -> None:
+    frames = '  File "/work/agent.py", line 4, in main\n    argv[1]\n' * 9
+    error = f"agent: Traceback (most recent call last):\n{frames}IndexError: list index"
+    events = run.events("controller", EVENTS)
+    events.append(attempt_done(replace(failed("g000004.0"), error=error), "train"))
+    events.flush()
+    (line,) = re.findall(r"^g000004\.0 .*", printed(run, failed=True), re.M)
+    assert line.rstrip().endswith("agent: IndexError: list index")
+    assert printed(run, id="g000004.0").count("argv[1]") == 9, "all of it, below"
+
+
 def test_a_narrow_terminal_is_told_all(run: Run) -> None:
     text = printed(run, 60, failed=True)
     assert all(len(line) <= 60 for line in text.splitlines())

@@ -41,6 +41,7 @@ from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, 
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.dash.recorded import RecordedRun
+from etude.dash.table import cause_of
 from etude.launch import screen
 from etude.launch.screen import draw, layout
 from etude.store.runs import Run
@@ -205,6 +206,28 @@ def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
         "0:03 ago, g.0: agent: KeyError: 'x'",
     ):
         assert words in text, words
+
+
+def test_an_error_with_a_traceback_is_told_by_what_was_raised() -> None:
+    frames = '  File "/work/agent.py", line 4, in main\n    argv[1]\n' * 9
+    said = "agent: the program ended with exit code 1; its last words: "
+    raised = "IndexError: list index out of range"
+    error = f"{said}Traceback (most recent call last):\n{frames}{raised}"
+    failed = attempt("failed", None, error)
+    one, four = view_of((0.0, attempt()), (1.0, failed)), view_of(*[(1.0, failed)] * 4)
+    for view in (one, four):
+        small, wide = (
+            " ".join(line.plain for line in layout(describe(view, 0), "x", 1.0, width, 50))
+            for width in (80, 260)
+        )
+        assert "range" in small and "Traceback" not in small
+        assert f"{said}{raised}" in wide and "Traceback" not in wide
+    begun = four.alarms.active.values()
+    assert [alarm.what for alarm in begun] == [
+        f"4 of the last 4 sessions failed, the newest with: {said}{raised}"
+    ]
+    assert [*Teller().tell(1.0, failed, one, [])] == [f"session g.0 failed: {said}{raised}"]
+    assert cause_of(error).endswith(raised)
 
 
 def test_tasks_that_teach_nothing_are_named_where_they_are_most_of_the_work() -> None:
