@@ -68,6 +68,8 @@ class StageStarted:
     """The most steps that it takes; sft may stop before."""
     done: int = 0
     """Steps that were done before, if the stage is resumed."""
+    groups_per_step: int = 0
+    """Groups that a step needs; 0 for a stage without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

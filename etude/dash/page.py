@@ -147,12 +147,14 @@ def headline(view: RunView) -> Line:
         return _rewarded(view)
     if view.groups.done and not view.groups.with_signal:
         return Line("sampling", no_difference(view))
-    if view.ended and _waits_for_trainer(view):
-        return Line("training", f"the first step goes on{_rows(view)}, and sampling waits for it")
+    if view.ended and view.stepping_since is not None:
+        sampling = "waits for it" if _waits_for_trainer(view) else "goes on"
+        return Line("training", f"the first step goes on{_rows(view)}, and sampling {sampling}")
     if view.ended:
         count = view.groups.with_signal
         had = f"{count} group{'s' * (count != 1)} had a difference"
-        return Line("sampling", f"sessions end; {had} so far, and a step needs groups_per_step")
+        needs = view.groups_per_step or "more"
+        return Line("sampling", f"sessions end; {had} so far, and a step needs {needs}")
     if view.running:
         return Line("sampling", f"the first {view.running} sessions are under way")
     if view.loss is not None:

@@ -244,7 +244,7 @@ def test_tasks_that_teach_nothing_are_named_where_they_are_most_of_the_work() ->
     view = view_of(*started, *hard, easy)
     assert told(view) == ["6 of 7 tasks taught nothing yet: hard-0, hard-1, hard-2, hard-3, ..."]
     assert describe(view, 0).headline.text == (
-        "sessions end; 1 group had a difference so far, and a step needs groups_per_step"
+        "sessions end; 1 group had a difference so far, and a step needs more"
     )
     view.apply(3.0, of("hard-0", 0.0, 1.0))
     assert told(view)[0].startswith("5 of 7 tasks taught nothing yet: hard-1")
@@ -332,6 +332,11 @@ def test_the_headline_says_what_is_going_on() -> None:
     assert headline(rl, *falling) == (
         "training",
         f"mean reward 1.00 in the first step, 0.00 in the last{early}",
+    )
+    needs_four = (0.0, StageStarted(stage="rl", steps=9, groups_per_step=4))
+    assert headline(needs_four, (1.0, attempt()), (1.0, group(1.0, 0.0))) == (
+        "sampling",
+        "sessions end; 1 group had a difference so far, and a step needs 4",
     )
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
@@ -566,7 +571,10 @@ def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
         "training",
         "the first step goes on (12 of 32 rows), and sampling waits for it",
     )
-    assert headline(*begun, (4.0, dataclasses.replace(full, sessions=3)))[0] == "sampling"
+    assert headline(*begun, (4.0, dataclasses.replace(full, sessions=3))) == (
+        "training",
+        "the first step goes on, and sampling goes on",
+    )
     resumed: list[tuple[float, Event]] = [
         (20.0, BatchReady(step=2)),
         (30.0, step(1)),
