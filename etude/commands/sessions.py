@@ -15,7 +15,7 @@ from rich.text import Text
 from etude.commands.terminal import say
 from etude.core.errors import EtudeError, error_line
 from etude.core.events import AttemptDone
-from etude.core.ledger import Batched, Dropped, Entry, Trained
+from etude.core.ledger import Batched, Dropped, Entry, Reason, Trained
 from etude.core.types import Status, Trajectory
 from etude.dash.session import STATUS, Block, read_session
 from etude.launch.launcher import is_stopped
@@ -42,6 +42,9 @@ STYLES = {
     "truncated": "red",
 }
 UNDER_WAY, STOPPED = "under way", "stopped"
+ENDED_EARLY: tuple[Reason, ...] = ("interrupted", "cancelled")
+"""What became of sessions whose group never ended: a stop cut it short, or the last step was done
+without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +268,8 @@ def _print_whole(
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
         whole_of = "group" if session.split == "train" else "evaluation"
         why = f"its conversation is stored once all sessions of its {whole_of} have ended"
+        if session.became in ENDED_EARLY:
+            why = f"its group was {session.became}: it was not stored"
         if session.became == STOPPED:
             why = "its conversation is not stored: the run stopped before its group had ended"
         if session.split != "train" and session.status == "failed":

@@ -15,7 +15,7 @@ from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, AttemptDone, Launched, ProcessDied, ProcessSilent
-from etude.core.ledger import Batched, Dropped, Issued, Trained
+from etude.core.ledger import Batched, Dropped, Issued, Reason, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Credit, Group, Part, Score, Segment, Trajectory
 from etude.dash.session import LONG, Block, read_session, said, shorten
@@ -384,6 +384,14 @@ def test_nothing_of_a_stopped_run_is_under_way(run: Run, tmp_path: Path) -> None
         assert "under way" in printed(run, failed=True)
     assert re.search(r"g000003\.0 .* stopped ", printed(run, failed=True))
     assert "the run stopped before its group" in printed(run, id="g000003.0")
+
+
+@pytest.mark.parametrize("reason", ["interrupted", "cancelled"])
+def test_what_was_never_stored_is_not_said_to_come(run: Run, reason: Reason) -> None:
+    run.ledger.append(Dropped(samples=("g000003.0", "g000003.1"), reason=reason))
+    told = printed(run, id="g000003.0")
+    assert f"its group was {reason}: it was not stored" in told
+    assert "once all sessions" not in told
 
 
 def test_an_event_of_an_attempt_holds_its_outcome() -> None:
