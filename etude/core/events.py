@@ -120,6 +120,8 @@ class BatchReady:
     """The batch of a step of rl or distill is in the store: the trainer can begin it."""
 
     step: int
+    lag: int = 0
+    """Steps between the weights that sampled its oldest token and those that will train on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,6 +131,7 @@ class RunView:
     """How far the one that is under way is, if it takes long."""
     lag: int | None = None
     lag_max: int = 0
+    """Of all batches that are written, as in an audit: the step of the newest may not be done."""
     first_step: int = 0
     live: int | None = None
     trainer_busy: float | None = None
@@ -206,6 +207,7 @@ class RunView:
                 self._fitted(event)
             case BatchReady():
                 self._batches[event.step] = t
+                self.lag_max = max(self.lag_max, event.lag)
             case StepProgress():
                 self.stepping = event
             case StepDone():

@@ -49,6 +49,7 @@ LATER = {
     ("Launched", "command"),
     ("StageStarted", "done"),
     ("StageStarted", "groups_per_step"),
+    ("BatchReady", "lag"),
     ("FitStep", "metrics"),
     ("MismatchStats", "k1_p99"),
     ("GroupDone", "malformed"),

@@ -185,6 +185,18 @@ def test_rewards_lag_and_how_busy_the_trainer_is() -> None:
     )
 
 
+def test_the_lag_of_a_batch_counts_before_its_step_is_done_also_after_a_stop() -> None:
+    view = view_of(
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, BatchReady(step=1)),
+        (2.0, BatchReady(step=2, lag=1)),
+        (3.0, step(1)),
+        (9.0, Launched(resumed=True)),
+        (10.0, StageStarted(stage="rl", steps=4, done=1)),
+    )
+    assert "0 now, 1 at most, 2 allowed" in printed(draw(view, "run", lag_bound=2))
+
+
 def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
     failed = attempt("failed", None, "agent: KeyError: 'x'")
     evaluated = dataclasses.replace(attempt(), split="heldout")
