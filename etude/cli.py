@@ -330,8 +330,10 @@ def mismatch(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    from etude.commands.chat import Settings, chat
+    from etude.commands.chat import Settings, chat, usual_temperature
 
+    if args.temperature is None:
+        args.temperature = usual_temperature(args.target)
     names = ("model", "system", "temperature", "max_tokens", "seed")
     settings = Settings(**{name: getattr(args, name) for name in names})
     chat(args.target, args.version, settings, _console(False))
