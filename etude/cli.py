@@ -241,6 +241,8 @@ def audit(args: argparse.Namespace) -> int:
 
     audited = audit(_existing(args.run).open())
     print(audited.equation)
+    for meaning in audited.meanings:
+        print(f"  {meaning}")
     print(f"{audited.batches} batches; lag {audited.lag_max} at most, {audited.lag_bound} allowed")
     for violation in audited.violations:
         print(f"violation: {violation}")

@@ -99,10 +99,11 @@ LEGEND = {
     "solve rate": "share of attempts that earned 1",
     "groups": "all attempts at one task are a group",
     "lag": "steps between the weights that sampled and those that learn",
-    "slots": "groups that may be under way or wait for the trainer",
-    "k3": "how far trainer and engine are apart; above 0.01 is alarming",
+    "slots": "groups under way or waiting for the trainer, of those allowed",
+    "k3": "how differently trainer and engine rate tokens; alarm above 0.01",
     "entropy": "how freely the model chooses its words, in nats a token",
     "corrected": "share of tokens whose importance weight was cut or masked",
+    "zero gradient": "share of tokens that were clipped or masked, and taught nothing",
 }
 """The most important first: a small screen shows only some."""
 

@@ -37,7 +37,17 @@ from etude.core.events import (
     WeightsLive,
 )
 from etude.core.types import Status
-from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, clock, describe
+from etude.dash.page import (
+    LEGEND,
+    TELL_ERRORS,
+    TELL_S,
+    Line,
+    Page,
+    Teller,
+    beginning,
+    clock,
+    describe,
+)
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.dash.recorded import RecordedRun
@@ -403,8 +413,14 @@ def test_a_small_screen_is_complete_and_a_wide_one_shows_more() -> None:
                   "9 finished, 30 failed", "solve rate", "mean reward", "2 allowed"):  # fmt: skip
         assert words in small, words
     assert small.index("failing") < small.index("alarm") < small.index("9 finished")
-    for words in ("newest sessions", "entropy by step", "k3 ", "how far trainer and engine"):
+    for words in ("newest sessions", "entropy by step", "k3 ", "how differently trainer"):
         assert words in wide, words
+
+
+def test_figures_that_do_not_explain_themselves_are_in_the_legend() -> None:
+    told = dict(full_page().legend)
+    assert {"lag", "slots", "entropy", "k3", "corrected", "zero gradient"} <= told.keys()
+    assert all(screen.LABEL + len(meaning) <= 80 for meaning in LEGEND.values())
 
 
 def test_curves_stand_beside_each_other() -> None:
