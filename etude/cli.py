@@ -241,6 +241,8 @@ def audit(args: argparse.Namespace) -> int:
 
     audited = audit(_existing(args.run).open())
     print(audited.equation)
+    for meaning in audited.meanings:
+        print(f"  {meaning}")
     print(f"{audited.batches} batches; lag {audited.lag_max} at most, {audited.lag_bound} allowed")
     for violation in audited.violations:
         print(f"violation: {violation}")
@@ -330,8 +332,10 @@ def mismatch(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    from etude.commands.chat import Settings, chat
+    from etude.commands.chat import Settings, chat, usual_temperature
 
+    if args.temperature is None:
+        args.temperature = usual_temperature(args.target)
     names = ("model", "system", "temperature", "max_tokens", "seed")
     settings = Settings(**{name: getattr(args, name) for name in names})
     chat(args.target, args.version, settings, _console(False))

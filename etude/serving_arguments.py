@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from etude.core.sampling import DEFAULT_MAX_TOKENS
+from etude.core.sampling import CHAT_MAX_TOKENS, CHAT_TEMPERATURE, DEFAULT_MAX_TOKENS
 
 
 def at_least_one(text: str) -> int:
@@ -211,6 +211,16 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", type=int, help="of a run's weights (default: the newest)")
     parser.add_argument("--model", help="the model's name at the server")
     parser.add_argument("--system", help="a system message")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--max-tokens", type=at_least_one)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help=f"0 is greedy (default: that of the model's generation_config.json, if a directory "
+        f"with one is given, or else {CHAT_TEMPERATURE})",
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=at_least_one,
+        default=CHAT_MAX_TOKENS,
+        help="an answer is cut after so many (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, help="of every answer (default: a new one for each)")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -18,6 +19,7 @@ from etude import __version__
 from etude.bench_arguments import BENCHMARKS
 from etude.cli import main
 from etude.core.config import parse
+from etude.core.ledger import MEANINGS, Dropped, Issued, Reason
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.store.runs import Run
@@ -287,6 +289,21 @@ def test_the_audit_of_a_run_that_has_just_begun(etude: Etude, tmp_path: Path) ->
     code, out, _ = etude("audit", "r")
     assert code == 0
     assert out.startswith("0 issued = 0 trained + 0 dropped + 0 in flight")
+
+
+def test_the_audit_says_what_the_reasons_of_a_drop_stand_for(etude: Etude, tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}/r")
+    run.put_config(parse(TINY.read_text()))
+    samples = ("g000000.0", "g000000.1")
+    run.ledger.append(Issued(group="g000000", task="t", samples=samples, version=0))
+    run.ledger.append(Dropped(samples=samples[:1], reason="cancelled"))
+    run.ledger.append(Dropped(samples=samples[1:], reason="sampling", detail="temperature 0"))
+    _, out, _ = etude("audit", "r")
+    reasons: tuple[Reason, ...] = ("cancelled", "sampling")
+    for reason in reasons:
+        assert f"\n  {reason}: {MEANINGS[reason]}\n" in out
+    assert "no_signal: " not in out, "of those that there are"
+    assert get_args(Reason) == tuple(MEANINGS)
 
 
 def test_a_reader_that_has_read_enough_is_no_error() -> None:

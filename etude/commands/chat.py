@@ -25,6 +25,8 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from etude.core.errors import EtudeError
+from etude.core.sampling import CHAT_TEMPERATURE
+from etude.model.directory import GENERATION
 from etude.run.process import die_with_parent
 from etude.serve.process import authorization, token
 
@@ -68,6 +70,15 @@ class Settings:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+
+
+def usual_temperature(target: str) -> float:
+    """What the model of a directory is meant to be sampled with, as far as it tells that."""
+    said: Any = None
+    with contextlib.suppress(OSError, ValueError):
+        said = json.loads((Path(target) / GENERATION).read_bytes())
+    wanted = said.get("temperature") if isinstance(said, dict) else None
+    return float(wanted) if isinstance(wanted, int | float) else CHAT_TEMPERATURE
 
 
 def chat(target: str, version: int | None, settings: Settings, console: Console) -> None:
@@ -117,11 +128,12 @@ def _next_line(console: Console) -> str | None:
 
 def _answer(url: str, request: dict[str, Any], console: Console) -> str:
     """Shows the answer as it comes; returns what there is of it when it ends or is stopped."""
-    said, began, usage = "", time.monotonic(), None
+    said, began, usage, reason = "", time.monotonic(), None, None
     try:
         for chunk in _stream(url, request):
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
+                reason = choice.get("finish_reason") or reason
                 piece = choice["delta"].get("content") or ""
                 said += piece
                 console.out(piece, end="", highlight=False)
@@ -131,8 +143,9 @@ def _answer(url: str, request: dict[str, Any], console: Console) -> str:
     console.print()
     if usage:
         count, seconds = usage["completion_tokens"], time.monotonic() - began
+        cut = "; cut there: --max-tokens sets where" if reason == "length" else ""
         console.print(
-            f"{count} tokens, {count / seconds:.1f} a second", style="dim", highlight=False
+            f"{count} tokens, {count / seconds:.1f} a second{cut}", style="dim", highlight=False
         )
     return said
 

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from etude.commands.terminal import say
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, error_line
 from etude.core.events import AttemptDone
-from etude.core.ledger import Batched, Dropped, Entry, Trained
+from etude.core.ledger import Batched, Dropped, Entry, Reason, Trained
 from etude.core.types import Status, Trajectory
 from etude.dash.session import STATUS, Block, read_session
 from etude.launch.launcher import is_stopped
@@ -42,6 +42,9 @@ STYLES = {
     "truncated": "red",
 }
 UNDER_WAY, STOPPED = "under way", "stopped"
+ENDED_EARLY: tuple[Reason, ...] = ("interrupted", "cancelled")
+"""What became of sessions whose group never ended: a stop cut it short, or the last step was done
+without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +246,7 @@ def _print_table(chosen: Sequence[Session], total: int, console: Console) -> Non
             "" if each.turns is None else str(each.turns),
             f"{each.seconds:.1f}",
             each.became,
-            textwrap.shorten(each.error or "", ERROR_WIDTH, placeholder=" ..."),
+            textwrap.shorten(error_line(each.error or ""), ERROR_WIDTH, placeholder=" ..."),
         )
         for each in shown
     ]
@@ -265,6 +268,8 @@ def _print_whole(
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
         whole_of = "group" if session.split == "train" else "evaluation"
         why = f"its conversation is stored once all sessions of its {whole_of} have ended"
+        if session.became in ENDED_EARLY:
+            why = f"its group was {session.became}: it was not stored"
         if session.became == STOPPED:
             why = "its conversation is not stored: the run stopped before its group had ended"
         if session.split != "train" and session.status == "failed":

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from etude.core.errors import error_line
 from etude.core.events import (
     AttemptDone,
     Event,
@@ -156,7 +157,7 @@ class Alarms:
         return Alarm(
             "failing",
             f"{len(failed)} of the last {len(self._errors)} sessions failed, the newest with: "
-            f"{failed[-1]}",
+            f"{error_line(failed[-1])}",
             f"mend what it names; `etude sessions {self._place} --failed` shows the whole sessions",
         )
 

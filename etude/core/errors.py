@@ -4,6 +4,7 @@ message."""
 from __future__ import annotations
 
 import contextlib
+import re
 import sysconfig
 import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -12,6 +13,15 @@ from pathlib import Path
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 # "<": code that has no file, such as the methods that dataclasses write.
 _NOT_THE_USERS = (*(f"{place}/" for place in (Path(__file__).parents[1], *_LIBRARIES)), "<")
+
+
+_TRACEBACK = re.compile(
+    r"(?:\+ Exception Group )?Traceback \(most recent call last\):|File \"[^\"\n]+\", line \d+"
+)
+"""Where one begins; of one that has lost its beginning, a frame."""
+_RAISED = re.compile(r"^(?: *\| )?(?![ |+])(.*\S)", re.M)
+"""After the frames of a traceback, which are indented: what was raised. In one of a group of
+exceptions a bar stands before every line."""
 
 
 class EtudeError(Exception):
@@ -57,6 +67,20 @@ def user_traceback(e: BaseException) -> str:
         link.stack = traceback.StackSummary.from_list(_own(link.stack) or link.stack)
         link = link.__cause__ or link.__context__
     return "".join(told.format()).rstrip()
+
+
+def error_line(error: str) -> str:
+    """An error to be shown where there is little room: in place of a traceback what was raised, its
+    last line."""
+    frames = [*_TRACEBACK.finditer(error)]
+    if not frames:
+        return error
+    _, _, behind = error[frames[-1].end() :].partition("\n")
+    raised = _RAISED.search(behind)
+    if raised is None:
+        return error
+    before, more, _ = error[: frames[0].start()].lstrip().partition("\n")
+    return " ".join(filter(None, (before.rstrip(), "..." if more else "", raised[1])))
 
 
 def _own(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:

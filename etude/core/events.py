@@ -68,6 +68,8 @@ class StageStarted:
     """The most steps that it takes; sft may stop before."""
     done: int = 0
     """Steps that were done before, if the stage is resumed."""
+    groups_per_step: int = 0
+    """Groups that a step needs; 0 for a stage without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +120,8 @@ class BatchReady:
     """The batch of a step of rl or distill is in the store: the trainer can begin it."""
 
     step: int
+    lag: int = 0
+    """Steps between the weights that sampled its oldest token and those that will train on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,30 +28,24 @@ Reason = Literal[
     "heldout",
     "deleted",
 ]
-"""Why a sample is not trained on.
-
-    failed       infrastructure broke during the session, or it has no sampled token: there is
-                 nothing to learn from
-    malformed    the attempt cannot be trained on: a number that is not finite, an over-long row, an
-                 unknown version, ...
-    sampling     it was sampled with parameters that the trainer cannot recompute, which `detail`
-                 names
-    quarantined  it is suspected of a trick, which `detail` names
-    no_signal    no token of its group has an advantage: all attempts earned the same reward, say
-    passed_over  others of its group have an advantage, and it has none: it stood at the mean, or
-                 below it and the estimator learns from what is above
-    interrupted  the run was stopped or killed while the session was in flight; its task is issued
-                 again
-    cancelled    the run reached its last step and did not need the sample any more
-
-Of sessions of users (`realtime`), which come whether or not there is room for them:
-
-    censored     nobody said anything about it until its horizon was over
-    stale        a token of it is of weights that are too old, or were taken back
-    capped       its user, or organisation, which `detail` names, had its share of the batch
-    heldout      its user is one who never sees an update
-    deleted      its user was deleted, or withdrew, or it is past its retention
-"""
+"""Why a sample is not trained on: `MEANINGS`. The last five are of sessions of users (`realtime`),
+which come whether or not there is room for them."""
+MEANINGS: dict[Reason, str] = {
+    "failed": "something broke, or nothing was sampled: there is nothing to learn from",
+    "malformed": "cannot be trained on: too long, a number that is not finite, an unknown version",
+    "sampling": "sampled with parameters that the trainer cannot recompute",
+    "quarantined": "suspected of a trick",
+    "no_signal": "no token of its group has an advantage: all attempts earned the same, say",
+    "passed_over": "others of its group have an advantage and it has none: it earned the mean, say",
+    "interrupted": "cut short when the run was stopped or killed; its task is issued again",
+    "cancelled": "not needed any more: the last batch of the stage was full before it was used",
+    "censored": "nobody said anything about it until its horizon was over",
+    "stale": "a token of it is of weights that are too old, or were taken back",
+    "capped": "its user, or organisation, had its share of the batch",
+    "heldout": "its user is one who never sees an update",
+    "deleted": "its user was deleted, or withdrew, or it is past its retention",
+}
+"""In words; `Dropped.detail` names the parameters, the trick, or the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

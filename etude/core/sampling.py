@@ -17,6 +17,10 @@ that may wait."""
 DEFAULT_MAX_TOKENS = 2048
 """The limit of an answer in a chat whose client gives none: a model that does not stop must not
 hold its place until the context is full."""
+CHAT_TEMPERATURE = 0.7
+CHAT_MAX_TOKENS = 512
+"""Defaults of `etude chat`: at a temperature of 1.0 a small model rambles, for minutes if nothing
+cuts it short."""
 MIN_TEMPERATURE = 1e-3
 """The lowest temperature other than 0, which is greedy: logits divided by less overflow."""
 MAX_PENALTY = 100.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from etude.core.errors import error_line
 from etude.core.lineage import stage_spans
 from etude.dash.page import describe
 from etude.dash.recorded import RecordedRun, clusters
@@ -148,7 +149,9 @@ def rollouts(
 
 
 def short(table: RolloutTable, row: RolloutRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in SHOWN} | {"became": table.became(row)}
+    error = row.error and error_line(row.error)
+    shown = {name: getattr(row, name) for name in SHOWN}
+    return shown | {"became": table.became(row), "error": error}
 
 
 def failures(recorded: RecordedRun, wanted: Filter) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from etude.core.alarms import Alarm
+from etude.core.errors import error_line
 from etude.core.events import (
     AttemptDone,
     EvalDone,
@@ -98,10 +99,11 @@ LEGEND = {
     "solve rate": "share of attempts that earned 1",
     "groups": "all attempts at one task are a group",
     "lag": "steps between the weights that sampled and those that learn",
-    "slots": "groups that may be under way or wait for the trainer",
-    "k3": "how far trainer and engine are apart; above 0.01 is alarming",
+    "slots": "groups under way or waiting for the trainer, of those allowed",
+    "k3": "how differently trainer and engine rate tokens; alarm above 0.01",
     "entropy": "how freely the model chooses its words, in nats a token",
     "corrected": "share of tokens whose importance weight was cut or masked",
+    "zero gradient": "share of tokens that were clipped or masked, and taught nothing",
 }
 """The most important first: a small screen shows only some."""
 
@@ -146,12 +148,14 @@ def headline(view: RunView) -> Line:
         return _rewarded(view)
     if view.groups.done and not view.groups.with_signal:
         return Line("sampling", no_difference(view))
-    if view.ended and _waits_for_trainer(view):
-        return Line("training", f"the first step goes on{_rows(view)}, and sampling waits for it")
+    if view.ended and view.stepping_since is not None:
+        sampling = "waits for it" if _waits_for_trainer(view) else "goes on"
+        return Line("training", f"the first step goes on{_rows(view)}, and sampling {sampling}")
     if view.ended:
         count = view.groups.with_signal
         had = f"{count} group{'s' * (count != 1)} had a difference"
-        return Line("sampling", f"sessions end; {had} so far, and a step needs groups_per_step")
+        needs = view.groups_per_step or "more"
+        return Line("sampling", f"sessions end; {had} so far, and a step needs {needs}")
     if view.running:
         return Line("sampling", f"the first {view.running} sessions are under way")
     if view.loss is not None:
@@ -222,8 +226,8 @@ def _lines(view: RunView, lag_bound: int) -> Iterator[Line]:
         if told := _tasks_without(view):
             yield Line("no signal", told)
     if view.failure is not None and "failing" not in view.alarms.active:
-        ago = clock(view.now - view.failure.t)
-        yield Line("newest error", f"{ago} ago, {view.failure.id}: {view.failure.error}", "bad")
+        ago, error = clock(view.now - view.failure.t), error_line(view.failure.error)
+        yield Line("newest error", f"{ago} ago, {view.failure.id}: {error}", "bad")
     if view.mean_reward is not None and view.solve_rate is not None:
         rewards = f"{view.mean_reward:.3f}   solve rate {view.solve_rate:.1%}"
         yield Line("mean reward", f"{rewards}   ({_recent(view)})")
@@ -396,7 +400,7 @@ class Teller:
             yield f"the first {view.running} sessions are under way"
         yield from (f"alarm: {alarm}" for alarm in begun)
         if isinstance(event, AttemptDone) and event.error and self._is_news(event.error):
-            yield f"session {event.id} failed: {event.error}"
+            yield f"session {event.id} failed: {error_line(event.error)}"
         ends, pause_s = view.ended.total(), TELL_SELDOM_S if view.step else TELL_S
         if self._told is None:
             self._told = t if ends else None
@@ -418,7 +422,7 @@ class Teller:
         if view.groups.done and not view.groups.with_signal:
             told += f"; {no_difference(view)}"
         if view.failure is not None:
-            told += f"; newest error: {view.failure.error}"
+            told += f"; newest error: {error_line(view.failure.error)}"
         return told
 
 

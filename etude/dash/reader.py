@@ -118,6 +118,8 @@ class RunView:
     done: int = 0
     steps: int = 0
     """0: not known yet."""
+    groups_per_step: int = 0
+    """Groups that a step of the stage needs; 0: none, or not known yet."""
     stage_began: float = 0.0
     resumed_at: int = 0
     """Steps that were done before this start; they tell nothing about its speed."""
@@ -129,6 +131,7 @@ class RunView:
     """How far the one that is under way is, if it takes long."""
     lag: int | None = None
     lag_max: int = 0
+    """Of all batches that are written, as in an audit: the step of the newest may not be done."""
     first_step: int = 0
     live: int | None = None
     trainer_busy: float | None = None
@@ -204,6 +207,7 @@ class RunView:
                 self._fitted(event)
             case BatchReady():
                 self._batches[event.step] = t
+                self.lag_max = max(self.lag_max, event.lag)
             case StepProgress():
                 self.stepping = event
             case StepDone():
@@ -289,6 +293,7 @@ class RunView:
         self.stage = event.stage
         self.done = event.done
         self.steps = event.steps
+        self.groups_per_step = event.groups_per_step
         self.stage_began = self._trainer_free = t
         self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
 

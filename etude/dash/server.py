@@ -183,7 +183,7 @@ def _group(recorded: RecordedRun, request: Request) -> Any:
 def _session(recorded: RecordedRun, request: Request) -> Any:
     id = request.path_params["id"]
     row = recorded.row(id)
-    found = {"row": answers.short(recorded.table, row)}
+    found = {"row": answers.short(recorded.table, row) | {"error": row.error}}  # all of it
     try:
         told = recorded.conversation(id)
     except Missing as e:

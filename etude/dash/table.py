@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, error_line
 from etude.store.rollouts import RolloutRow
 
 WAITS = "waits"
@@ -91,7 +91,7 @@ _VARYING = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+(?:\.\d+)?|(?<=[\s'\"(])/[^\
 
 def cause_of(error: str | None) -> str:
     """An error without what differs from one time to the next: numbers, hashes and paths."""
-    return _VARYING.sub("…", (error or "").strip().partition("\n")[0])[:200]
+    return _VARYING.sub("…", error_line(error or "").strip().partition("\n")[0])[:200]
 
 
 class _Names:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.core.alarms import Alarms
+from etude.core.errors import error_line
 from etude.core.events import AttemptDone
 from etude.dash.page import (
     Curve,
@@ -178,7 +179,7 @@ def _sessions(sessions: Sequence[AttemptDone], width: int) -> list[Text]:
         reward = f"reward {each.reward:.2f}" if each.reward is not None else ""
         what = STATUS[each.status]
         named = f"{each.id[:ids]:<{ids}}  {each.task[:tasks]:<{tasks}}"
-        told = f"{named}  {what:<9} {each.seconds:>5.1f} s  {reward}{each.error or ''}"
+        told = f"{named}  {what:<9} {each.seconds:>5.1f} s  {reward}{error_line(each.error or '')}"
         found.append(Text(_cut(told, width), style="red" if each.error else ""))
     return found
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from etude.core.advantage import AdvantageEstimator
 from etude.core.alarms import Alarm, Alarms
 from etude.core.config import RunConfig
-from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
+from etude.core.ledger import (
+    MEANINGS,
+    Batched,
+    Dropped,
+    Entry,
+    Issued,
+    Ledger,
+    Trained,
+    Unbalanced,
+)
 from etude.core.lineage import estimator_of, stage_spans
 from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
@@ -53,6 +62,12 @@ class Audit:
             f"{self.issued} issued {sign} {self.trained} trained + {sum(self.dropped.values())} "
             f"dropped{f' ({reasons})' if reasons else ''} + {self.in_flight} in flight{self._where}"
         )
+
+    @property
+    def meanings(self) -> list[str]:
+        """What each reason of `dropped` stands for."""
+        found = {label.partition(" ")[0] for label in self.dropped}
+        return [f"{reason}: {MEANINGS[reason]}" for reason in MEANINGS if reason in found]
 
     @property
     def unended(self) -> int:

@@ -170,7 +170,7 @@ class RolloutLoop:
             groups = [await self.when(self.window.take) for _ in range(self.window.per_step)]
             batch, samples = assemble_batch(step, groups, self.estimator)
             await self.journal.write(Batched(step=step, samples=samples), batch=batch)
-            self.emit(BatchReady(step=step))
+            self.emit(BatchReady(step=step, lag=batch.lag))
 
     async def follow(self) -> None:
         """weight version -> engines -> free slots"""

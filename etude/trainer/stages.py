@@ -152,7 +152,12 @@ def run_steps(
 ) -> None:
     """Steps on the batches that the controller writes."""
     trainer.emit(
-        StageStarted(stage=span.name, steps=stage.steps, done=trainer.version - span.start)
+        StageStarted(
+            stage=span.name,
+            steps=stage.steps,
+            done=trainer.version - span.start,
+            groups_per_step=stage.groups_per_step,
+        )
     )
     microbatch_tokens = stage.microbatch_tokens or MICROBATCH_TOKENS[trainer.learner.device.type]
     if trainer.config.deterministic:

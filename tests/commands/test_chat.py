@@ -5,13 +5,16 @@ from __future__ import annotations
 import builtins
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from etude.cli import main
 from etude.commands import chat
 from etude.core.errors import EtudeError
+from etude.core.sampling import CHAT_MAX_TOKENS, CHAT_TEMPERATURE
 
 SETTINGS = chat.Settings(model=None, system=None, temperature=None, max_tokens=None, seed=None)
 
@@ -35,6 +38,49 @@ def test_it_ends_and_helps_without_asking_the_model(
     assert said == ["/etc/passwd is a file?"] and next(lines, None) is None
     shown = console.export_text()
     assert "/help tells more, /quit ends" in shown and "Ctrl-C                   stops" in shown
+
+
+def test_the_temperature_is_the_models_own_or_a_calm_one(tmp_path: Path) -> None:
+    assert chat.usual_temperature(str(tmp_path)) == CHAT_TEMPERATURE < 1.0
+    assert chat.usual_temperature("http://127.0.0.1:8000") == CHAT_TEMPERATURE
+    for said in ("[]", "{", '{"temperature": null}', '{"eos_token_id": 2}'):
+        (tmp_path / "generation_config.json").write_text(said)
+        assert chat.usual_temperature(str(tmp_path)) == CHAT_TEMPERATURE
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2}')
+    assert chat.usual_temperature(str(tmp_path)) == 0.2
+
+
+def test_what_is_not_said_on_the_command_line_is_told_by_the_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.2}')
+    asked: list[chat.Settings] = []
+    monkeypatch.setattr(chat, "chat", lambda target, version, settings, _: asked.append(settings))
+    assert main(["chat", str(tmp_path)]) == main(["chat", "http://127.0.0.1:8000"]) == 0
+    assert main(["chat", str(tmp_path), "--temperature", "0", "--max-tokens", "9"]) == 0
+    assert [(each.temperature, each.max_tokens) for each in asked] == [
+        (0.2, CHAT_MAX_TOKENS),
+        (CHAT_TEMPERATURE, CHAT_MAX_TOKENS),
+        (0.0, 9),
+    ]
+    with pytest.raises(SystemExit):
+        main(["chat", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"or else {CHAT_TEMPERATURE})" in told and f"(default: {CHAT_MAX_TOKENS})" in told
+
+
+@pytest.mark.parametrize(("reason", "is_told"), [("length", True), ("stop", False)])
+def test_an_answer_that_was_cut_says_so(
+    reason: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [
+        {"choices": [{"delta": {"content": "and so on"}, "finish_reason": reason}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+    ]
+    monkeypatch.setattr(chat, "_stream", lambda url, request: iter(chunks))
+    console = Console(record=True, width=100)
+    assert chat._answer("http://x", {}, console) == "and so on"
+    assert ("cut there: --max-tokens" in console.export_text()) is is_told
 
 
 def test_a_server_that_is_not_there_is_told_before_anything_is_asked() -> None:

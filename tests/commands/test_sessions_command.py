@@ -15,7 +15,7 @@ from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, AttemptDone, Launched, ProcessDied, ProcessSilent
-from etude.core.ledger import Batched, Dropped, Issued, Trained
+from etude.core.ledger import Batched, Dropped, Issued, Reason, Trained
 from etude.core.sampling import VersionSpan
 from etude.core.types import Cost, Credit, Group, Part, Score, Segment, Trajectory
 from etude.dash.session import LONG, Block, read_session, said, shorten
@@ -158,6 +158,17 @@ def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
     older = text.index("g000002.1, train task")
     assert "error     agent: KeyError in agent.py, line 4: 'x'\n          Traceback:" in text
     assert "raw       " in text[older:], "the agent left no messages, the recorder did"
+
+
+def test_the_table_tells_what_a_traceback_ends_with(run: Run) -> None:
+    frames = '  File "/work/agent.py", line 4, in main\n    argv[1]\n' * 9
+    error = f"agent: Traceback (most recent call last):\n{frames}IndexError: list index"
+    events = run.events("controller", EVENTS)
+    events.append(attempt_done(replace(failed("g000004.0"), error=error), "train"))
+    events.flush()
+    (line,) = re.findall(r"^g000004\.0 .*", printed(run, failed=True), re.M)
+    assert line.rstrip().endswith("agent: IndexError: list index")
+    assert printed(run, id="g000004.0").count("argv[1]") == 9, "all of it, below"
 
 
 def test_a_narrow_terminal_is_told_all(run: Run) -> None:
@@ -373,6 +384,14 @@ def test_nothing_of_a_stopped_run_is_under_way(run: Run, tmp_path: Path) -> None
         assert "under way" in printed(run, failed=True)
     assert re.search(r"g000003\.0 .* stopped ", printed(run, failed=True))
     assert "the run stopped before its group" in printed(run, id="g000003.0")
+
+
+@pytest.mark.parametrize("reason", ["interrupted", "cancelled"])
+def test_what_was_never_stored_is_not_said_to_come(run: Run, reason: Reason) -> None:
+    run.ledger.append(Dropped(samples=("g000003.0", "g000003.1"), reason=reason))
+    told = printed(run, id="g000003.0")
+    assert f"its group was {reason}: it was not stored" in told
+    assert "once all sessions" not in told
 
 
 def test_an_event_of_an_attempt_holds_its_outcome() -> None:

@@ -48,6 +48,8 @@ def is_nothing(value: object) -> bool:
 LATER = {
     ("Launched", "command"),
     ("StageStarted", "done"),
+    ("StageStarted", "groups_per_step"),
+    ("BatchReady", "lag"),
     ("FitStep", "metrics"),
     ("MismatchStats", "k1_p99"),
     ("GroupDone", "malformed"),

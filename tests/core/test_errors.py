@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import traceback
 
 import pytest
 
-from etude.core.errors import EtudeError, RolloutFailure, boundary, user_code
+from etude.core.errors import EtudeError, RolloutFailure, boundary, error_line, user_code
 from etude.core.types import Task
 
 
@@ -51,3 +52,29 @@ def test_a_boundary_makes_a_failed_rollout_of_anything_but_the_end_of_the_task()
         asyncio.run(cross(EtudeError("a user's mistake, but in a rollout")))
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cross(asyncio.CancelledError()))
+
+
+def test_a_traceback_is_shortened_to_what_was_raised() -> None:
+    def told(e: Exception) -> str:
+        try:
+            try:
+                theirs()
+            except ValueError as cause:
+                raise e from cause
+        except Exception:
+            return traceback.format_exc()
+
+    said = "the program ended with exit code 1; its last words: "
+    whole = told(IndexError("out of range\nand more of it"))
+    without_its_head = whole[whole.rindex("  File ") :]
+    for each in (whole, without_its_head, f"{whole}a word of another thread\n"):
+        assert error_line(said + each) == f"{said}IndexError: out of range"
+    assert error_line(f"{said}loading\n{whole}") == f"{said}loading ... IndexError: out of range"
+    assert error_line(whole) == "IndexError: out of range"
+    grouped = told(ExceptionGroup("two", [ValueError("a"), KeyError("b")]))
+    assert error_line(said + grouped) == f"{said}ExceptionGroup: two (2 sub-exceptions)"
+
+
+@pytest.mark.parametrize("error", ["", "sandbox: no room", "a\nb", 'File "x", line 3'])
+def test_an_error_without_a_traceback_stays_as_it_is(error: str) -> None:
+    assert error_line(error) == error

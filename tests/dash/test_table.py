@@ -10,6 +10,7 @@ import pytest
 
 from etude.bench.dash import _row
 from etude.core.errors import EtudeError
+from etude.dash.answers import short
 from etude.dash.table import Filter, RolloutTable, cause_of
 from etude.store.rollouts import RolloutRow
 
@@ -142,3 +143,11 @@ def test_errors_that_differ_in_numbers_have_one_cause() -> None:
     one = cause_of("sandbox: timeout after 30.5 s in '/tmp/a/b.py', id 0x7f12ab")
     two = cause_of("sandbox: timeout after 12 s in '/home/x.py', id 0xff0000\nTraceback")
     assert one == two == "sandbox: timeout after … s in '…', id …"
+
+
+def test_a_row_tells_what_a_traceback_ends_with() -> None:
+    frames = '  File "/work/agent.py", line 4, in main\n    argv[1]\n' * 9
+    error = f"agent: Traceback (most recent call last):\n{frames}IndexError: list index"
+    table = RolloutTable()
+    found = [replace(row, error=told) for row, told in zip(rows(2), (error, None), strict=True)]
+    assert [short(table, row)["error"] for row in found] == ["agent: IndexError: list index", None]

@@ -37,10 +37,21 @@ from etude.core.events import (
     WeightsLive,
 )
 from etude.core.types import Status
-from etude.dash.page import TELL_ERRORS, TELL_S, Line, Page, Teller, beginning, clock, describe
+from etude.dash.page import (
+    LEGEND,
+    TELL_ERRORS,
+    TELL_S,
+    Line,
+    Page,
+    Teller,
+    beginning,
+    clock,
+    describe,
+)
 from etude.dash.plot import plot
 from etude.dash.reader import RunView
 from etude.dash.recorded import RecordedRun
+from etude.dash.table import cause_of
 from etude.launch import screen
 from etude.launch.screen import draw, layout
 from etude.store.runs import Run
@@ -184,6 +195,18 @@ def test_rewards_lag_and_how_busy_the_trainer_is() -> None:
     )
 
 
+def test_the_lag_of_a_batch_counts_before_its_step_is_done_also_after_a_stop() -> None:
+    view = view_of(
+        (0.0, StageStarted(stage="rl", steps=4)),
+        (1.0, BatchReady(step=1)),
+        (2.0, BatchReady(step=2, lag=1)),
+        (3.0, step(1)),
+        (9.0, Launched(resumed=True)),
+        (10.0, StageStarted(stage="rl", steps=4, done=1)),
+    )
+    assert "0 now, 1 at most, 2 allowed" in printed(draw(view, "run", lag_bound=2))
+
+
 def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
     failed = attempt("failed", None, "agent: KeyError: 'x'")
     evaluated = dataclasses.replace(attempt(), split="heldout")
@@ -207,6 +230,28 @@ def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
         assert words in text, words
 
 
+def test_an_error_with_a_traceback_is_told_by_what_was_raised() -> None:
+    frames = '  File "/work/agent.py", line 4, in main\n    argv[1]\n' * 9
+    said = "agent: the program ended with exit code 1; its last words: "
+    raised = "IndexError: list index out of range"
+    error = f"{said}Traceback (most recent call last):\n{frames}{raised}"
+    failed = attempt("failed", None, error)
+    one, four = view_of((0.0, attempt()), (1.0, failed)), view_of(*[(1.0, failed)] * 4)
+    for view in (one, four):
+        small, wide = (
+            " ".join(line.plain for line in layout(describe(view, 0), "x", 1.0, width, 50))
+            for width in (80, 260)
+        )
+        assert "range" in small and "Traceback" not in small
+        assert f"{said}{raised}" in wide and "Traceback" not in wide
+    begun = four.alarms.active.values()
+    assert [alarm.what for alarm in begun] == [
+        f"4 of the last 4 sessions failed, the newest with: {said}{raised}"
+    ]
+    assert [*Teller().tell(1.0, failed, one, [])] == [f"session g.0 failed: {said}{raised}"]
+    assert cause_of(error).endswith(raised)
+
+
 def test_tasks_that_teach_nothing_are_named_where_they_are_most_of_the_work() -> None:
     def of(task: str, *rewards: float) -> GroupDone:
         return dataclasses.replace(group(*rewards), task=task, kept=len(set(rewards)) > 1)
@@ -221,7 +266,7 @@ def test_tasks_that_teach_nothing_are_named_where_they_are_most_of_the_work() ->
     view = view_of(*started, *hard, easy)
     assert told(view) == ["6 of 7 tasks taught nothing yet: hard-0, hard-1, hard-2, hard-3, ..."]
     assert describe(view, 0).headline.text == (
-        "sessions end; 1 group had a difference so far, and a step needs groups_per_step"
+        "sessions end; 1 group had a difference so far, and a step needs more"
     )
     view.apply(3.0, of("hard-0", 0.0, 1.0))
     assert told(view)[0].startswith("5 of 7 tasks taught nothing yet: hard-1")
@@ -310,6 +355,11 @@ def test_the_headline_says_what_is_going_on() -> None:
         "training",
         f"mean reward 1.00 in the first step, 0.00 in the last{early}",
     )
+    needs_four = (0.0, StageStarted(stage="rl", steps=9, groups_per_step=4))
+    assert headline(needs_four, (1.0, attempt()), (1.0, group(1.0, 0.0))) == (
+        "sampling",
+        "sessions end; 1 group had a difference so far, and a step needs 4",
+    )
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
     label, text = headline(rl, *[(1.0, same)] * 8)
@@ -363,8 +413,14 @@ def test_a_small_screen_is_complete_and_a_wide_one_shows_more() -> None:
                   "9 finished, 30 failed", "solve rate", "mean reward", "2 allowed"):  # fmt: skip
         assert words in small, words
     assert small.index("failing") < small.index("alarm") < small.index("9 finished")
-    for words in ("newest sessions", "entropy by step", "k3 ", "how far trainer and engine"):
+    for words in ("newest sessions", "entropy by step", "k3 ", "how differently trainer"):
         assert words in wide, words
+
+
+def test_figures_that_do_not_explain_themselves_are_in_the_legend() -> None:
+    told = dict(full_page().legend)
+    assert {"lag", "slots", "entropy", "k3", "corrected", "zero gradient"} <= told.keys()
+    assert all(screen.LABEL + len(meaning) <= 80 for meaning in LEGEND.values())
 
 
 def test_curves_stand_beside_each_other() -> None:
@@ -543,7 +599,10 @@ def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
         "training",
         "the first step goes on (12 of 32 rows), and sampling waits for it",
     )
-    assert headline(*begun, (4.0, dataclasses.replace(full, sessions=3)))[0] == "sampling"
+    assert headline(*begun, (4.0, dataclasses.replace(full, sessions=3))) == (
+        "training",
+        "the first step goes on, and sampling goes on",
+    )
     resumed: list[tuple[float, Event]] = [
         (20.0, BatchReady(step=2)),
         (30.0, step(1)),

@@ -231,7 +231,9 @@ async def test_no_two_attempts_share_their_randomness(monkeypatch: pytest.Monkey
         range(FIRST + 1, FIRST + 7)
     )
     run = Run(objects)
-    assert [event.step for event in events if isinstance(event, BatchReady)] == run.batches()
+    ready = [(event.step, event.lag) for event in events if isinstance(event, BatchReady)]
+    assert ready == [(step, run.batch(step).lag) for step in run.batches()]
+    assert max(lag for _, lag in ready) == 1
     kept = {row.sample.rpartition(".")[0] for step in run.batches() for row in run.batch(step).rows}
     told = {event.group: event for event in events if isinstance(event, GroupDone)}
     assert {group for group, event in told.items() if event.kept} >= kept

@@ -120,7 +120,8 @@ def test_a_loop_says_how_far_it_was(run: Run) -> None:
     _, span = stage_spans(trainer.config.stage)
     trainer.version = span.end
     stages.STAGE["rl"](trainer, span)
-    assert events == [StageStarted(stage="rl", steps=4, done=4)]
+    needs = trainer.config.stage[1].groups_per_step  # type: ignore[union-attr]
+    assert events == [StageStarted(stage="rl", steps=4, done=4, groups_per_step=needs)]
 
 
 class AtTheBarrier(Exception):
