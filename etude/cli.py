@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(config: RunConfig, args: argparse.Namespace) -> int:
-    from etude.commands.show import page, print_example
+    from etude.commands.show import page, print_example, print_next
     from etude.commands.terminal import say
     from etude.launch import local
     from etude.launch.check import check_start
@@ -119,13 +119,7 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
         console.print("this run was finished before; here is what it came to", highlight=False)
     print_example(run, console)
     audited = page(run, place, console)
-    quoted = shlex.quote(str(place))
-    console.print(
-        f"inspect it: etude dash {quoted}   etude sessions {quoted}   "
-        f"etude show {quoted} --all   etude audit {quoted}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_next(run, place, console)
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
     return 1 if audited.violations else 0

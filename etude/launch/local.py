@@ -299,7 +299,14 @@ def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) ->
 
 def _tell_launch(run: Run, resume: str) -> None:
     launches = run.events("launcher", EVENTS)
-    launches.append(Launched(resumed=bool(run.checkpoints()), command=resume))
+    launches.append(
+        Launched(
+            resumed=bool(run.checkpoints()),
+            command=resume,
+            folder=os.getcwd(),
+            store=run.objects.url,
+        )
+    )
     launches.flush()
 
 

@@ -47,6 +47,8 @@ def is_nothing(value: object) -> bool:
 
 LATER = {
     ("Launched", "command"),
+    ("Launched", "folder"),
+    ("Launched", "store"),
     ("StageStarted", "done"),
     ("FitStep", "metrics"),
     ("MismatchStats", "k1_p99"),
