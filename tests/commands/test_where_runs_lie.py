@@ -11,11 +11,15 @@ import pytest
 from rich.console import Console
 
 from etude.arguments import parse_arguments
+from etude.cli import INTERRUPTED, main
 from etude.commands.show import print_next, show
-from etude.core.config import parse
+from etude.core.config import RunConfig, parse
 from etude.core.events import EVENTS, Launched
+from etude.dash.reader import RunView
+from etude.launch import local
 from etude.launch.launcher import locked
 from etude.launch.place import RunPlace
+from etude.launch.screen import draw
 from etude.run.evaluate import Report
 from etude.store.runs import Run
 
@@ -86,3 +90,70 @@ def test_the_next_commands_stand_one_a_line(tmp_path: Path, versions: list[int])
     assert (exported["action"], exported["url"]) == ("export", str(place))
     rest = [each["command"] for each in told if each["command"] not in ("weights", "compare")]
     assert rest == ["dash", "sessions", "show", "audit"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a run file; etude is started in the folder above, and every run is stopped at once."""
+
+    def stop(config: RunConfig, place: RunPlace, *_: object, **__: object) -> None:
+        Run.open(place.store).put_config(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "execute", stop)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "run.toml").write_text(TOML)
+    return tmp_path / "project"
+
+
+def test_a_start_from_another_folder_names_the_run_that_is_there(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    above = project.parent
+    for argv in (["project/run.toml"], ["project/run.toml"]):  # the second goes on
+        assert main(["run", *argv]) == INTERRUPTED
+        told = capsys.readouterr()
+        assert "begins anew" not in told.out
+        assert told.err.endswith(f"\nwhere the run lies: {above}/runs/x\n")
+    monkeypatch.chdir(project)
+    main(["run", "run.toml", "--dir", f"{above}/runs/x"])
+    assert "begins anew" not in capsys.readouterr().out
+    main(["run", "run.toml"])
+    assert capsys.readouterr().out == (
+        f"begins anew in {project}/runs/x; {above}/runs/x is another run of this name: --dir goes "
+        f"on with it\n"
+    )
+    main(["run", "run.toml"])
+    assert capsys.readouterr().out == "", "it goes on"
+    monkeypatch.chdir("/")
+    main(["run", f"{project}/run.toml", "--dir", f"{above}/new"])
+    told = capsys.readouterr().out
+    assert told.startswith(f"begins anew in {above}/new; {project}/runs/x is another run")
+
+
+def test_the_plan_names_the_place_and_the_other_run(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run.open(f"file:{project}/runs/x").put_config(parse(TOML))
+    assert main(["run", "project/run.toml", "--dry-run"]) == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    place = project.parent / "runs" / "x"
+    assert first == f"run x, seed 0, in {place}"
+    assert last.startswith(f"  look: begins anew in {place}; {project}/runs/x is another run of")
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_screen_names_the_place(width: int) -> None:
+    def first_line(title: str) -> str:
+        console = Console(record=True, width=width)
+        console.print(draw(RunView(), title, 1, width))
+        return console.export_text().splitlines()[0]
+
+    short, long = "etude · x · /home/ada/proj/runs/x", f"etude · x · {'/folder' * 40}/runs/x"
+    assert first_line(short).startswith(f"{short} ") and "Ctrl-C stops" in first_line(short)
+    line = first_line(long)
+    assert len(line) == width and line.startswith("etude · x · …")
+    assert "/folder/runs/x " in line and line.endswith("Ctrl-C stops")
+    assert first_line("etude · x").endswith("Ctrl-C stops, the same command resumes")
