@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from etude.commands.terminal import print_error
 
         resumes = args.command in RESUMABLE and not getattr(args, "dry_run", False)
-        told = f"stopped; resume with: {_again(argv)}" if resumes else "stopped"
-        print_error("\n".join([told, *getattr(e, "__notes__", ())]))
+        first = f"stopped; resume with: {_again(argv)}" if resumes else "stopped"
+        print_error("\n".join([first, *getattr(e, "__notes__", ())]))
         return INTERRUPTED
     except (EtudeError, ExceptionGroup) as e:
         from etude.commands.terminal import print_error

@@ -121,11 +121,17 @@ def print_next(run: Run, place: RunPlace, console: Console) -> None:
 
 
 def _comparison(run: Run, place: RunPlace) -> list[str]:
-    """Of the first version that was evaluated with the newest one."""
+    """Of the first version that was evaluated with the newest one; if only one was, the model as it
+    began is evaluated first."""
     for split, option in (("heldout", []), ("novel", ["--split", "novel"])):
         versions = {report.version for report in reports(run) if report.split == split}
-        if len(versions) > 1:
-            return [shlex.join(["compare", f"{place}@{min(versions)}", str(place), *option])]
+        if not any(versions):
+            continue
+        begun = ["eval", str(place), "--version", "0", *option]
+        first = min(versions) if len(versions) > 1 else 0
+        compared = ["compare", f"{place}@{first}", str(place), *option]
+        words = [compared] if first in versions else [begun, compared]
+        return [shlex.join(each) for each in words]
     return []
 
 

@@ -68,8 +68,10 @@ def test_a_run_that_was_moved_is_gone_on_with_where_it_is(tmp_path: Path) -> Non
     assert words == [str(tmp_path), "run.toml", "--dir", str(moved)]
 
 
-@pytest.mark.parametrize("versions", [[0, 2], [2], []])
-def test_the_next_commands_stand_one_a_line(tmp_path: Path, versions: list[int]) -> None:
+@pytest.mark.parametrize(("versions", "first"), [([0, 2], 0), ([1, 3], 1), ([2], 0), ([], 0)])
+def test_the_next_commands_stand_one_a_line(
+    tmp_path: Path, versions: list[int], first: int
+) -> None:
     place = RunPlace.of(tmp_path / ("a long name " * 8).strip() / "x")
     run = Run.open(place.store)
     run.put_config(parse(TOML))
@@ -81,15 +83,16 @@ def test_the_next_commands_stand_one_a_line(tmp_path: Path, versions: list[int])
         run.put_eval(report.name, report)
     console = Console(record=True, width=80)
     print_next(run, place, console)
-    first, *lines = console.export_text().splitlines()
-    assert first == "inspect it:"
+    title, *lines = console.export_text().splitlines()
+    assert title == "inspect it:"
     told = [vars(parse_arguments(shlex.split(line)[1:])) for line in lines]
-    compared = {"before": f"{place}@0", "after": str(place)}
-    assert any(each.items() >= compared.items() for each in told) == (versions == [0, 2])
+    compared = [(each["before"], each["after"]) for each in told if each["command"] == "compare"]
+    assert compared == ([(f"{place}@{first}", str(place))] if versions else [])
+    evaluated = [(each["run"], each["version"]) for each in told if each["command"] == "eval"]
+    assert evaluated == ([(str(place), 0)] if versions and first not in versions else [])
     (exported,) = (each for each in told if each["command"] == "weights")
     assert (exported["action"], exported["url"]) == ("export", str(place))
-    rest = [each["command"] for each in told if each["command"] not in ("weights", "compare")]
-    assert rest == ["dash", "sessions", "show", "audit"]
+    assert [each["command"] for each in told][:4] == ["dash", "sessions", "show", "audit"]
 
 
 @pytest.fixture
