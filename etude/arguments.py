@@ -118,7 +118,7 @@ def _add_runs(add: AddCommand) -> None:
     run_parser.add_argument(
         "--dir",
         metavar="DIR|URL",
-        help="where the run lies (default: `store` of the file, or runs/NAME)",
+        help="where the run lies (default: `store` of the file, or runs/NAME of this folder)",
     )
     run_parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier run there first"

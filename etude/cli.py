@@ -50,11 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return NOBODY_READS
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as e:
         from etude.commands.terminal import print_error
 
         resumes = args.command in RESUMABLE and not getattr(args, "dry_run", False)
-        print_error(f"stopped; resume with: {_again(argv)}" if resumes else "stopped")
+        first = f"stopped; resume with: {_again(argv)}" if resumes else "stopped"
+        print_error("\n".join([first, *getattr(e, "__notes__", ())]))
         return INTERRUPTED
     except (EtudeError, ExceptionGroup) as e:
         from etude.commands.terminal import print_error
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _train(config: RunConfig, args: argparse.Namespace) -> int:
-    from etude.commands.show import page, print_example
+    from etude.commands.show import page, print_example, print_next
     from etude.commands.terminal import say
     from etude.launch import local
     from etude.launch.check import check_start
@@ -104,28 +105,31 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
 
     place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")
     console = _console(args.json)
+    folder = getattr(args, "config", Path()).parent
+    anew = place.begins_anew(config.name, folder, fresh=args.fresh)
     if getattr(args, "dry_run", False):
         findings = check_start(config, place, fresh=args.fresh, look=True)
         standing = None if args.fresh else local.Standing.of(place, config)
-        say(_console(False), local.plan(config, place, findings, standing), indent=2)
+        planned = local.plan(config, place, findings, standing)
+        say(_console(False), f"{planned}\n  look: {anew}" if anew else planned, indent=2)
         return 0
+    if anew:
+        say(console, anew, indent=2)
     there = None if args.fresh else place.find()
     before = there is not None and is_finished(there, config)
     with_dash = console.is_terminal and not args.no_dash
     options = {"resume": _again(None), "fresh": args.fresh, "dash": with_dash}
-    local.execute(config, place, console, **options, cluster=_cluster(args))
+    try:
+        local.execute(config, place, console, **options, cluster=_cluster(args))
+    except KeyboardInterrupt as e:
+        e.add_note(f"where the run lies: {place.absolute}")
+        raise
     run = place.open()
     if before:
         console.print("this run was finished before; here is what it came to", highlight=False)
     print_example(run, console)
     audited = page(run, place, console)
-    quoted = shlex.quote(str(place))
-    console.print(
-        f"inspect it: etude dash {quoted}   etude sessions {quoted}   "
-        f"etude show {quoted} --all   etude audit {quoted}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    print_next(run, place, console)
     if args.json:
         print(json.dumps(local.summary(run, config)), flush=True)
     return 1 if audited.violations else 0

@@ -151,11 +151,45 @@ def test_a_model_to_serve_that_is_not_there(
     assert "error: there is no runs/wrok: give" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["audit", "show", "eval"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "audit {}",
+        "show {}",
+        "eval {}",
+        "sessions {}",
+        "doctor {}",
+        "mismatch {}",
+        "gateway {}",
+        "compare {} x",
+        "realtime status {}",
+        "weights log {}",
+        "weights export {} trained",
+    ],
+)
 def test_a_run_that_is_not_there(etude: Etude, tmp_path: Path, command: str) -> None:
-    refused(etude(command, "runs/none"), "runs/none", "is not there")
-    (tmp_path / "empty").mkdir()
-    refused(etude(command, "empty"), "empty", "holds no run")
+    """Nor in a project's folder, in which a run is likely meant."""
+    config = parse(TINY.read_text())
+    Run.open(f"file:{tmp_path}/x").put_config(config)
+
+    def call(path: str) -> tuple[int, str, str]:
+        return etude(*command.format(path).split())
+
+    refused(call("runs/none"), "runs/none", "is not there")
+    (tmp_path / "project").mkdir()
+    refused(call("project"), "project holds no run: check the path, or")
+    Run.open(f"file:{tmp_path}/project/runs/mine").put_config(config)
+    named = "project holds no run: check the path (there is project/runs/mine), or"
+    refused(call("project"), named)
+
+
+def test_a_project_to_serve_names_its_runs(
+    etude: Etude, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run.open(f"file:{tmp_path}/project/runs/mine").put_config(parse(TINY.read_text()))
+    with pytest.raises(SystemExit):
+        etude("serve", "project", "--port", "0")
+    assert "or a run (there is project/runs/mine)" in capsys.readouterr().err
 
 
 def test_a_version_that_is_not_there(etude: Etude, tmp_path: Path) -> None:

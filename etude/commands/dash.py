@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.core.errors import EtudeError
 from etude.dash.guard import Access
 from etude.dash.recorded import RecordedRun
 from etude.dash.server import create_app
@@ -58,7 +57,7 @@ def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
     for url in urls:
         run = Run.open(url, create=False)
         if not run.processes() and not run.objects.exists("config.json"):
-            raise EtudeError(f"{url} holds no run: check the path, or start one with `etude run`")
+            run.config()  # says that this is no run
         # addresses of the page name several runs with commas between them
         stem = url.rstrip("/").rpartition("/")[2].replace(",", "_") or "run"
         names = [stem, *(f"{stem}-{number}" for number in range(2, len(urls) + 1))]

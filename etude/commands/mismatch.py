@@ -24,6 +24,7 @@ from etude.core.lineage import stage_spans
 from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Json, RecomputedRow, Row
+from etude.launch.place import RunPlace
 from etude.model.experts import read_ids
 from etude.model.files import build_model
 from etude.model.lora import whole_model
@@ -95,11 +96,12 @@ def mismatch(
 ) -> dict[str, Json]:
     """`temperature`: None takes that of the run's stage, or 1."""
     said: dict[str, Json] = {}
-    progress("the weights are read")
     if all((Path(target) / name).is_file() for name in ("config.json", "tokenizer.json")):
+        progress("the weights are read")
         sides = from_model(Path(target))
     else:
-        run = Run.open(target, create=False)
+        run = RunPlace.of(target).open()
+        progress("the weights are read")
         sides, recorded = from_run(run, console)
         said["recorded"] = recorded.to_json() if recorded else None
     if invariant:

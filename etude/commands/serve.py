@@ -39,7 +39,7 @@ from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import create_app
 from etude.serve.metrics import Metrics
 from etude.store.objects import is_bucket
-from etude.store.runs import Run
+from etude.store.runs import Run, runs_below
 from etude.weights.follow import Follower
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -219,7 +219,8 @@ def load(
         model = build_model(files, whole, kind).requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError) as e:
         raise EtudeError(
-            f"cannot load a model from {target}: {e}; give a Hugging Face model directory, or a run"
+            f"cannot load a model from {target}: {e}; give a Hugging Face model directory, or a "
+            f"run{runs_below(target)}"
         ) from e
     name = Path(target).resolve().name
     return LoadedModel(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -105,6 +106,35 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
     return audited
 
 
+def print_next(run: Run, place: RunPlace, console: Console) -> None:
+    """The commands for a run that is over, each in a line that can be copied."""
+    quoted = shlex.quote(str(place))
+    commands = [
+        f"dash {quoted}",
+        f"sessions {quoted}",
+        f"show {quoted} --all",
+        f"audit {quoted}",
+        *_comparison(run, place),
+        f"weights export {quoted} {shlex.quote(f'{run.config().name}-trained')}",
+    ]
+    _print(console, "\n  etude ".join(["inspect it:", *commands]))
+
+
+def _comparison(run: Run, place: RunPlace) -> list[str]:
+    """Of the first version that was evaluated with the newest one; if only one was, the model as it
+    began is evaluated first."""
+    for split, option in (("heldout", []), ("novel", ["--split", "novel"])):
+        versions = {report.version for report in reports(run) if report.split == split}
+        if not any(versions):
+            continue
+        begun = ["eval", str(place), "--version", "0", *option]
+        first = min(versions) if len(versions) > 1 else 0
+        compared = ["compare", f"{place}@{first}", str(place), *option]
+        words = [compared] if first in versions else [begun, compared]
+        return [shlex.join(each) for each in words]
+    return []
+
+
 def store_cost(run: Run) -> StoreCost:
     """What the run has asked of its bucket so far, by its own events."""
     view = RunView()
@@ -114,14 +144,17 @@ def store_cost(run: Run) -> StoreCost:
 
 
 def _command(run: Run) -> str:
-    """The command that goes on with it, as it was last given."""
+    """The command that goes on with it, as it was last given, in a form for any folder."""
     told = [
-        stamped.record.command
-        for stamped in EventReader(run).new()
-        if isinstance(stamped.record, Launched)
+        stamped.record for stamped in EventReader(run).new() if isinstance(stamped.record, Launched)
     ]
-    runs = [command for command in told if command and not command.startswith("etude eval")]
-    return runs[-1] if runs else "etude run FILE"
+    runs = [each for each in told if each.command and not each.command.startswith("etude eval")]
+    if not runs:
+        return "etude run FILE"
+    last, here = runs[-1], run.objects.url
+    command = f"cd {shlex.quote(last.folder)} && {last.command}" if last.folder else last.command
+    is_moved = last.store not in ("", here)
+    return f"{command} --dir {shlex.quote(here.removeprefix('file:'))}" if is_moved else command
 
 
 def _state(finished: bool, newest: int | None, last: int, place: RunPlace, command: str) -> str:

@@ -20,6 +20,10 @@ class Launched:
     resumed: bool
     command: str = ""
     """That resumes it again."""
+    folder: str = ""
+    """The working directory of the command."""
+    store: str = ""
+    """The URL of the run's store, which may have been moved or copied since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

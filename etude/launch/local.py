@@ -87,7 +87,7 @@ def plan(
     model, tasks, harness, engine = config.model, config.tasks, config.harness, config.engine
     counts = _described_tasks(tasks, findings.tasks if findings else recorded or {})
     lines = [
-        f"run {config.name}, seed {config.seed}, in {place}",
+        f"run {config.name}, seed {config.seed}, in {place.absolute}",
         f"  model: {config.as_written(model.path or 'fresh weights')}, "
         f"sessions of {model.max_context} tokens at most"
         + (f"{_size_of_model(findings)}" if findings else ""),
@@ -299,7 +299,14 @@ def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) ->
 
 def _tell_launch(run: Run, resume: str) -> None:
     launches = run.events("launcher", EVENTS)
-    launches.append(Launched(resumed=bool(run.checkpoints()), command=resume))
+    launches.append(
+        Launched(
+            resumed=bool(run.checkpoints()),
+            command=resume,
+            folder=os.getcwd(),
+            store=run.objects.url,
+        )
+    )
     launches.flush()
 
 
@@ -319,7 +326,7 @@ async def _run(
         default=0,
     )
     sinks = Sinks(config.trackers, run=config.name, directory=place.directory)
-    title = f"etude · {config.name}"
+    title = f"etude · {config.name} · {place.absolute}"
     async with (
         _linked(place, console) if dash else contextlib.nullcontext(),
         on_screen(run, launcher, console, title=title, lag_bound=lag_bound),

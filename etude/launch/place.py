@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import shutil
 import time
@@ -46,6 +47,35 @@ class RunPlace:
     def __str__(self) -> str:
         """As people write it."""
         return self.store if is_bucket(self.store) else str(self.directory)
+
+    @property
+    def absolute(self) -> str:
+        """The same in any folder."""
+        return self.store.removeprefix("file:")
+
+    def begins_anew(self, name: str, folder: Path, *, fresh: bool) -> str:
+        """If a start would begin a run here, and there is another of its name that may be meant,
+        that in words; else empty. `folder`: of the run's file."""
+        there = None if fresh else self.find()
+        if there is not None and there.has_config():
+            return ""
+        if (other := self._namesake(name, folder)) is None:
+            return ""
+        return (
+            f"begins anew in {self.absolute}; {other} is another run of this name: --dir goes on "
+            f"with it"
+        )
+
+    def _namesake(self, name: str, folder: Path) -> Path | None:
+        """As a start from another folder leaves it: from the working directory, from `folder`, or
+        from one above it."""
+        above = folder.absolute()
+        for home in (Path.cwd(), above, *above.parents):
+            found = home / "runs" / name
+            is_other = found.resolve() != self.directory.resolve()
+            if is_other and os.path.isfile(found / "config.json"):  # False where it may not look
+                return found
+        return None
 
     def open(self) -> Run:
         """The run that is there."""

@@ -93,8 +93,7 @@ def draw(
 
 def layout(page: Page, title: str, elapsed_s: float, width: int, height: int) -> list[Text]:
     """The page in that many columns and at most that many lines."""
-    right = f"{clock(elapsed_s)} · Ctrl-C stops, the same command resumes"
-    top = [Text(title.ljust(width - len(right)) + right, style="reverse", no_wrap=True)]
+    top = [Text(_first_line(title, elapsed_s, width), style="reverse", no_wrap=True)]
     top += _labelled(page.headline, width, bold=True, most=4)
     if page.advice:
         top += _labelled(Line("what to do", page.advice), width, most=3)
@@ -115,6 +114,20 @@ def layout(page: Page, title: str, elapsed_s: float, width: int, height: int) ->
     for line in spaced:
         line.truncate(width)
     return spaced
+
+
+def _first_line(title: str, elapsed_s: float, width: int) -> str:
+    """The title, the time and how to stop. A title that is too long keeps its end, which of a path
+    says most."""
+    right = f"{clock(elapsed_s)} · Ctrl-C stops"
+    more = ", the same command resumes"
+    if len(title) + len(right + more) < width:
+        right += more
+    room = width - len(right) - 1
+    if len(title) > room:
+        named, dot, path = title.rpartition(" · ")
+        title = f"{named}{dot}…{path[len(title) - room + 1 :]}"
+    return title.ljust(width - len(right)) + right
 
 
 def _body(page: Page, width: int) -> list[Text]:

@@ -116,7 +116,7 @@ class Run:
             data = self.objects.get_sealed(_CONFIG)
         except Missing as e:
             raise Missing(
-                f"{self.place} holds no run: check the path{self._runs_below()}, or start one "
+                f"{self.place} holds no run: check the path{runs_below(self.place)}, or start one "
                 f"with `etude run`"
             ) from e
         try:
@@ -155,13 +155,6 @@ class Run:
         written, here = self.objects.url.removeprefix("file:"), Path.cwd()
         path = Path(written)
         return str(path.relative_to(here)) if path.is_relative_to(here) else written
-
-    def _runs_below(self) -> str:
-        """Of a project's folder, in which `etude run` was started."""
-        if not self.objects.url.startswith("file:"):
-            return ""
-        found = sorted(path.parent for path in Path(self.place).glob("runs/*/config.json"))
-        return f" (there is {', '.join(map(str, found))})" if found else ""
 
     def put_model_file(self, name: str, data: bytes) -> None:
         self.objects.put_sealed(f"model/{name}", data)
@@ -331,6 +324,13 @@ class Run:
     def _names(self, folder: str) -> list[str]:
         names = (key.removeprefix(f"{folder}/") for key in self.objects.list(folder))
         return [name for name in names if re.fullmatch(_NAMES[folder], name)]
+
+
+def runs_below(place: str) -> str:
+    """Those of a project's folder, in which `etude run` was started, in words; empty if there are
+    none."""
+    found = sorted(path.parent for path in Path(place).glob("runs/*/config.json"))
+    return f" (there is {', '.join(map(str, found))})" if found else ""
 
 
 def _is_of_run(key: str) -> bool:

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from etude.cli import main
+from etude.core.config import parse
 from etude.store.objects import Objects
+from etude.store.runs import Run
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher, SnapshotPolicy
 from etude.weights.records import manifest_key, route_key, shard_key
@@ -97,6 +99,9 @@ def test_gc(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_store_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run.open(f"file:{tmp_path}").put_config(
+        parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
+    )
     assert main(["weights", "log", str(tmp_path)]) == 2
     assert "holds no published weights" in capsys.readouterr().err
 

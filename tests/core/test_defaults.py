@@ -47,6 +47,8 @@ def is_nothing(value: object) -> bool:
 
 LATER = {
     ("Launched", "command"),
+    ("Launched", "folder"),
+    ("Launched", "store"),
     ("StageStarted", "done"),
     ("StageStarted", "groups_per_step"),
     ("BatchReady", "lag"),

@@ -345,6 +345,7 @@ def test_a_run_without_a_loop_has_no_lag(
     bounds: list[int] = []
 
     async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
+        assert title == f"etude · a · {tmp_path / str(len(bounds))}"
         bounds.append(lag_bound)
 
     monkeypatch.setattr(local.screen, "watch", watch)

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from etude.commands.serve import load
+from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.model.files import hf_state_dict
 from etude.serve.metrics import Metrics, RequestRecord
+from etude.store.runs import Run
 from tests.serve.conftest import Store
 from tests.serve.serving import start, write_model
 
@@ -55,6 +57,9 @@ def test_what_cannot_be_served_is_one_clear_message(store: Store, tmp_path: Path
     with pytest.raises(EtudeError, match="--version 1: .* is not a run"):
         load(str(model), None, CPU, version=1)
     (tmp_path / "begun" / "model").mkdir(parents=True)
+    Run.open(f"file:{tmp_path}/begun").put_config(
+        parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
+    )
     with pytest.raises(EtudeError, match="holds no published weights"):
         load(str(tmp_path / "begun"), None, CPU)
     with pytest.raises(EtudeError, match="nowhere"):
