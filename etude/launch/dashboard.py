@@ -15,8 +15,8 @@ from etude.launch.launcher import python
 from etude.run.process import die_with_parent
 from etude.serve.process import TOKEN_VARIABLE, bind, url_of
 
-LOW = 10
-"""How nice it is to the processes of the run."""
+LOW = 5
+"""How nice it is to the processes of the run: they go first, but a person waits for its pages."""
 
 
 @contextlib.asynccontextmanager
