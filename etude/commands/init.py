@@ -54,7 +54,9 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
     if repo is not None and not repo.exists():
         raise EtudeError(f"--repo {repo}: there is no {repo.absolute()}")
     if repo is not None and not (repo.is_dir() and _in_repository(repo)):
-        raise EtudeError(f"--repo {repo}: there is no git repository; `git init` makes one")
+        below = sorted(str(path.parent) for path in repo.glob("*/.git"))[:3]
+        advice = f"{' and '.join(below)} would be one" if below else "`git init` makes one"
+        raise EtudeError(f"--repo {repo}: there is no git repository; {advice}")
     is_made = repo is None and not _in_repository(directory)
     place = _nearest(repo or directory)
     if not is_made and _git(place, "rev-parse", "-q", "--verify", "HEAD").returncode:

@@ -168,6 +168,8 @@ def test_a_repository_elsewhere_is_used(
     assert main(argv) == 2
     assert "has no commit" in capsys.readouterr().err and not (tmp_path / "mine").exists()
     commit(repository)
+    assert main([*argv[:-1], str(tmp_path)]) == 2
+    assert f"there is no git repository; {repository} would be one" in capsys.readouterr().err
     assert main(argv) == 0
     told = capsys.readouterr().out
     found = f"its tasks are 2 functions of {repository}: 1 to train on, 1 held out\n"
