@@ -28,7 +28,10 @@ class Cgroups:
         self.version, places = find(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
         self._names: set[str] = set()
         self._leaving: set[str] = set()
-        self._base = f"{_PREFIX}{os.getpid()}"
+        # Whoever counts its processes apart from ours may share these cgroups with us, as a
+        # container can: what it does not know it must not sweep.
+        self._namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+        self._base = f"{_PREFIX}{os.getpid()}-{self._namespace}"
         self._parents: dict[str, int] = {}
         self._bases: dict[str, int] = {}
         try:
@@ -42,7 +45,7 @@ class Cgroups:
         if self.version == "v2":
             place = _enable(controller, place)
         with _saying(place):
-            _sweep(place)
+            _sweep(place, self._namespace)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(f"{place}/{self._base}")
             self._parents[controller] = os.open(place, os.O_PATH | os.O_DIRECTORY)
@@ -104,7 +107,7 @@ class Cgroups:
                 break
             time.sleep(_LOOK_S)
         for parent in set(self._parents.values()):
-            _sweep(f"/proc/self/fd/{parent}")
+            _sweep(f"/proc/self/fd/{parent}", self._namespace)
             with contextlib.suppress(OSError):
                 os.rmdir(self._base, dir_fd=parent)
 
@@ -172,11 +175,12 @@ def _enable(controller: str, own: str) -> str:
     raise AssertionError("one of the two has raised")
 
 
-def _sweep(place: str) -> None:
-    """Remove what zygotes left that were killed. A cgroup with a process in it stays."""
+def _sweep(place: str, namespace: str) -> None:
+    """Remove what zygotes of this PID namespace left that were killed. A cgroup with a process in
+    it stays."""
     for name in os.listdir(place):
-        owner = name.removeprefix(_PREFIX)
-        if owner == name or os.path.exists(f"/proc/{owner}"):
+        owner, _, counted_in = name.removeprefix(_PREFIX).partition("-")
+        if counted_in != namespace or os.path.exists(f"/proc/{owner}"):
             continue
         with contextlib.suppress(OSError):
             for inner in os.scandir(f"{place}/{name}"):

@@ -114,12 +114,12 @@ class Footprint:
             for each in Path("/sys/block").glob("loop*/loop/backing_file")
             if str(self.directory) in each.read_text()
         ]
-        names = {f"etude-{pid}" for pid in self.zygotes}
+        names = tuple(f"etude-{pid}-" for pid in self.zygotes)
         return {
             "processes": len(processes),
             "namespaces": len(kinds),
             "mounts": mounts.count(str(self.directory)) + mounts.count(" nsfs "),
-            "cgroups": sum(path.name in names for path in _cgroups()),
+            "cgroups": sum(path.name.startswith(names) for path in _cgroups()),
             "files": sum(1 for _ in self.directory.rglob("*")),
             "loop_devices": len(loops),
         }

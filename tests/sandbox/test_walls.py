@@ -45,6 +45,22 @@ async def test_the_walls_are_told(walled: NamespaceSandboxPool) -> None:
     assert ("Landlock" in str(walls)) and ("cgroup" in str(walls))
 
 
+async def test_whoever_counts_other_processes_sweeps_no_cgroup_of_ours(
+    walled: NamespaceSandboxPool,
+) -> None:
+    """Ours is empty when no sandbox is open, and our process is nobody in that PID namespace."""
+    need_cgroup(walled)
+    async with walled.open(SandboxSpec()):
+        pass
+    code = "from etude.sandbox.cgroups import Cgroups; Cgroups().close()"
+    elsewhere = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    swept = subprocess.run(elsewhere, capture_output=True, text=True, check=False)
+    if swept.returncode:
+        pytest.skip(f"no other PID namespace can sweep here: {swept.stderr}")
+    async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
+        assert await sandbox.read("a") == "1"
+
+
 def test_landlock_holds_by_itself(tmp_path: Path) -> None:
     if not landlock.version():
         pytest.skip("this kernel has no Landlock")
