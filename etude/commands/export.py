@@ -62,6 +62,7 @@ def export(config: RunConfig, file: Path, kind: str, options: Options, console: 
         workers=options.workers,
         worker_gpus=options.worker_gpus,
         evaluates=config.eval.every_steps > 0,
+        asks_for_pods=config.sandbox.isolation == "kubernetes" and not config.sandbox.hosts,
         trainer_nodes=options.trainer_nodes,
         trainer_min_nodes=options.trainer_min_nodes or options.trainer_nodes,
         trainer_gpus=options.trainer_gpus,

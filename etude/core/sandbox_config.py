@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from etude.core.sandbox import TIERS, Limits, Tier
 from etude.core.schema import Config, Count, Place, Positive
 
-_NESTED = {"container": "namespaces", "e2b": "namespaces"}
+_NESTED = dict.fromkeys(("container", "e2b", "kubernetes"), "namespaces")
 """Isolations that are no tier of their own -> the tier of the sandbox in there."""
 
 
@@ -28,11 +28,14 @@ class BudgetConfig(Config):
 class SandboxConfig(Config):
     """The isolation of sandboxes, what they show of this machine, and their limits."""
 
-    isolation: Literal["namespaces", "container", "gvisor", "vm", "e2b", "process"] = "namespaces"
+    isolation: Literal[
+        "namespaces", "container", "gvisor", "vm", "e2b", "kubernetes", "process"
+    ] = "namespaces"
     """The isolation of a sandbox. `container` is the same in a container of podman or docker, and
     takes images that the engine has; `gvisor` has a kernel of its own, in a program (runsc), `vm` a
     virtual machine (QEMU), and both fork with their processes; `e2b` has one of a service that
-    speaks E2B's API (E2B_API_KEY, E2B_API_URL). `process` isolates nothing: only for
+    speaks E2B's API (E2B_API_KEY, E2B_API_URL), `kubernetes` a pod of a cluster that has
+    agent-sandbox, found as kubectl finds it (KUBECONFIG). `process` isolates nothing: only for
     machines whose kernel refuses namespaces, and code you trust."""
     hosts: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """URLs of sandbox hosts (`etude sandboxes serve`) that sandboxes are opened at, instead of on
@@ -47,9 +50,9 @@ class SandboxConfig(Config):
     `python` and `pytest` are those of the virtual environment."""
     image: str = ""
     """Image of sandboxes whose task names none (`etude images build`), by name or by
-    `NAME@sha256:DIGEST`; with `isolation = "container"`, an image that the engine has, and with
-    `"e2b"` a template of the service. Empty: the programs of this machine, or the template
-    `base`."""
+    `NAME@sha256:DIGEST`; with `isolation = "container"`, an image that the engine has, with
+    `"kubernetes"` one that the cluster can pull, and with `"e2b"` a template of the service. Empty:
+    the programs of this machine, `python:3.12-slim`, or the template `base`."""
     network_log: Annotated[str | None, Place.PATH] = None
     """File for a line of JSON about each request that sandboxes make to hosts of their task's
     `network`. Without a list of hosts a task has no network."""

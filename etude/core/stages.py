@@ -259,7 +259,7 @@ class RlConfig(RolloutStageConfig):
     kind: Literal["rl"]
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
-    fresh_frac: Annotated[float, Field(gt=0, le=1)] = 0.5
+    fresh_frac: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of the groups that go to tasks in turn, each once before any twice. The others go back
     to tasks whose last attempts differed, so that there is something to learn from them
     (docs/training.md). 1: all tasks alike, in random order."""

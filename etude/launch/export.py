@@ -34,6 +34,8 @@ class Export:
     """Of each node; 0: on the CPU, one process a node."""
     evaluates: bool
     """While loops go on (`eval.every_steps`)."""
+    asks_for_pods: bool = False
+    """Whether its sandboxes are of the cluster (`sandbox.isolation = "kubernetes"`)."""
     image: str
     folder: str
     """Where relative paths of the run's file start; empty: where the file is."""

@@ -21,6 +21,14 @@ MOUNT = "/etc/etude"
 MAX_NAME = 52
 """Kubernetes allows 63 characters, and adds up to 11 to the name of a StatefulSet."""
 
+OPENS_SANDBOXES = ("controller", "evaluator")
+SANDBOX_RIGHTS = (
+    ("agents.x-k8s.io", "sandboxes", ["create", "watch", "patch", "delete"]),
+    ("", "pods", ["get"]),
+    ("", "pods/exec", ["get", "create"]),  # which of the two a WebSocket needs, versions differ in
+)
+"""Of whoever opens sandboxes in pods (`sandbox.kubernetes`): group, resource, verbs."""
+
 Manifest = dict[str, Any]
 
 
@@ -47,6 +55,8 @@ def kubernetes_files(export: Export) -> dict[str, str]:
     """File name -> manifests as YAML, in the order in which they are to be applied."""
     names = Names(export.name)
     made = {"00-run.yaml": [_config_map(names, export)]}
+    if export.asks_for_pods:
+        made["00-run.yaml"] += _account(names)
     for number, part in enumerate(parts(export, host="0.0.0.0"), 1):
         made[f"{number:02d}-{part.name}.yaml"] = _manifests(names, export, part)
     return {
@@ -78,6 +88,26 @@ def _config_map(names: Names, export: Export) -> Manifest:
         "metadata": {"name": names.of("run")},
         "data": {"run.toml": export.text},
     }
+
+
+def _account(names: Names) -> list[Manifest]:
+    """Who opens sandboxes, and what of the cluster that takes."""
+    name = {"name": names.of("sandboxes")}
+    rbac = "rbac.authorization.k8s.io"
+    rules = [
+        {"apiGroups": [group], "resources": [resource], "verbs": verbs}
+        for group, resource, verbs in SANDBOX_RIGHTS
+    ]
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": name}
+    role = {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": name, "rules": rules}
+    binding = {
+        "apiVersion": f"{rbac}/v1",
+        "kind": "RoleBinding",
+        "metadata": name,
+        "roleRef": {"apiGroup": rbac, "kind": "Role", **name},
+        "subjects": [{"kind": "ServiceAccount", **name}],
+    }
+    return [account, role, binding]
 
 
 def _container(names: Names, export: Export, part: Part) -> Manifest:
@@ -113,6 +143,8 @@ def _pod(names: Names, export: Export, part: Part, **more: object) -> Manifest:
     }
     if selector:
         spec["nodeSelector"] = selector
+    if export.asks_for_pods and part.name in OPENS_SANDBOXES:
+        spec["serviceAccountName"] = names.of("sandboxes")
     return {"metadata": {"labels": names.labels(part.name)}, "spec": spec}
 
 

@@ -13,6 +13,8 @@ import os
 import time
 from collections.abc import Iterator
 
+from etude.sandbox.owners import is_abandoned, owner_mark
+
 _PREFIX = "etude-"
 _TRY_ABOVE = {errno.EBUSY: "it has processes of its own", errno.ENOENT: "it cannot count memory"}
 _PERIOD_US = 100_000
@@ -28,10 +30,7 @@ class Cgroups:
         self.version, places = find(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
         self._names: set[str] = set()
         self._leaving: set[str] = set()
-        # Whoever counts its processes apart from ours may share these cgroups with us, as a
-        # container can: what it does not know it must not sweep.
-        self._namespace = str(os.stat("/proc/self/ns/pid").st_ino)
-        self._base = f"{_PREFIX}{os.getpid()}-{self._namespace}"
+        self._base = f"{_PREFIX}{owner_mark()}"
         self._parents: dict[str, int] = {}
         self._bases: dict[str, int] = {}
         try:
@@ -45,7 +44,7 @@ class Cgroups:
         if self.version == "v2":
             place = _enable(controller, place)
         with _saying(place):
-            _sweep(place, self._namespace)
+            _sweep(place)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(f"{place}/{self._base}")
             self._parents[controller] = os.open(place, os.O_PATH | os.O_DIRECTORY)
@@ -107,7 +106,7 @@ class Cgroups:
                 break
             time.sleep(_LOOK_S)
         for parent in set(self._parents.values()):
-            _sweep(f"/proc/self/fd/{parent}", self._namespace)
+            _sweep(f"/proc/self/fd/{parent}")
             with contextlib.suppress(OSError):
                 os.rmdir(self._base, dir_fd=parent)
 
@@ -175,12 +174,10 @@ def _enable(controller: str, own: str) -> str:
     raise AssertionError("one of the two has raised")
 
 
-def _sweep(place: str, namespace: str) -> None:
-    """Remove what zygotes of this PID namespace left that were killed. A cgroup with a process in
-    it stays."""
+def _sweep(place: str) -> None:
+    """Remove what zygotes left that were killed. A cgroup with a process in it stays."""
     for name in os.listdir(place):
-        owner, _, counted_in = name.removeprefix(_PREFIX).partition("-")
-        if counted_in != namespace or os.path.exists(f"/proc/{owner}"):
+        if not (name.startswith(_PREFIX) and is_abandoned(name.removeprefix(_PREFIX))):
             continue
         with contextlib.suppress(OSError):
             for inner in os.scandir(f"{place}/{name}"):

@@ -40,20 +40,20 @@ from etude.sandbox.bundle import (
 )
 from etude.sandbox.called import CalledSandbox
 from etude.sandbox.guest import GUEST_ID
-from etude.sandbox.limits import (
-    COPY_BYTES,
-    MAX_PROCESSES,
-    MEMORY_BYTES,
-    MIB,
-    PROCESS_BYTES,
-    memory_for,
-)
+from etude.sandbox.limits import MAX_PROCESSES
 from etude.sandbox.lines import Lines
 from etude.sandbox.link import REPLY_TIMEOUT_S
 from etude.sandbox.machines import Machines
 from etude.sandbox.mounts import Mount, check_walled
-from etude.sandbox.nested_caller import NestedCaller, open_nested
-from etude.sandbox.reaper import is_abandoned, owner_mark
+from etude.sandbox.nested_caller import (
+    NestedCaller,
+    limits_within,
+    machine_bytes,
+    machine_name,
+    open_nested,
+    python_arguments,
+)
+from etude.sandbox.owners import is_abandoned, owner_mark
 from etude.sandbox.spec import check_machine
 from etude.sandbox.zygote import OWN_IDS
 
@@ -89,14 +89,8 @@ every command instead, and refuses more."""
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs")
 _ORDINARY = ('"rootless": true', "name=rootless", "name=userns")
 """Words of an engine, podman's and docker's, whose root is not that of the machine."""
-_OWN_BYTES = 128 * MIB
-"""What the first processes take beside what a sandbox may."""
 _OWN_PROCESSES = 32
 _LEAST_PYTHON = (3, 11)
-_START = (
-    "import sys; sys.path.append(sys.argv[1]); from etude.sandbox.nested import main; "
-    "main(sys.argv[2])"
-)
 
 
 class _Image(NamedTuple):
@@ -138,7 +132,7 @@ class ContainerSandboxPool:
         bound and forget it, so it is looked at from inside."""
         self._bounded = True
         with contextlib.suppress(EtudeError):
-            if self._probe() <= MEMORY_BYTES + _OWN_BYTES:
+            if self._probe() <= machine_bytes(Limits()):
                 return True
         self._bounded = False
         self._probe()  # the engine takes none, or there is another reason
@@ -146,7 +140,7 @@ class ContainerSandboxPool:
 
     def _probe(self) -> float:
         """Open a sandbox in a container that ends at once. The memory that it may hold."""
-        argv = self.argv(_new_name(), SandboxSpec(), probe=True)
+        argv = self.argv(machine_name(), SandboxSpec(), probe=True)
         try:
             tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired as e:
@@ -197,10 +191,7 @@ class ContainerSandboxPool:
         return _Container(self, spec)
 
     def inner(self, spec: SandboxSpec) -> SandboxSpec:
-        """Memory as a whole is the container's to hold: a process in there may map more."""
-        limits = replace(spec.limits, cpus=None)
-        if limits.memory_bytes is not None and self._bounded:
-            limits = replace(limits, memory_bytes=max(limits.memory_bytes, PROCESS_BYTES))
+        limits = limits_within(spec.limits) if self._bounded else spec.limits
         env = {**self._image(spec.image).env, **spec.env}
         return replace(spec, image="", limits=limits, env=env)
 
@@ -214,7 +205,6 @@ class ContainerSandboxPool:
             *self._mounts,
         ]
         places = [(each.target, each.target) for each in self._mounts]
-        told = {"mounts": places, "image": bool(spec.image), "probe": probe}
         return [
             *(self.client, "run", "--rm", "--interactive", "--pull=never", f"--name={name}"),
             *(f"--label={_LABEL}={owner_mark()}", f"--user={user}:{user}"),
@@ -223,7 +213,7 @@ class ContainerSandboxPool:
             *(_bounds(spec.limits) if self._bounded else ()),
             *(word for each in binds if os.path.exists(each.source) for word in _bind(each)),
             *(f"--entrypoint={image.python}", image.name),
-            *("-B", "-s", "-S", "-P", "-X", "utf8", "-c", _START, SOURCE, json.dumps(told)),
+            *python_arguments(SOURCE, mounts=places, image=bool(spec.image), probe=probe),
         ]
 
     def owing(self) -> dict[str, float]:
@@ -239,7 +229,7 @@ class _Container(NestedCaller):
     def __init__(self, pool: ContainerSandboxPool, spec: SandboxSpec) -> None:
         super().__init__(pool, spec)
         self._client = pool.client
-        self._name = _new_name()
+        self._name = machine_name()
         self._argv = pool.argv(self._name, spec)
         self._errors = pool.machines.place("errors")
         self._process: asyncio.subprocess.Process | None = None
@@ -327,7 +317,7 @@ def _users(info: str) -> Iterator[int]:
 
 
 def _bounds(limits: Limits) -> list[str]:
-    memory = (limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)) + _OWN_BYTES
+    memory = machine_bytes(limits)
     processes = (limits.processes or MAX_PROCESSES) + _OWN_PROCESSES
     bounds = [f"--memory={memory}", f"--memory-swap={memory}", f"--pids-limit={processes}"]
     return bounds + ([f"--cpus={limits.cpus:.3f}"] if limits.cpus is not None else [])
@@ -335,11 +325,6 @@ def _bounds(limits: Limits) -> list[str]:
 
 def _bind(mount: Mount) -> list[str]:
     return ["--mount", f"type=bind,src={mount.source},dst={mount.target},ro"]
-
-
-def _new_name() -> str:
-    """Engines of several machines may be one."""
-    return f"etude-{secrets.token_hex(8)}"
 
 
 def _ran(argv: Sequence[str], data: bytes = b"") -> tuple[int, str]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from etude.core.errors import RolloutFailure
-from etude.sandbox.reaper import is_abandoned, owner_mark
+from etude.sandbox.owners import is_abandoned, owner_mark
 
 _STARTING = 4
-"""Machines in the making at once: each takes a processor for a while."""
+"""Machines in the making at once: each takes a processor of this host for a while."""
 
 
 class _Closes(Protocol):
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class Machines(Generic[M, T]):
     """M: the machines; T: what they are restored from, if they are."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, starting: int = _STARTING) -> None:
         """Removes what pools of this kind left whose process was killed. Their machines ended with
         it."""
         # not as the zygotes name theirs, who sweep those
@@ -40,7 +40,7 @@ class Machines(Generic[M, T]):
         self.home = Path(tempfile.mkdtemp(prefix=prefix + owner_mark()))
         self._numbers = itertools.count(1)
         self._open: set[M] = set()
-        self._starting = asyncio.Semaphore(_STARTING)
+        self._starting = asyncio.Semaphore(starting)
         self._templates: dict[Hashable, asyncio.Task[T]] = {}
         self._closed = False
 

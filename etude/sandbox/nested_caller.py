@@ -3,16 +3,61 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, Protocol
 
-from etude.core.sandbox import SandboxSpec
+from etude.core.sandbox import Limits, SandboxSpec
 from etude.sandbox.called import CalledProcess, CalledSandbox
-from etude.sandbox.limits import COPY_BYTES, files_in
+from etude.sandbox.limits import COPY_BYTES, MIB, PROCESS_BYTES, files_in, memory_for
 from etude.sandbox.lines import Lines
 from etude.sandbox.machines import Machines
 from etude.sandbox.spec import to_message
+
+_START = (
+    "import sys; sys.path.append(sys.argv[1]); from etude.sandbox.nested import main; "
+    "main(sys.argv[2])"
+)
+_RECEIVE = """
+import os, sys
+left = int(sys.argv[3])
+with open(sys.argv[1], "wb") as file:
+    while left and (data := os.read(0, left)):
+        left -= file.write(data)
+"""
+_OWN_BYTES = 128 * MIB
+"""What the first processes take beside what a sandbox may."""
+
+
+def python_arguments(program: str, *, sent_bytes: int = 0, **told: Any) -> list[str]:
+    """For a Python that becomes the first process of a machine. `program`: where this package is in
+    there; `sent_bytes`: as much of its input is the package, to be put there first; `told`: as
+    `nested.main` takes it."""
+    start = [_RECEIVE + _START] if sent_bytes else [_START]
+    size = [str(sent_bytes)] if sent_bytes else []
+    return ["-B", "-s", "-S", "-P", "-X", "utf8", "-c", *start, program, json.dumps(told), *size]
+
+
+def machine_name() -> str:
+    """Nobody else's, since what has the machines may have those of others."""
+    return f"etude-{secrets.token_hex(8)}"
+
+
+def machine_bytes(limits: Limits) -> int:
+    """The memory of a machine for a sandbox with these limits."""
+    asked = limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
+    return asked + _OWN_BYTES
+
+
+def limits_within(limits: Limits) -> Limits:
+    """What is left of them in a machine that is held to processors and memory as a whole: a
+    process in there may map more than that."""
+    if limits.memory_bytes is not None:
+        limits = replace(limits, memory_bytes=max(limits.memory_bytes, PROCESS_BYTES))
+    return replace(limits, cpus=None)
 
 
 class NestedPool(Protocol):

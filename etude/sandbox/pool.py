@@ -33,6 +33,7 @@ ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] =
         reply_timeout_s, mounts
     ),
     "e2b": lambda reply_timeout_s, mounts, outside: _e2b(reply_timeout_s, mounts),
+    "kubernetes": lambda reply_timeout_s, mounts, outside: _kubernetes(reply_timeout_s, mounts),
     "vm": lambda reply_timeout_s, mounts, outside: VmSandboxPool(reply_timeout_s, mounts),
     "process": lambda reply_timeout_s, mounts, outside: ProcessSandboxPool(mounts),
 }
@@ -41,12 +42,23 @@ ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] =
 def _e2b(reply_timeout_s: float, mounts: Sequence[Mount]) -> SandboxPool:
     from etude.sandbox.e2b import E2bSandboxPool
 
+    _refuse_mounts(mounts, "e2b", "the template")
+    return E2bSandboxPool(reply_timeout_s)
+
+
+def _kubernetes(reply_timeout_s: float, mounts: Sequence[Mount]) -> SandboxPool:
+    from etude.sandbox.kubernetes import KubernetesSandboxPool
+
+    _refuse_mounts(mounts, "kubernetes", "the image")
+    return KubernetesSandboxPool(reply_timeout_s)
+
+
+def _refuse_mounts(mounts: Sequence[Mount], isolation: str, place: str) -> None:
     if mounts:
         raise EtudeError(
-            "sandbox.mounts are directories of this machine, and isolation e2b is another: put "
-            "them into the template that sandbox.image names"
+            f"sandbox.mounts are directories of this machine, and isolation {isolation} is "
+            f"another: put them into {place} that sandbox.image names"
         )
-    return E2bSandboxPool(reply_timeout_s)
 
 
 _NO_LIMITS = Limits()

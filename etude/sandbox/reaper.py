@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.sandbox.owners import is_abandoned, owner_mark, owner_of
 from etude.sandbox.zygote import OWN_IDS
 
 SWEEP_S = 60.0
@@ -30,26 +31,6 @@ def mountpoint_prefix() -> str:
     """Of the directory that a zygote of this process begins with. It stays in the command line of
     all processes of its sandboxes that are ours."""
     return f"etude-{owner_mark()}"
-
-
-def owner_mark() -> str:
-    """This process, in the names of what it may leave behind: its number, and the namespace in
-    which that is one. Containers that share files or processes with us count their own."""
-    return f"{os.getpid()}-{_namespace()}-"
-
-
-def owner_of(mark: str) -> int | None:
-    """The process that a name with this mark at its beginning belongs to; None if there is no mark,
-    or one of a namespace whose processes we cannot tell."""
-    pid, _, rest = mark.partition("-")
-    here = pid.isdigit() and rest.startswith(f"{_namespace()}-")
-    return int(pid) if here else None
-
-
-def is_abandoned(mark: str) -> bool:
-    """Whether the owner of what has this mark is known to be gone."""
-    owner = owner_of(mark)
-    return owner is not None and not os.path.exists(f"/proc/{owner}")
 
 
 def sweep() -> int:
@@ -162,10 +143,6 @@ def _user(pid: int) -> int | None:
 
 def _pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _namespace() -> int:
-    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _read_link(path: str) -> str:

@@ -12,6 +12,7 @@ from etude.cli import main
 from etude.commands.doctor import Probe, examine, page
 from etude.core.errors import EtudeError
 from etude.sandbox.fake import FakeSandboxPool
+from etude.sandbox.kubernetes import INSTALL
 from etude.sandbox.pool import check_tier, open_sandbox_pool
 from etude.sandbox.walls import Walls
 from tests.namespaces import refusal
@@ -22,6 +23,8 @@ ALL = Probe(
     refused="",
     container_refused="",
     container="podman",
+    kubernetes_refused="",
+    kubernetes="https://10.0.0.1",
     gvisor_refused="",
     vm_refused="",
     vm="a machine with a kernel of its own for each sandbox, KVM",
@@ -34,6 +37,8 @@ NOTHING = Probe(
     refused="unshare(0x10000000): Operation not permitted",
     container_refused="isolation container needs podman or docker, which is not installed",
     container="",
+    kubernetes_refused="isolation kubernetes needs a cluster: export KUBECONFIG=FILE",
+    kubernetes="",
     gvisor_refused="isolation gvisor needs runsc, which is not installed",
     vm_refused="isolation vm needs what is not installed",
     vm="",
@@ -64,6 +69,13 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
     assert findings["containers"].fix == "apt install podman"
     silent = {each.name: each for each in examine(replace(NOTHING, programs=frozenset({"docker"})))}
     assert "systemctl start docker" in silent["containers"].fix, "installed, and does not answer"
+    assert findings["kubernetes"].fix == "export KUBECONFIG=FILE"
+    for refused, fix in (
+        (f"it has no agent-sandbox: {INSTALL}", INSTALL),
+        ("it answered 401", "kubectl get sandboxes.agents.x-k8s.io, until that answers"),
+    ):
+        told_so = {each.name: each for each in examine(replace(ALL, kubernetes_refused=refused))}
+        assert (told_so["kubernetes"].there, told_so["kubernetes"].fix) == (False, fix)
     assert findings["runsc"].fix == "apt install -t bookworm-backports runsc"
     assert findings["mmdebstrap"].fix == "apt install mmdebstrap"
     assert findings["qemu"].fix == "apt install qemu-system-x86 busybox-static"

@@ -200,7 +200,7 @@ def test_a_model_from_a_directory() -> None:
         (
             "[model]",
             '[sandbox]\nisolation = "none"\n[model]',
-            "sandbox.isolation = 'none': .*'container', 'gvisor', 'vm', 'e2b' or 'process'",
+            "sandbox.isolation = 'none': .*'gvisor', 'vm', 'e2b', 'kubernetes' or 'process'",
         ),
         (
             "[model]",

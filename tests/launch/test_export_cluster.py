@@ -358,8 +358,37 @@ def test_gpus_are_those_of_the_devices(
     assert said in capsys.readouterr().err and not target.exists()
 
 
+def test_who_opens_sandboxes_in_pods_may(toml: Path, request: pytest.FixtureRequest) -> None:
+    toml.write_text(TOML + '[sandbox]\nisolation = "kubernetes"\n[eval]\nevery_steps = 5\n')
+    made = request.getfixturevalue("manifests")
+    name = "my-run-1-sandboxes"
+    assert made["ServiceAccount", name]
+    binding = made["RoleBinding", name]
+    assert binding["roleRef"]["name"] == binding["subjects"][0]["name"] == name
+    rights = {(each["resources"][0], *each["verbs"]) for each in made["Role", name]["rules"]}
+    assert rights == {
+        ("sandboxes", "create", "watch", "patch", "delete"),
+        ("pods", "get"),
+        ("pods/exec", "get", "create"),
+    }
+    accounts = {
+        part: manifest["spec"]["template"]["spec"].get("serviceAccountName")
+        for (_, part), manifest in made.items()
+        if "template" in manifest.get("spec", {})
+    }
+    assert {part for part, account in accounts.items() if account == name} == {
+        "my-run-1-controller",
+        "my-run-1-evaluator",
+    }
+    assert set(accounts.values()) == {name, None}
+    known = {"apiGroup", "apiGroups", "resources", "roleRef", "rules", "serviceAccountName"}
+    assert fields(list(made.values())) == FIELDS | known | {"subjects", "verbs"}
+
+
 @pytest.mark.k8s
-def test_kubernetes_takes_them(toml: Path) -> None:
+@pytest.mark.parametrize("more", ["", '[sandbox]\nisolation = "kubernetes"\n'])
+def test_kubernetes_takes_them(toml: Path, more: str) -> None:
+    toml.write_text(TOML + more)
     exported("k8s", toml, "--workers", "5", "--trainer-nodes", "2")
     files = sorted(map(str, (toml.parent / "out").iterdir()))
     done = subprocess.run(

@@ -7,18 +7,21 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import SandboxPool
+from etude.sandbox.cluster import Cluster
 from etude.sandbox.container import find_engine
 from etude.sandbox.e2b import E2bSandboxPool, E2bService
+from etude.sandbox.kubernetes import KubernetesSandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.pool import open_sandbox_pool
 from etude.sandbox.qemu import missing_packages
 from tests.namespaces import need_namespaces
+from tests.sandbox import kubernetes_stand_in
 from tests.sandbox.e2b_stand_in import KEY, stand_in
 from tests.sandbox.hosts import sandbox_host
 
 OTHERS = [
     pytest.param(name, marks=pytest.mark.tiers)
-    for name in ("remote", "e2b", "container", "gvisor", "vm")
+    for name in ("remote", "e2b", "kubernetes", "container", "gvisor", "vm")
 ]
 
 
@@ -75,6 +78,15 @@ def e2b_url() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    need_namespaces()
+    with kubernetes_stand_in.stand_in() as (url, _):
+        yield Cluster(
+            url=url, namespace=kubernetes_stand_in.NAMESPACE, token=kubernetes_stand_in.TOKEN
+        )
+
+
 @pytest.fixture(params=["namespaces", "process", *OTHERS])
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
     """One of each kind: the same is expected of all."""
@@ -89,6 +101,8 @@ def open_pool(request: pytest.FixtureRequest, kind: str) -> SandboxPool:
     if kind == "e2b":
         url = request.getfixturevalue("e2b_url")
         return E2bSandboxPool(service=E2bService(url, KEY, "", url))
+    if kind == "kubernetes":
+        return KubernetesSandboxPool(cluster=request.getfixturevalue("cluster"))
     if kind in ("container", "gvisor", "vm"):
         return open_sandbox_pool(kind, hosts=[request.getfixturevalue(f"{kind}_host")])
     if kind == "namespaces":
