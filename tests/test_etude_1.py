@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib
 import random
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,3 +79,27 @@ def test_every_slip_changes_one_token_and_leaves_python(sessions: ModuleType) ->
         assert bug.after != bug.before
         pairs = zip(bug.before.splitlines(), bug.after.splitlines(), strict=True)
         assert [n for n, (old, new) in enumerate(pairs, 1) if old != new] == [bug.line]
+
+
+def test_the_corpus_has_each_file_once_and_none_that_is_held_out(sessions: ModuleType) -> None:
+    corpus = importlib.import_module("corpus")
+    files = {
+        "cart.py": SHOP,
+        "copy.py": SHOP + b"# the same\n",
+        "broken.py": b"def broken(:\n",
+        "empty.py": b"",
+        "other.py": b"def other():\n    return 1\n",
+    }
+    assert list(corpus.once(corpus.documents(files, set()))) == [
+        SHOP.decode(),
+        files["other.py"].decode(),
+    ]
+    heldout = {sessions.digest_of(source) for source in sessions.functions_in({"a.py": SHOP})}
+    assert list(corpus.documents(files, heldout)) == [files["other.py"].decode()]
+
+
+def test_both_parts_have_the_same_tasks_and_harness() -> None:
+    parts = [tomllib.loads((HERE / name).read_text()) for name in ("sft.toml", "rl.toml")]
+    for part in parts:
+        del part["name"], part["model"]["path"], part["stage"]
+    assert parts[0] == parts[1]

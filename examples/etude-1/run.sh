@@ -1,13 +1,20 @@
 #!/bin/sh
 # Étude No. 1, from the sources to the figures. What is done is not done again: after a kill, the same command goes on.
-#   examples/etude-1/run.sh [model|sdists|tasks|sessions|train|measure]...     (all, in this order)
+#   examples/etude-1/run.sh [model|sdists|corpus|sessions|tasks|sft|rl|measure]...     (all, in this order)
+# SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights with another seed
 set -eu
 cd "$(dirname "$0")"
 ETUDE=${ETUDE:-etude}
 PYTHON=${PYTHON:-python}
 MODEL=${MODEL:-../../models/smollm2-135m}
 JOBS=${JOBS:-$(nproc)}
-RUN=${RUN:-data/run}
+SEED=${SEED:-0}
+HELDOUT=${HELDOUT:-224} # tasks
+TASKS=${TASKS:-400}     # to train on
+SFT=data/sft
+RL=data/rl-$SEED
+PYTHONPATH=$(cd ../.. && pwd)
+export PYTHONPATH
 mkdir -p data/logs
 
 sources() { # the files of a use in repositories.txt
@@ -26,30 +33,48 @@ sdists() {
     "$PYTHON" fetch.py repositories.txt data/sdists
 }
 
-tasks() { # the held-out ones first, so that each repository has its share
-    # shellcheck disable=SC2046
-    "$ETUDE" tasks build --heldout $(sources heldout) --kinds token --limit "${HELDOUT:-224}" --jobs "$JOBS" --out data/tasks --json
-    # shellcheck disable=SC2046
-    "$ETUDE" tasks build $(sources train) --kinds token --limit "${TASKS:-600}" --jobs "$JOBS" --out data/tasks --json
+corpus() {
+    [ -e data/corpus.jsonl ] || "$PYTHON" corpus.py repositories.txt --sdists data/sdists --out data/corpus.jsonl
 }
 
 sessions() {
-    PYTHONPATH=$(cd ../.. && pwd) "$PYTHON" sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions --jobs "$JOBS"
+    "$PYTHON" sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions --jobs "$JOBS"
 }
 
-train() {
-    "$ETUDE" run rl.toml --dir "$RUN" --no-dash --json
+heldout_tasks() {
+    # shellcheck disable=SC2046
+    "$ETUDE" tasks build --heldout $(sources heldout) --kinds token --limit "$HELDOUT" --jobs "$JOBS" --out data/tasks --json
 }
 
-measure() { # version 0 is the base, 1 what sft made of it, the newest what rl made of that
-    "$ETUDE" compare "$RUN@0" "$RUN@1" --json # one attempt at temperature 0
-    "$ETUDE" compare "$RUN@1" "$RUN" --json
-    "$ETUDE" eval "$RUN" --version 1 --samples "${SAMPLES:-8}" --json
-    "$ETUDE" eval "$RUN" --samples "${SAMPLES:-8}" --json
-    "$ETUDE" compare "$RUN@1" "$RUN" --json # several at temperature 1
+train_tasks() {
+    # shellcheck disable=SC2046
+    "$ETUDE" tasks build $(sources train) --kinds token --limit $((HELDOUT + TASKS)) --jobs "$JOBS" --out data/tasks --json
 }
 
-for step in ${*:-model sdists tasks sessions train measure}; do
+tasks() { # the held-out ones first, so that each repository has its share
+    heldout_tasks
+    train_tasks
+}
+
+sft() {
+    "$ETUDE" run sft.toml --dir "$SFT" --no-dash --json
+    [ -e data/sft-model ] || "$ETUDE" weights export "$SFT" data/sft-model
+}
+
+rl() {
+    "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED"
+}
+
+measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 what sessions did
+    "$ETUDE" eval "$SFT" --version 0 --json # one attempt at temperature 0, as after each stage
+    "$ETUDE" compare "$SFT@0" "$SFT@2" --json
+    "$ETUDE" compare "$SFT@2" "$RL" --json
+    "$ETUDE" eval "$SFT" --samples "${SAMPLES:-8}" --json
+    "$ETUDE" eval "$RL" --samples "${SAMPLES:-8}" --json
+    "$ETUDE" compare "$SFT" "$RL" --json # several at temperature 1
+}
+
+for step in ${*:-model sdists corpus sessions tasks sft rl measure}; do
     began=$(date +%s)
     "$step" >"data/logs/$step.log" 2>&1 || { tail -n 20 "data/logs/$step.log" >&2; exit 1; }
     echo "$step: $(($(date +%s) - began)) s: $(tail -n 1 "data/logs/$step.log")" | tee -a data/logs/all.log

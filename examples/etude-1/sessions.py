@@ -34,7 +34,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from fetch import read_list
+from fetch import Line, read_list
 
 from etude.commands.run_file import read_run_file
 from etude.core.sandbox import CommandResult
@@ -418,6 +418,13 @@ def functions_in(files: Mapping[str, bytes]) -> Iterator[str]:
                 yield "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
+def heldout_functions(listed: list[Line], sdists: Path) -> set[str]:
+    """Digests of what must not be learnt from."""
+    heldout = [sdists / line.filename for line in listed if line.use == "heldout"]
+    files = (fetch(str(sdist), sdists).files for sdist in heldout)
+    return {digest_of(source) for each in files for source in functions_in(each)}
+
+
 def write(job: tuple[Path, Path, Path, set[str], int]) -> tuple[str, int]:
     """A file for each repository; one that is there is whole."""
     sdist, model, out, seen, seed = job
@@ -447,12 +454,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     listed = list(read_list(args.list))
-    heldout = [args.sdists / line.filename for line in listed if line.use == "heldout"]
-    seen = {
-        digest_of(source)
-        for sdist in heldout
-        for source in functions_in(fetch(str(sdist), args.out).files)
-    }
+    seen = heldout_functions(listed, args.sdists)
     learnt = [args.sdists / line.filename for line in listed if line.use != "heldout"]
     jobs = [(sdist, args.model, args.out, seen, args.seed) for sdist in learnt]
     total = 0
