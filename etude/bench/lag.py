@@ -118,7 +118,7 @@ def before_rl() -> str:
 
 def metrics(stamped: Sequence[Stamped[Event]]) -> dict[str, float]:
     records = [each.record for each in stamped]
-    done = next(e for e in records if isinstance(e, EvalDone) and e.split == "heldout")
+    *_, done = (e for e in records if isinstance(e, EvalDone) and e.split == "heldout")
     steps = [e for e in records if isinstance(e, StepDone)]
     late = [step.lags for step in steps if step.step > UNDER_WAY]
     return {

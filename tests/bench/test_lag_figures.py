@@ -23,6 +23,7 @@ def step(number: int, lags: tuple[int, ...], k3: float, capped: float) -> StepDo
 
 def test_the_lag_is_that_of_tokens_once_the_run_is_under_way() -> None:
     noted: list[Event] = [
+        EvalDone(stage="", split="heldout", version=0, solved=1, total=4, low=0.0, high=1.0),
         step(1, (10,), 0.0, 0.0),
         step(UNDER_WAY + 1, (0, 10), 0.1, 0.2),
         step(UNDER_WAY + 2, (5, 0, 5), 0.2, 0.1),
