@@ -57,7 +57,7 @@ def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
     for url in urls:
         run = Run.open(url, create=False)
         if not run.processes() and not run.objects.exists("config.json"):
-            run.config()  # says that this is no run
+            run.check_is_run()
         # addresses of the page name several runs with commas between them
         stem = url.rstrip("/").rpartition("/")[2].replace(",", "_") or "run"
         names = [stem, *(f"{stem}-{number}" for number in range(2, len(urls) + 1))]

@@ -101,7 +101,7 @@ def sessions(directory: str, console: Console, choice: Choice, *, as_json: bool)
     for line in damage:
         console.print(f"damaged: {line}", highlight=False, markup=False, style="red")
     if not found:
-        run.config()  # says if this is no run
+        run.check_is_run()
         raise EtudeError(f"{directory} holds no sessions yet: they come with evaluations and rl")
     chosen = choice.of(found)
     if not chosen and choice.failed:

@@ -45,7 +45,7 @@ def open_chain(url: str) -> Chain:
             raise EtudeError(
                 f"{url} holds weights in an older format, which this version of etude does not read"
             )
-        Run(chain.objects).config()  # says if this is no run
+        Run(chain.objects).check_is_run()
         raise EtudeError(
             f"{url} holds no published weights: check the address, or wait for the trainer's first "
             f"version"

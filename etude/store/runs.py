@@ -126,6 +126,10 @@ class Run:
                 f"{self.objects.url}: config.json was written by another version of etude: {e}"
             ) from e
 
+    def check_is_run(self) -> None:
+        """Raises Missing, with where runs are, if there is none here."""
+        self.config()
+
     def has_config(self) -> bool:
         """Whether there is a config that was written by us: a model's has the same name."""
         try:
