@@ -143,6 +143,9 @@ OUTSIDE: dict[str, set[str]] = {
     "sandbox.host_app": {"starlette"},
     "sandbox.remote": {"aiohttp"},
     "sandbox.e2b": {"aiohttp"},
+    "sandbox.cluster": {"aiohttp"},
+    "sandbox.kubernetes": {"aiohttp"},
+    "sandbox.service": {"aiohttp"},
     "serve.grammar_matcher": {"llguidance", "numpy"},
     "serve.engine_thread": {"torch"},
     "serve.worker": {"torch"},
@@ -410,6 +413,19 @@ def test_no_pickle() -> None:
             for node in ast.walk(module.tree)
             if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save")
         ]
+    assert not found
+
+
+def test_types_are_decoded_where_threads_may_meet() -> None:
+    """msgspec alone may crash the process: store/decoding.py says when."""
+    typed = re.compile(r"msgspec\.(convert|(json|msgpack)\.(Decoder|decode\(.*type=))")
+    found = [
+        f"{module.path}:{node.lineno}"
+        for module in modules()
+        if module.name != "store.decoding"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Call) and typed.match(ast.unparse(node))
+    ]
     assert not found
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import uvloop
 
 from etude.bench import _servers as servers
@@ -23,6 +22,7 @@ from etude.bench._load import Load
 from etude.core.errors import EtudeError
 from etude.core.types import Segment, turns
 from etude.launch.launcher import free_ports
+from etude.store.decoding import decode_msgpack
 
 KILL_S = 4.0
 """From when one is up again to the next kill."""
@@ -136,7 +136,7 @@ class KillTrial:
                     if response.status != 200:
                         raise EtudeError(f"session {session}: {await response.text()}")
                     data = await response.read()
-                segments = msgspec.msgpack.decode(data, type=tuple[Segment, ...])
+                segments = decode_msgpack(data, tuple[Segment, ...])
                 recorded = [
                     tuple(segment.tokens[place] for place in turn)
                     for segment in segments

@@ -48,6 +48,7 @@ from etude.dash.recorded import RecordedRun
 from etude.dash.table import Filter
 from etude.model.directory import MODEL_FILES
 from etude.model.tokenizer import ChatTokenizer
+from etude.store.decoding import decode_json
 from etude.store.feedback import read_feedback
 from etude.store.objects import Missing
 from etude.store.runs import Run
@@ -264,7 +265,7 @@ async def _body(request: Request) -> bytes:
 
 def _told(body: bytes, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except msgspec.MsgspecError as e:
         raise EtudeError(f"this is not a verdict: {e}") from e
 

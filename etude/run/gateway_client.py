@@ -17,6 +17,7 @@ from etude.core.remote import Callback, SessionOffer, SessionOutcome
 from etude.core.types import Segment, SessionAccess
 from etude.serve.process import authorization, token
 from etude.serve.tokens import MAX_SESSION_S, Scope, new_session_id
+from etude.store.decoding import decode_json, decode_msgpack
 
 START_S = 60.0
 RETRY_S = 0.05
@@ -105,7 +106,7 @@ class GatewayClient:
         what = f"session {session} cannot be read"
         path = f"/s/{self._ids[session]}/segments"
         answer = await self._ask("GET", path, what, unknown=NO_SEGMENTS, params=told)
-        return msgspec.msgpack.decode(answer, type=tuple[Segment, ...])
+        return decode_msgpack(answer, tuple[Segment, ...])
 
     async def callback(self, session: str) -> Callback:
         url = f"{self._public_url}/v1/sessions/{session}/score"
@@ -122,13 +123,13 @@ class GatewayClient:
         told = {"wait_s": str(wait_s), "claimed": "true" if claimed else "false"}
         what = f"session {session} cannot be asked about"
         answer = await self._ask("GET", f"/v1/sessions/{session}", what, unknown=b"", params=told)
-        return msgspec.json.decode(answer, type=SessionOutcome) if answer else None
+        return decode_json(answer, SessionOutcome) if answer else None
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         told, what = {"age_s": str(age_s)}, f"session {session} cannot be asked about"
         path = f"/s/{self._ids[session]}/disturbed"
         answer = await self._ask("GET", path, what, params=told)
-        return msgspec.json.decode(answer, type=bool)
+        return decode_json(answer, bool)
 
     async def forget(self, session: str) -> None:
         if (id := self._ids.pop(session, None)) is not None:

@@ -9,6 +9,7 @@ import msgspec
 from etude.core.errors import EtudeError
 from etude.core.remote import RemoteTask
 from etude.core.types import Task
+from etude.store.decoding import decode_json
 
 
 def read_task_file(path: str, split: str, limit: int) -> list[Task]:
@@ -22,7 +23,7 @@ def read_task_file(path: str, split: str, limit: int) -> list[Task]:
         if not line.strip():
             continue
         try:
-            task = msgspec.json.decode(line, type=RemoteTask)
+            task = decode_json(line, RemoteTask)
             if task.split == split and len(found) < limit:
                 found.append(task.to_task())
         except (msgspec.MsgspecError, ValueError) as e:

@@ -45,6 +45,7 @@ from etude.core.types import Attempt, Score, Task, Transcript
 from etude.run.remote_tasks import read_task_file
 from etude.run.rollout import SessionDesk
 from etude.sandbox.fake import FakeSandboxPool
+from etude.store.decoding import decode_json
 
 TOKEN_VARIABLE = "ETUDE_SERVICE_TOKEN"
 """What our requests to a service carry."""
@@ -108,7 +109,7 @@ class ServiceClient:
     def _page(self, url: str) -> TaskPage:
         try:
             with urlopen(Request(url, headers=self._headers), timeout=ASK_S) as answer:
-                return msgspec.json.decode(answer.read(), type=TaskPage)
+                return decode_json(answer.read(), TaskPage)
         except (URLError, OSError) as e:
             raise EtudeError(
                 f"the service at {self.url} gives no tasks ({e}): start it, or name a file of them "
@@ -217,7 +218,7 @@ class ServiceClient:
 
     def _decoded(self, body: bytes, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(body, type=kind)
+            return decode_json(body, kind)
         except msgspec.MsgspecError as e:
             raise RolloutFailure(
                 f"the service at {self.url} answers what is no {kind.__name__}: {e}"

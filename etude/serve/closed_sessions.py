@@ -20,6 +20,7 @@ import msgspec
 from etude.core.errors import EtudeError
 from etude.serve.http import Unavailable
 from etude.serve.tokens import MAX_SESSION_S
+from etude.store.decoding import decode_msgpack
 from etude.store.objects import Missing, Objects
 
 FOLDER = "closed-sessions"
@@ -61,7 +62,7 @@ class ClosedSessions:
         found: list[ClosedMark] = []
         for key in filter(_is_ours, self._objects.list(FOLDER)):
             with contextlib.suppress(Missing):  # another shard has just found it to be unneeded
-                marks = msgspec.msgpack.decode(self._objects.get_sealed(key), type=list[ClosedMark])
+                marks = decode_msgpack(self._objects.get_sealed(key), list[ClosedMark])
                 found += marks
                 if not self._is_of_another(key):
                     self._full[key] = marks[-1].t

@@ -24,6 +24,7 @@ import msgspec
 from etude.core.sampling import Request, Sample, Token, VersionSpan
 from etude.serve import process
 from etude.serve.worker_protocol import GenerateFrame, GenerateRequest, JoinRequest, WorkerStatus
+from etude.store.decoding import decode_msgpack
 
 JSON = b"application/json"
 CHUNKED = (
@@ -87,7 +88,7 @@ class FakeWorker(asyncio.Protocol):
     def _answer(self, path: bytes, body: bytes) -> None:
         match path:
             case b"/generate":
-                asked = msgspec.msgpack.decode(body, type=GenerateRequest)
+                asked = decode_msgpack(body, GenerateRequest)
                 sample = fake_sample(self._pace, asked.request)
                 if asked.stream:
                     self._stream(

@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from etude.serve.access import IDENTITY, Access, AccessDenied, NoToken, identity_of
 from etude.serve.metrics import Metrics, RequestRecord
 from etude.serve.policies import policy_of
+from etude.store.decoding import decode_json
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 60.0
@@ -43,7 +44,7 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 T = TypeVar("T")
 Decode = Callable[..., Any]
-"""`msgspec.json.decode`, or `msgspec.msgpack.decode`."""
+"""`decode_json`, or `decode_msgpack`."""
 
 
 class Error(msgspec.Struct):
@@ -160,10 +161,10 @@ def error_response(error: ApiError | AccessDenied, path: str) -> Response:
     return response
 
 
-async def read(request: Request, type: type[T], decode: Decode = msgspec.json.decode) -> T:
+async def read(request: Request, type: type[T], decode: Decode = decode_json) -> T:
     """The body of a request, or 400 with the place that is wrong."""
     try:
-        return cast(T, decode(await read_bytes(request), type=type))
+        return cast(T, decode(await read_bytes(request), type))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(f"request body: {e}", param=_param(str(e))) from e
 

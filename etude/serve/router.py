@@ -34,6 +34,7 @@ from etude.serve.worker_protocol import (
     WorkerStatus,
     WorkerWeights,
 )
+from etude.store.decoding import decode_json, decode_msgpack
 
 WORKER_WAIT_S = 20.0
 """How long a request waits for a worker to come up before it fails. For one that is silent it waits
@@ -359,7 +360,7 @@ class Router:
         asked = GenerateRequest(request, min_weight_version=self.fleet.floor)
         async with self._asked(worker, asked) as (connection, wait):
             with wait.failures():
-                return msgspec.msgpack.decode(await connection.read_all(), type=Sample)
+                return decode_msgpack(await connection.read_all(), Sample)
 
     async def _stream_from(
         self, worker: Worker, request: Request
@@ -461,7 +462,7 @@ class Router:
                     self._while_heard(worker, path),
                     self._http.get(worker.url + path, headers=self._headers(worker)) as response,
                 ):
-                    return [_decoded(await response.read(), type, msgspec.json.decode)]
+                    return [_decoded(await response.read(), type, decode_json)]
             return []
 
         return [
@@ -471,7 +472,7 @@ class Router:
         ]
 
 
-def _decoded(data: bytes, type: type[T], decode: Callable[..., T] = msgspec.msgpack.decode) -> T:
+def _decoded(data: bytes, type: type[T], decode: Callable[..., T] = decode_msgpack) -> T:
     try:
         return decode(data, type=type)
     except msgspec.MsgspecError as e:

@@ -38,6 +38,7 @@ from etude.core.remote import (
 )
 from etude.serve.http import ApiError, cancel_on_disconnect, read, read_bytes, respond
 from etude.serve.session_journal import Journal, NoJournal, SettledSession, WithdrawnSession
+from etude.store.decoding import decode_json
 
 MAX_WAIT_S = 60.0
 
@@ -95,7 +96,7 @@ class SessionRoutes:
         self._changed = asyncio.Condition()
 
     def restore(self, entry: SettledSession) -> None:
-        self._desk.restore(entry.session, msgspec.json.decode(entry.result, type=RolloutResult))
+        self._desk.restore(entry.session, decode_json(entry.result, RolloutResult))
 
     def routes(self) -> list[Route]:
         return [

@@ -31,6 +31,7 @@ import msgspec
 from etude.core.errors import EtudeError
 from etude.serve.http import Unavailable
 from etude.serve.segments import RecordedTurn
+from etude.store.decoding import decode_msgpack
 from etude.store.frames import DamagedFrame, read_frames, to_frame
 from etude.store.objects import Objects
 
@@ -166,7 +167,7 @@ class SessionJournal:
                     live.add(envelope)
             envelopes = live.envelopes()
             for envelope in envelopes:
-                apply(msgspec.msgpack.decode(envelope.entry, type=KINDS[envelope.kind]))
+                apply(decode_msgpack(envelope.entry, KINDS[envelope.kind]))
             self._number = max(map(_number, keys), default=-1) + 1
             self._begin_file(b"".join(map(_frame, envelopes)), {each.owner for each in envelopes})
             for key in keys:
@@ -264,7 +265,7 @@ class SessionJournal:
                 where = f"{self._objects.url}: {key} is damaged at byte {record.place}"
                 live.break_all(f"{where}, so that turns may be missing")
             else:
-                yield msgspec.msgpack.decode(record, type=Envelope)
+                yield decode_msgpack(record, Envelope)
 
     def _check_shards(self) -> None:
         folders = {key.split("/")[1] for key in self._objects.list(FOLDER)}

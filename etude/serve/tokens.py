@@ -19,6 +19,7 @@ from enum import StrEnum
 import msgspec
 
 from etude.core.errors import EtudeError
+from etude.store.decoding import decode_json
 
 SECRET_VARIABLE = "ETUDE_SECRET"
 """What a gateway signs tokens with. Only whoever makes tokens needs it."""
@@ -81,7 +82,7 @@ def verify(token: str, secret: str, now: float) -> Claims:
     genuine = hmac.compare_digest(mac.encode(errors="replace"), expected.encode())
     if not genuine or not token.startswith(PREFIX):
         raise TokenRefused("this is no token of this server")
-    claims = msgspec.json.decode(base64.urlsafe_b64decode(body + "=="), type=Claims)
+    claims = decode_json(base64.urlsafe_b64decode(body + "=="), Claims)
     if claims.expires <= now:
         raise TokenRefused("this token has expired")
     return claims

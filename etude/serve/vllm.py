@@ -54,6 +54,7 @@ from etude.model.files import check_fit, write_directory
 from etude.model.tokenizer import ChatTokenizer
 from etude.serve.answerer import as_stream
 from etude.serve.http import ApiError, Unavailable, deadline
+from etude.store.decoding import convert
 
 LOGPROBS_MODE = "processed_logprobs"
 KEEPALIVE_S = 2.0
@@ -160,9 +161,7 @@ class VllmServer:
             answer = await self._call(
                 "POST", "/inference/v1/generate", generate_request(request, self.version)
             )
-        sample = to_sample(
-            msgspec.convert(answer, GenerateResponse).choices[0], request, self.config
-        )
+        sample = to_sample(convert(answer, GenerateResponse).choices[0], request, self.config)
         self.num_tokens += len(sample.tokens)
         sample = with_begun(request, sample)
         return truncate_at_stop(request, sample, self.tokenizer) if request.stop else sample

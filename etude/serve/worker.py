@@ -63,6 +63,7 @@ from etude.serve.worker_protocol import (
     WorkerWeights,
     read_model_files,
 )
+from etude.store.decoding import decode_msgpack
 from etude.store.runs import Run
 from etude.store.telemetry import store_used
 from etude.weights.cache import HostCache
@@ -112,7 +113,7 @@ class Worker:
 
     async def generate(self, http: HttpRequest) -> Response:
         """What a gateway asks: one sampling request, token ids both ways."""
-        asked = await read(http, GenerateRequest, msgspec.msgpack.decode)
+        asked = await read(http, GenerateRequest, decode_msgpack)
         if self.version < asked.min_weight_version:
             raise Unavailable(
                 f"this worker serves version {self.version}, and the request wants "

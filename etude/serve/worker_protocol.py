@@ -11,6 +11,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import StoreUsed
 from etude.core.sampling import Request, Sample, Token
 from etude.model.directory import MODEL_FILES, cut_context
+from etude.store.decoding import decode_msgpack
 from etude.store.runs import Run
 
 
@@ -43,9 +44,6 @@ class GenerateFrame(msgspec.Struct, omit_defaults=True):
         return len(data).to_bytes(FRAME_SIZE_BYTES) + data
 
 
-_decode_frame = msgspec.msgpack.Decoder(GenerateFrame).decode
-
-
 class FrameReader:
     """The frames of a stream, from its bytes as they come."""
 
@@ -61,7 +59,7 @@ class FrameReader:
             end += int.from_bytes(rest[begin:end])
             if end > len(rest):
                 break
-            yield _decode_frame(rest[begin + FRAME_SIZE_BYTES : end])
+            yield decode_msgpack(rest[begin + FRAME_SIZE_BYTES : end], GenerateFrame)
             begin = end
         del rest[:begin]
 

@@ -16,12 +16,13 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from blake3 import blake3
 
 from etude.core.errors import EtudeError
+from etude.store.decoding import decode_json, decode_msgpack
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ def pack(value: object) -> bytes:
 def unpack(data: bytes, type: type[T], where: str) -> T:
     """`where` names the data if it turns out to be something else."""
     try:
-        return msgspec.msgpack.decode(data, type=type)
+        return decode_msgpack(data, type)
     except _REFUSALS as e:
         raise Damaged(_damaged(where, type.__name__, e)) from e
 
@@ -83,7 +84,7 @@ def to_json(value: object) -> bytes:
 
 def from_json(data: bytes, type: type[T], where: str) -> T:
     try:
-        return msgspec.json.decode(data, type=type)
+        return decode_json(data, type)
     except _REFUSALS as e:
         raise Damaged(_damaged(where, getattr(type, "__name__", str(type)), e)) from e
 
@@ -93,6 +94,13 @@ class Stamped(Generic[T]):
     t: float
     """Seconds since the epoch."""
     record: T
+
+
+class _Header(msgspec.Struct):
+    """What a line says beside the fields of its record."""
+
+    t: float
+    kind: str
 
 
 def to_line(t: float, record: object) -> bytes:
@@ -107,9 +115,8 @@ def to_line(t: float, record: object) -> bytes:
 
 def from_line(line: bytes, kinds: Mapping[str, type[T]], where: str) -> Stamped[T]:
     try:
-        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-        t, kind = fields.pop("t"), fields.pop("kind")
-        return Stamped(t, msgspec.convert(fields, kinds[kind], str_keys=True))
+        header = decode_json(line, _Header)
+        return Stamped(header.t, decode_json(line, kinds[header.kind]))
     except (*_REFUSALS, KeyError) as e:
         raise Damaged(_damaged(where, f"record ({', '.join(kinds)})", e)) from e
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, fields
 from itertools import accumulate, chain
 from typing import Any
 
-import msgspec
 import numpy as np
 from arro3.core import Array, DataType, Field, Schema, Table, list_array, struct_array
 from arro3.io import read_parquet, write_parquet
@@ -29,6 +28,7 @@ from blake3 import blake3
 from etude.core.errors import EtudeError
 from etude.core.types import Group, Status, Trajectory, turns
 from etude.store.codec import Damaged
+from etude.store.decoding import convert
 from etude.store.log import first_free
 from etude.store.objects import Objects
 
@@ -284,7 +284,7 @@ def _decode(table: Table) -> list[RolloutRow]:
     }
     columns["parts"] = [{part["name"]: part["value"] for part in row} for row in columns["parts"]]
     return [
-        msgspec.convert(dict(zip(columns, values, strict=True)), RolloutRow)
+        convert(dict(zip(columns, values, strict=True)), RolloutRow)
         for values in zip(*columns.values(), strict=True)
     ]
 

@@ -18,6 +18,7 @@ from etude.serve.grammar import ANY_OBJECT, GrammarBuilder
 from etude.serve.headers import Scheduling
 from etude.serve.http import ApiError, read
 from etude.serve.openai import types as wire
+from etude.store.decoding import convert
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions."""
@@ -216,7 +217,7 @@ def checked_chat(asked: wire.ChatRequest, max_context: int) -> wire.ChatRequest:
     ):
         for number, value in enumerate(values):
             try:
-                msgspec.convert(value, shape)
+                convert(value, shape)
             except (msgspec.ValidationError, RecursionError) as e:
                 raise ApiError(f"{place}[{number}]: {e}", param=place) from e
     num_shown = sum(1 + len(message.get("tool_calls") or ()) for message in asked.messages)

@@ -25,6 +25,7 @@ from etude.model.tool_calls import Call
 from etude.serve.answer_events import AnswerReader, answer_events
 from etude.serve.answerer import new_completion_id
 from etude.serve.openai import types as wire
+from etude.store.decoding import convert
 
 Usage = wire.Usage | None | UnsetType
 """In a stream: null until the last piece, if the client wants it at all."""
@@ -92,7 +93,7 @@ class ChatResponseBuilder(_ResponseBuilder):
         return message_of(answer_events(self.tokenizer, request, sample, self.tools))
 
     def choice(self, index: int, request: Request, sample: Sample) -> wire.ChatChoice:
-        message = msgspec.convert(self.message(request, sample), wire.AssistantMessage)
+        message = convert(self.message(request, sample), wire.AssistantMessage)
         return wire.ChatChoice(
             index=index, message=message,
             finish_reason=self.finish_reason(sample, bool(message.tool_calls)),
@@ -239,7 +240,7 @@ class _ChatStreamBuilder:
     def _called(self, calls: Sequence[Call]) -> list[wire.ToolCallDelta]:
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)
         return [
-            msgspec.convert(call_object(call) | {"index": first + number}, wire.ToolCallDelta)
+            convert(call_object(call) | {"index": first + number}, wire.ToolCallDelta)
             for number, call in enumerate(calls)
         ]
 

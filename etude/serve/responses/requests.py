@@ -12,6 +12,7 @@ from etude.model.tokenizer import Message
 from etude.serve.http import ApiError
 from etude.serve.openai import types as wire
 from etude.serve.responses import types as responses
+from etude.store.decoding import convert
 
 T = TypeVar("T")
 Lookup = Callable[[str], Mapping[str, Any] | None]
@@ -122,7 +123,7 @@ def _referred(item: responses.Item, number: int, lookup: Lookup) -> responses.It
 
 def _read(item: responses.Item, kind: type[T], number: int) -> T:
     try:
-        return msgspec.convert(item, kind)
+        return convert(item, kind)
     except (msgspec.ValidationError, RecursionError) as e:
         raise ApiError(f"input[{number}]: {e}", param="input") from e
 
