@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from etude.engine.batch import Ints, ModelRunner
-from etude.engine.scheduler import AdapterSlot
+from etude.engine.scheduler import LoadedAdapter
 from etude.model.layers import Linear
 from etude.model.lora import (
     Adapter,
@@ -41,10 +41,10 @@ OWN_SLOT = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterLimits:
-    """How many adapters an engine has room for, and of which rank."""
+    """The number of LoRA adapters that an engine has room for, and their largest rank."""
 
     own: LoraConfig | None = None
-    """Of the adapter that versions of the weights bring along."""
+    """The config of the adapter that versions of the weights bring along; None: they bring none."""
     num_named: int = 0
     max_rank: int = 16
 
@@ -58,7 +58,7 @@ class AdapterLimits:
 
 
 class TorchAdapters:
-    """Adapters on torch operators: one after the other, each for the tokens that have it."""
+    """LoRA adapters on torch operators: one after the other, each for the tokens that have it."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
@@ -109,17 +109,18 @@ class TorchAdapters:
         return y_NM
 
 
-class EngineAdapters:
-    """The adapters of an engine: that of the weights, and those that requests name."""
+class AdapterManager:
+    """The LoRA manager of an engine: loads the adapter that comes with the weights, and those that
+    requests name, into the slots of its runner."""
 
     def __init__(self, limits: AdapterLimits | None, runner: ModelRunner) -> None:
         self._limits = limits
         self._runner = runner
-        self._named: dict[str, AdapterSlot] = {}
+        self._named: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count(1)
         self._base: dict[str, Tensor] = {}  # in place, under an adapter that came with weights
 
-    def find(self, name: str | None) -> AdapterSlot | None:
+    def find(self, name: str | None) -> LoadedAdapter | None:
         """Raises ValueError for a name that is not there. Any thread may call it."""
         if name is None:
             return None
@@ -130,7 +131,7 @@ class EngineAdapters:
 
     def load(self, name: str, adapter: Adapter) -> None:
         most = self._limits.num_named if self._limits else 0
-        loaded = self._named.get(name) or AdapterSlot(1 + len(self._named), 0)
+        loaded = self._named.get(name) or LoadedAdapter(1 + len(self._named), 0)
         if self._limits is None or loaded.slot > most:
             raise ValueError(f"there is room for {most} adapters, and {name} is one more")
         if adapter.config.rank > self._limits.rank:

@@ -50,8 +50,9 @@ class BlockTable:
     """The number of the last cached block; None when the sequence shares no further blocks."""
 
 
-class _Pool:
-    """Blocks with reference counts, and what those that hold something shareable are known by."""
+class _BlockPool:
+    """A pool of blocks with reference counts, a free list, and an index of the blocks that hold a
+    prefix which others may share."""
 
     def __init__(self, num_blocks: int) -> None:
         # hold nothing that is known; used from the end
@@ -108,11 +109,11 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._prefix_cache = prefix_cache
-        self._pool = _Pool(num_blocks)
+        self._pool = _BlockPool(num_blocks)
         self._numbers = [0] * num_blocks  # of the blocks that are known
         self._next_number = itertools.count(1)
         self._window = window if num_windowed_blocks else None
-        self._windowed = _Pool(num_windowed_blocks)  # known by the numbers of the others
+        self._windowed = _BlockPool(num_windowed_blocks)  # known by the numbers of the others
 
     @property
     def num_free(self) -> int:

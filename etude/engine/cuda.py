@@ -41,10 +41,10 @@ from etude.engine.graph_inputs import (
     slot_inputs,
 )
 from etude.engine.kernels import attention, batch_invariant, fp8
-from etude.engine.kernels.delta import DecodeRecurrence, delta_chunks
 from etude.engine.kernels.fused import ForwardContext, FusedForward, unsupported
+from etude.engine.kernels.gated_delta import GatedDeltaDecode, delta_chunks
 from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
-from etude.engine.kernels.modules import ModuleForward
+from etude.engine.kernels.unfused import UnfusedForward
 from etude.engine.runner import block_size
 from etude.engine.sampler import sample
 from etude.engine.speculate import MAX_DRAFT_TOKENS
@@ -329,7 +329,7 @@ class CudaRunner:
         context = ForwardContext(got["positions"], attend, self._recurrence)
         if self._states and not shape.tiles:
             places = got["lengths"], got["blocks"], got["stride"]
-            recur = DecodeRecurrence(self._states, *places, self.block_size)
+            recur = GatedDeltaDecode(self._states, *places, self.block_size)
             context = replace(context, recur=recur)
         hidden_NE = self._forward.hidden(
             got["tokens"], got["slot_mapping"], self._results[0], context, self.expert_ids, pdl
@@ -364,11 +364,11 @@ class CudaRunner:
 
     def _split_buffers(
         self, rows: int, layer: attention.AttentionLayerConfig
-    ) -> attention.SplitBuffers:
+    ) -> attention.SplitKvBuffers:
         splits = attention.num_splits(rows, layer.num_kv_heads)
         shape = (rows, layer.num_kv_heads, splits, attention.group_rows(layer))
         device = self._words.device
-        return attention.SplitBuffers(
+        return attention.SplitKvBuffers(
             splits,
             torch.empty(*shape, layer.head_dim, device=device),
             torch.empty(*shape, 2, device=device),
@@ -435,8 +435,8 @@ class CudaRunner:
         return own or hf_state_dict(self._model)
 
 
-def _forward_of(model: Transformer, invariant: bool) -> FusedForward | ModuleForward:
+def _forward_of(model: Transformer, invariant: bool) -> FusedForward | UnfusedForward:
     """The one that fuses the most of the model's layers."""
     if invariant:
         return batch_invariant.BatchInvariantForward(model)
-    return ModuleForward(model) if unsupported(model.config) else FusedForward(model)
+    return UnfusedForward(model) if unsupported(model.config) else FusedForward(model)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.sampling import Request, Sample, SamplingParams
-from etude.engine.adapters import OWN_SLOT, AdapterLimits, EngineAdapters
+from etude.engine.adapters import OWN_SLOT, AdapterLimits, AdapterManager
 from etude.engine.batch import ForwardBatch, ModelRunner, SamplerOutput, SamplingBatch
 from etude.engine.blocks import BlockManager
 from etude.engine.sampler import uniforms
@@ -139,7 +139,7 @@ class Engine:
         self._runner = runner or select_runner(
             model, max_num_seqs, kv_cache_bytes, adapters, max_batched_tokens=batched
         )
-        self._adapters = EngineAdapters(adapters, self._runner)
+        self._adapters = AdapterManager(adapters, self._runner)
         self._block_manager = BlockManager(
             self._runner.num_blocks,
             self._runner.block_size,

@@ -136,7 +136,8 @@ class PhaseInputs:
 
 
 class PinnedBuffers:
-    """The pinned host memory of one pass, and the event after which it may be used again."""
+    """The pinned host buffers of one pass, for its inputs on the way to the device and its results
+    on the way back, with the event after which they may be used again."""
 
     def __init__(self, words: Tensor, results: Tensor) -> None:
         self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)

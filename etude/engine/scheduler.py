@@ -53,12 +53,13 @@ class Constraint(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class AdapterSlot:
-    """An adapter that requests ask for by name."""
+class LoadedAdapter:
+    """A LoRA adapter that is loaded in a slot; requests ask for it by name."""
 
     slot: int
     number: int
-    """Another one each time it is loaded; from 1 on."""
+    """The number of the load, from 1 on: what was cached for an adapter of the same name that was
+    loaded before is not reused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +72,7 @@ class Sequence:
     arrival: int
     uniforms: NDArray[np.float64]
     tokens: list[int]
-    adapter: AdapterSlot | None = None
+    adapter: LoadedAdapter | None = None
     """The adapter that its request names."""
     stream: bool = False
     """Report every token as soon as it is sampled."""

@@ -57,9 +57,9 @@ def check_ranks(device: torch.device, ranks: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSize:
-    """How many tokens the KV cache has room for; `windowed`: in layers with a window, 0 where they
-    use the same blocks as the others."""
+class KvCacheSize:
+    """The size of a KV cache in tokens; `windowed`: that of layers with a window, 0 where they use
+    the same blocks as the others."""
 
     tokens: int
     windowed: int = 0
@@ -70,7 +70,7 @@ def kv_cache_size(
     max_num_seqs: int,
     kv_cache_bytes: int | None,
     max_batched_tokens: int | None = None,
-) -> CacheSize:
+) -> KvCacheSize:
     """The size of the KV cache: four times as many tokens as can run at once, so that sessions find
     what they said before; in any case within `kv_cache_bytes`, and in any case one sequence. None:
     a GiB, or on a device most of what is free there.
@@ -88,7 +88,7 @@ def kv_cache_size(
         return max(context, min(4 * max_num_seqs * context, int(num_bytes // token_bytes)))
 
     if c.sliding_window is None or not c.windowed_layers or max_batched_tokens is None:
-        return CacheSize(within(kv_cache_bytes, token_bytes))
+        return KvCacheSize(within(kv_cache_bytes, token_bytes))
     size, windowed = MAX_PLAIN_BLOCK_SIZE, windowed_bytes(c, width)
     seen = size * num_windowed_blocks(
         c.sliding_window, size, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
@@ -97,8 +97,8 @@ def kv_cache_size(
     tokens = within(kv_cache_bytes - seen * windowed, token_bytes - saved)
     in_windows = seen + int(tokens * WINDOWED_SHARE)
     if in_windows >= tokens:
-        return CacheSize(within(kv_cache_bytes, token_bytes))
-    return CacheSize(tokens, in_windows)
+        return KvCacheSize(within(kv_cache_bytes, token_bytes))
+    return KvCacheSize(tokens, in_windows)
 
 
 def _free(model: Transformer) -> int:
@@ -112,10 +112,11 @@ def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> b
     if not model.model.embed_tokens.weight.is_cuda or dtype != torch.bfloat16:
         return False
     # brings Triton, which is there only with a CUDA build of torch
-    from etude.engine.kernels import fused, modules
+    from etude.engine.kernels import fused, unfused
 
-    unfused = fused.unsupported(model.config, fused.INVARIANT_CAN if invariant else fused.CAN)
-    found = unfused if invariant or not unfused else modules.unsupported(model.config)
+    found = fused.unsupported(model.config, fused.INVARIANT_CAN if invariant else fused.CAN)
+    if found and not invariant:
+        found = unfused.unsupported(model.config)
     _say_once("our CUDA kernels do", found)
     return not found
 
@@ -146,7 +147,7 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
             "batch_invariant with trainer.lora is not to be had on CUDA: leave out one of them, or "
             "train on the CPU"
         )
-    from etude.engine.kernels.transformer import BatchInvariantTransformer
+    from etude.engine.kernels.trainable import BatchInvariantTransformer
 
     trainable = BatchInvariantTransformer(model.config).to(model.model.embed_tokens.weight.device)
     trainable.load_state_dict(model.state_dict())

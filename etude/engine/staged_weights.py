@@ -29,7 +29,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """Single elements of `target` and their new bits."""
+    """A sparse write: single elements of `target` and their new bits."""
 
     target: Tensor
     places: Tensor
@@ -46,7 +46,7 @@ class _Scatter:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A chunk of `target` that is written whole."""
+    """A dense write: a chunk of `target` that is copied whole."""
 
     target: Tensor
     source: Tensor
@@ -102,8 +102,8 @@ def _beside_serving(device: torch.device) -> AbstractContextManager[object]:
 
 
 class _SideStream(AbstractContextManager[None]):
-    """Work on a stream of its own, after all that the default stream has been given so far; at the
-    end it is done."""
+    """A context whose work runs on a CUDA stream of its own, after all that the default stream has
+    been given so far. Leaving it waits until that work is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

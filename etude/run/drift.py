@@ -12,8 +12,9 @@ from etude.store.telemetry import Emit
 
 
 class DriftWatch:
-    """What was measured since the run was launched counts, also if this process was started again
-    since: a launch is how a region that was mended comes back."""
+    """Puts regions whose mismatch has drifted into quarantine. Counts all that was measured since
+    the last launch of the run, across restarts of this process: a region that was repaired comes
+    back with the next launch."""
 
     def __init__(self, run: Run, factor: float, emit: Emit) -> None:
         self._log = run.events("trainer", EVENTS, _leave_out)

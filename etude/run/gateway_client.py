@@ -26,8 +26,9 @@ NO_SEGMENTS = msgspec.msgpack.encode(())
 
 
 class GatewayClient:
-    """`async with GatewayClient(url) as gateway`. `http` is the one connection pool, for the
-    harness too, which is given the key that its requests carry. Ours is an admin's.
+    """The controller's client of the gateway: `async with GatewayClient(url) as gateway`. It has an
+    admin's token. `http` is the one connection pool, which the harness uses too, with a token of
+    its session.
 
     At the gateway a session has an id that nobody can guess; here it is called by its sample."""
 

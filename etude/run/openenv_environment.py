@@ -251,11 +251,11 @@ class OpenEnvAgent:
 
 
 class Full(Exception):
-    """The server has no place now."""
+    """The OpenEnv server has no free place for an episode now."""
 
 
 class Refused(Exception):
-    """What was sent is no action."""
+    """The OpenEnv server rejected what the model sent: it is not a valid action."""
 
 
 @dataclass(slots=True)
@@ -269,7 +269,8 @@ class Episode:
     num_steps: int = 0
 
     async def tell(self, kind: str, data: Mapping[str, Json]) -> None:
-        """What does not concern the model is a RolloutFailure."""
+        """Send a message, and take over the observation of the answer. Raises `Refused` for an
+        invalid action, `Full` if there is no place, and RolloutFailure for everything else."""
         try:
             await self.socket.send_json({"type": kind, "data": data})
             told = await self.socket.receive_json()

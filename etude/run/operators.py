@@ -65,7 +65,7 @@ class Operator:
 
 class OperatorTrace:
     """The inputs and outputs of each operator of a model, over one row that is read in one or many
-    passes. With `given`, operators get what they got there."""
+    passes. With `given`, operators are fed the inputs of that trace."""
 
     def __init__(self, given: OperatorTrace | None = None) -> None:
         self.inputs: dict[str, list[tuple[Any, ...]]] = {}

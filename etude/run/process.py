@@ -55,8 +55,8 @@ def error_message(e: BaseException) -> str | None:
 
 
 class AwakeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while the process does: after a stop nobody's deadline
-    has passed, neither that of a sandbox nor that of anyone's agent."""
+    """An event loop whose clock does not advance while the process is stopped (SIGSTOP, a sleeping
+    machine), so that no deadline of a sandbox or an agent passes meanwhile."""
 
     def __init__(self) -> None:
         self.clock = AwakeClock(SystemClock())

@@ -60,7 +60,7 @@ CHEATS = "cheats"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What the loop must know of the run."""
+    """The settings of the run that the loop needs: its steps, limits and held-out splits."""
 
     first: int
     last: int
@@ -71,7 +71,10 @@ class Stage:
 
 
 class RealtimeLoop:
-    """`published`: the newest version, or -1. `evaluate`: returns when the report of a version on a
+    """The loop of real-time RL: from users' sessions to a batch, a version, its gate and its
+    canary.
+
+    `published`: the newest version, or -1. `evaluate`: returns when the report of a version on a
     split, with so many attempts, is in the store. `simulate`: has a version attempt tasks for a
     step."""
 

@@ -65,8 +65,8 @@ def signal_table(config: RealtimeConfig) -> SignalTable:
 
 
 class UserSessions:
-    """The sessions of a policy. `objects`: the run's. `refused`: users and organisations who are
-    not read, beside those who have withdrawn."""
+    """The recorded sessions of users that one policy answered, and their outcomes. `objects`: the
+    run's. `refused`: users and organisations who are not read, beside those who have withdrawn."""
 
     def __init__(
         self,

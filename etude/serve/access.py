@@ -25,7 +25,7 @@ IDENTITY = "etude.identity"
 
 
 class AccessDenied(Exception):
-    """Says why, and with which status."""
+    """A request that is not allowed: the reason, with the HTTP status and code of the answer."""
 
     def __init__(self, message: str, *, status: int, code: str) -> None:
         super().__init__(message)
@@ -35,20 +35,22 @@ class AccessDenied(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
+    """The identity behind a request: the scope of its token, and whom that was made for."""
+
     scope: Scope
     subject: str = ""
     organisation: str = ""
-    """Of a user."""
+    """The organisation of a user; empty for other scopes."""
     client: str = ""
-    """Whose share of the slots its requests take; empty: of nobody in particular."""
+    """The client whose share of the concurrent answers its requests take; empty: no client's."""
     token: str = field(default="", repr=False)
-    """As it was sent."""
+    """The token, as it was sent."""
     expires: float = float("inf")
 
     @property
     def owner(self) -> str:
-        """Of what a server keeps between two requests outside of sessions. No id of a session looks
-        like it."""
+        """The key under which a server keeps the responses of this user outside of sessions. No id
+        of a session looks like it."""
         return f"/user/{self.subject}" if self.scope is Scope.USER else ""
 
     def check(self, policy: Policy, path_params: Mapping[str, str]) -> None:
@@ -63,13 +65,14 @@ class Identity:
 
 
 class Access(Protocol):
-    """How a server knows who is asking. `address`: where the request comes from."""
+    """The authentication of a server: the identity behind a request, from its headers and from the
+    address that it comes from."""
 
     def identify(self, headers: Mapping[str, str], address: str) -> Identity: ...
 
 
 class SignedTokens:
-    """Tokens of an authority."""
+    """Authentication by the signed tokens of an authority."""
 
     def __init__(self, authority: TokenAuthority) -> None:
         self._authority = authority
@@ -109,8 +112,9 @@ class OneToken:
 
 
 class NoToken:
-    """Everybody on this machine, but no page in a browser: that has an origin, or reaches us by a
-    name that its owner has pointed here."""
+    """No authentication: everybody on this machine is let in, except web pages in its browser.
+    These send an origin, or reach the server by a host name other than localhost (DNS
+    rebinding)."""
 
     def identify(self, headers: Mapping[str, str], address: str) -> Identity:
         host, origin = headers.get("host"), headers.get("origin")

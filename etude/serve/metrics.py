@@ -48,7 +48,7 @@ class Metrics:
         self._prompt_tokens = self._sampled_tokens = 0
 
     def count_tokens(self, prompt: int, sampled: int) -> None:
-        """Of the request that is being answered."""
+        """Count the tokens of the request that is being answered."""
         self._prompt_tokens += prompt
         self._sampled_tokens += sampled
         if (record := _answered.get()) is not None:

@@ -25,7 +25,8 @@ MAX_SESSIONS = 100_000
 
 
 class Pools:
-    """Without a word in the store there are none, and `home` says so."""
+    """The worker pools of a gateway, each with a router, and which of them answers a user, as the
+    newest change in the store says. Before the first change there are no pools."""
 
     def __init__(self, make_router: Callable[[], Router], log: TrafficLog) -> None:
         self._make_router = make_router
@@ -41,7 +42,7 @@ class Pools:
         return self._routers[pool]
 
     def home(self, user: str, session: str) -> tuple[Router, Arm] | None:
-        """Who answers a session of a user. None if nothing was said of pools."""
+        """The router and the arm that answer a session of a user; None if there are no pools."""
         if self.change is None:
             return None
         traffic = self.change.traffic

@@ -85,12 +85,12 @@ class _Session:
 
 
 class Hole(Exception):
-    """A turn does not go on from what is known of its session."""
+    """A turn that cannot be applied, because turns of its session before it are missing."""
 
 
 class Recorder:
-    """Pure: no clock, no network. A session is whatever shares a name; it may hold several
-    conversations."""
+    """The recorded tokens of all sessions. Pure: no clock, no network. A session is all that is
+    recorded under one name; it may hold several conversations."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer

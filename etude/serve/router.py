@@ -53,21 +53,21 @@ class WorkerFailed(Exception):
 
 
 class WorkerSilent(WorkerFailed):
-    """It was taken out for its silence: what it was asked need have no part in that."""
+    """The worker stopped sending heartbeats and was taken out; the request may not be the cause."""
 
 
 @dataclass(slots=True)
 class SessionRequests:
-    """How those of one session fare."""
+    """The pending requests of one session, and whether a failure delayed any."""
 
     pending: int = 0
     disturbed: bool = False
-    """One of them took longer than its worker would have, if that had been well."""
+    """True: a request took longer than it would have on a healthy worker, or got no answer."""
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """For what a worker says. Whoever waits gets an error when `end` is called."""
+    """A wait for the answer of a worker; `end` makes the waiting task fail."""
 
     url: str
     end: Callable[[], None]
@@ -88,7 +88,7 @@ class Wait:
 
 @dataclass(slots=True)
 class Attempt:
-    """A worker that is asked, and the request as it is by then."""
+    """One try of a request at a worker; the next goes on behind the tokens handed out so far."""
 
     worker: Worker
     request: Request
@@ -217,13 +217,14 @@ class Router:
             requests.pending -= 1
 
     def disturb(self, session: str) -> None:
-        """It has lost time."""
+        """Mark the session as delayed by a failure."""
         self._requests.setdefault(session, SessionRequests()).disturbed = True
 
     def disturbed(self, session: str, age_s: float = math.inf) -> bool:
-        """Also by a request that is under way: nobody knows yet how long it will take. And by a
-        stop of ours: what was asked meanwhile may still be unread. And if it is older than we are:
-        it may have asked one before us."""
+        """Whether the session may have been delayed by a failure. True also while a request of it
+        is under way, which may take any time; after a pause of this process, whose requests may
+        still be unread; and if the session is older than this process, which did not see its first
+        requests. `age_s`: how long ago the session began."""
         requests = self._requests.get(session, SessionRequests())
         began = self._clock.now() - age_s
         absent = self._clock.slept_since(began) or -math.inf < began < self._began
@@ -241,7 +242,7 @@ class Router:
             await asyncio.sleep(LIVENESS_CHECK_S)
 
     def expire_silent(self) -> None:
-        """Nobody waits for a worker that has left the fleet: a lost host closes no connection."""
+        """Take silent workers out and end all waits for them: a lost host closes no connection."""
         self.fleet.expire(self._clock.now())
         for worker in [each for each in self._waits if not self.fleet.knows(each)]:
             for wait in self._waits.pop(worker):

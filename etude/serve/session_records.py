@@ -70,22 +70,25 @@ class SessionRecords:
         self._broken.setdefault(session, reason)
 
     def check(self, session: str) -> None:
-        """A session that has lost a turn is not gone on with, and not read."""
+        """Raise ApiError (409) for a session that has lost a turn: it is neither continued nor
+        read."""
         if (reason := self._broken.get(session)) is not None:
             message = f"session {session!r} is incomplete and was dropped: {reason}"
             raise ApiError(message, status=409, code="session_incomplete")
 
     def life(self, session: str) -> object:
-        """What a request begins in: it ends when the session is forgotten."""
+        """A marker of the session's present life, taken when a request begins; after `forget` there
+        is another one."""
         return self._lives.setdefault(session, object())
 
     async def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
         params: SamplingParams, kind: SegmentKind, life: object,
     ) -> RecordedTurn:  # fmt: skip
-        """Returns when the turn is stored. In memory it is at once, so that turns are written in
-        the order in which they build on each other. `life`: the one that the turn was asked in;
-        nobody would forget a session again that came back by a late answer."""
+        """Record a turn; returns when it is stored. In memory it is at once, so that turns are
+        written in the order in which they build on each other. `life`: the marker from when the
+        request began. If the session was forgotten since, this raises ApiError (404): a late
+        answer must not bring it back, since nobody would forget it again."""
         if self._lives.get(session) is not life:
             raise ApiError(f"session {session!r} is over", status=404, code="unknown_session")
         turn = self.recorder.turn(session, prompt, sample, message, params, kind)
@@ -97,7 +100,8 @@ class SessionRecords:
     async def take_unreceived(
         self, session: str, prompt: Prompt, request: Request
     ) -> Sample | None:
-        """As of `Recorder`, when it is stored: at first that may have failed."""
+        """As `Recorder.take_unreceived`; returns when the answer is stored, which may have failed
+        before."""
         sample = self.recorder.take_unreceived(session, prompt, request)
         if sample is not None:
             await self._journal.commit()

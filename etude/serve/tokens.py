@@ -66,7 +66,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenRefused(Exception):
-    """It is none of ours, or has ended, or was revoked."""
+    """A token that is not signed by this server, has expired, or was revoked."""
 
 
 def sign(claims: Claims, secret: str) -> str:
@@ -115,7 +115,7 @@ class TokenAuthority:
     def claims(
         self, scope: Scope, subject: str, lifetime_s: float, organisation: str = ""
     ) -> Claims:
-        """Of a new token. ValueError for what can be none."""
+        """The claims of a new token. Raises ValueError for claims that no token may have."""
         longest = longest_s(scope)
         if not 0 < lifetime_s <= longest:
             raise ValueError(

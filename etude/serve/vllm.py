@@ -95,8 +95,8 @@ class GenerateResponse(msgspec.Struct):
 
 
 class VllmServer:
-    """A `Policy`, and what a worker wants to know of what computes for it. `version` is -1 until
-    the first `load`."""
+    """A vLLM server as the engine of a worker: a `Policy`, with the figures that a worker reports.
+    `version` is -1 until the first `load`."""
 
     def __init__(
         self,

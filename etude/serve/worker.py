@@ -170,7 +170,7 @@ class Worker:
 
     @property
     def users_only(self) -> bool:
-        """It lends nothing now."""
+        """True while the worker serves users only, and lends RL nothing."""
         thread = self.engine_thread
         return isinstance(thread, EngineThread) and thread.users_only
 

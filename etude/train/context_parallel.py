@@ -50,12 +50,14 @@ class QuerySpan(NamedTuple):
 
 @dataclass(frozen=True)
 class ContextSharding:
-    """How the tokens of a microbatch are divided. Pure: every rank knows all parts."""
+    """The division of a microbatch's tokens among the ranks of a group. Pure: every rank knows all
+    parts."""
 
     lengths: tuple[int, ...]
-    """Of the sequences; at the end, if need be, tokens of no sequence to make all parts equal."""
+    """The lengths of the sequences; at the end, if need be, tokens of no sequence to make all parts
+    equal."""
     size: int
-    """How many ranks."""
+    """The number of ranks."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], size: int) -> ContextSharding:
@@ -104,8 +106,8 @@ class ContextSharding:
 
 
 class ContextGroup:
-    """The ranks that compute one microbatch together, seen from one of them: those of the world
-    that follow one another."""
+    """The ranks that compute one microbatch together, seen from one of them: consecutive ranks of
+    the world, with a process group of their own."""
 
     def __init__(self, world: World, size: int) -> None:
         if world.world_size % size:
@@ -149,7 +151,8 @@ def check_context_parallel(config: ModelConfig, *, invariant: bool) -> None:
 
 
 class ContextParallelAttention:
-    """Causal attention of a rank's own tokens to those of all ranks."""
+    """The attention backend of a rank: causal attention of its own tokens to those of all ranks,
+    whose keys and values it gathers."""
 
     latent = False
 
@@ -232,6 +235,8 @@ def _is_for_kernel(q: Tensor, v: Tensor) -> bool:
 
 
 class _Gather(torch.autograd.Function):
+    """All-gather of the ranks' tokens, put in order; backward is a reduce-scatter."""
+
     @staticmethod
     def forward(ctx: Any, own_tX: Tensor, sharding: ContextSharding, group: Any) -> Tensor:
         ctx.sharding, ctx.group = sharding, group
@@ -249,6 +254,9 @@ class _Gather(torch.autograd.Function):
 
 
 class _Assemble(torch.autograd.Function):
+    """One vector from the entries that each rank has, by an all-reduce; backward takes a rank's own
+    entries of its own gradient and sums nothing."""
+
     @staticmethod
     def forward(ctx: Any, own_n: Tensor, places_n: Tensor, count: int, group: Any) -> Tensor:
         ctx.save_for_backward(places_n)

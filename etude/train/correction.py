@@ -50,16 +50,16 @@ def sequence_ratio(log_ratio_N: Tensor, row_N: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Correction:
+class ImportanceSamplingCorrection:
     """An importance-sampling correction: the ratio of each token, and how it is bounded."""
 
     ratio: Callable[[Tensor, Tensor], Tensor]
     bound: Callable[[Tensor, float], Tensor]
 
 
-CORRECTION: dict[str, Correction] = {
-    "truncated": Correction(token_ratio, truncate),
-    "masked": Correction(token_ratio, mask),
-    "sequence_truncated": Correction(sequence_ratio, truncate),
-    "sequence_masked": Correction(sequence_ratio, mask),
+CORRECTION: dict[str, ImportanceSamplingCorrection] = {
+    "truncated": ImportanceSamplingCorrection(token_ratio, truncate),
+    "masked": ImportanceSamplingCorrection(token_ratio, mask),
+    "sequence_truncated": ImportanceSamplingCorrection(sequence_ratio, truncate),
+    "sequence_masked": ImportanceSamplingCorrection(sequence_ratio, mask),
 }

@@ -215,8 +215,9 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 class RankLiveness:
-    """A check of which ranks are still alive; a thread of every rank answers it. Checks are
-    numbered. A rank that waits for a lost one ends its process."""
+    """Finds the ranks that died or hang. There is no heartbeat: a rank whose collective failed asks
+    all others, and a thread of each answers. The same thread ends a process that goes on waiting
+    for a lost rank."""
 
     def __init__(self, store: Store, world: World) -> None:
         self._store = store

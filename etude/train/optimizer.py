@@ -43,8 +43,8 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """torch's fused AdamW over the master weights: one pass over memory. The function, since the
-    class loads torch's compiler, which takes as long as torch itself."""
+    """AdamW over the master weights, by torch's fused function: one pass over memory. Not by
+    `torch.optim.AdamW`: that class loads torch's compiler, which takes as long as torch itself."""
 
     def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
         self._masters = dict(masters)

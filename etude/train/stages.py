@@ -36,8 +36,9 @@ loss."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedStepReport:
-    """A report on one step of a supervised stage (`midtrain`, `sft`, `dpo`). `on_step` gets it
-    after the step, when the learner's state may be checkpointed."""
+    """The state of a supervised stage (`midtrain`, `sft`, `dpo`) after a step, as the callback
+    `on_step` gets it: how far it is, the step's `SupervisedStats`, held-out losses. The learner's
+    state may be checkpointed there."""
 
     step: int
     """Steps done."""

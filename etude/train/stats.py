@@ -14,7 +14,7 @@ from etude.train.supervised import Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlStats:
-    """Statistics of one RL step."""
+    """Statistics of one optimizer step of RL, as `Learner.rl_step` returns them."""
 
     loss: float
     mismatch: MismatchStats
@@ -45,7 +45,7 @@ class RlStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedStats:
-    """Statistics of one supervised step."""
+    """Statistics of one supervised optimizer step, as `Learner.supervised_step` returns them."""
 
     loss: float
     grad_norm: float

@@ -164,7 +164,7 @@ COMPANY = {"few": (6, 40), "some": (80, 300), "many": (300, 1300)}
 
 def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     from etude.engine.cuda import CudaRunner
-    from etude.engine.kernels.transformer import BatchInvariantTransformer
+    from etude.engine.kernels.trainable import BatchInvariantTransformer
 
     max_num_seqs, max_batched_tokens = COMPANY[company]
     source, rng = init_from_scratch(MODELS[name], seed=0), Random(name + company)

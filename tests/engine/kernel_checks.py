@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from etude.engine.engine import Engine
 from etude.engine.kernels import attention, experts, head, linear, norm
-from etude.engine.kernels.delta import delta_chunks
+from etude.engine.kernels.gated_delta import delta_chunks
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
 from etude.model.recurrence import Chunks, DeltaRule, Span, delta_step
 from tests.engine.adapter_checks import check_adapters
@@ -205,7 +205,7 @@ def check_decode(
     qkv = new.normal(rows, (queries + 2 * keys) * size)
     slots = new.ints([int(all.slots(row)[-1]) if lengths[row] else 0 for row in range(rows)])
     padded = attention.group_rows(heads)
-    splits = attention.SplitBuffers(
+    splits = attention.SplitKvBuffers(
         splits,
         new.poison(rows * keys * splits * padded * size, dtype=torch.float32),
         new.poison(rows * keys * splits * padded * 2, dtype=torch.float32),

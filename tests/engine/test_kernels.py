@@ -21,7 +21,7 @@ from etude.core.sampling import Sample
 from etude.engine import cuda
 from etude.engine.engine import Engine
 from etude.engine.kernels import attention, fp8, norm
-from etude.engine.kernels.transformer import BatchInvariantTransformer
+from etude.engine.kernels.trainable import BatchInvariantTransformer
 from etude.model.config import ExpertsConfig, LinearConfig
 from etude.model.experts import Routing
 from etude.model.files import hf_state_dict

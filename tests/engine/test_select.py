@@ -9,7 +9,7 @@ import torch
 
 from etude.core.errors import EtudeError
 from etude.engine.runner import block_size, kv_bytes, state_bytes
-from etude.engine.select import CacheSize, kv_cache_size, select_device, select_runner
+from etude.engine.select import KvCacheSize, kv_cache_size, select_device, select_runner
 from etude.model.config import LatentConfig, LinearConfig
 from etude.model.transformer import ModelConfig, Transformer
 
@@ -83,7 +83,7 @@ def test_layers_with_a_window_leave_room_for_the_others(windowed_layers: tuple[i
     memory = 20_000 * kv_bytes(shape, 4)
     before = kv_cache_size(plain, 8, memory, 512)
     found = kv_cache_size(model, 8, memory, 512)
-    assert before == CacheSize(20_000) == kv_cache_size(model, 8, memory)
+    assert before == KvCacheSize(20_000) == kv_cache_size(model, 8, memory)
     layers = len(windowed_layers)
     taken = (found.tokens * (2 - layers) + found.windowed * layers) * kv_bytes(shape, 4) / 2
     assert 0.99 * memory < taken <= memory and found.tokens > 1.2 * before.tokens

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from etude.engine.kernels.fused import CAN as KERNELS_CAN
-from etude.engine.kernels.modules import CAN as MODULES_CAN
+from etude.engine.kernels.unfused import CAN as UNFUSED_CAN
 from etude.engine.native import CAN as NATIVE_CAN
 from etude.model.config import Facts, ModelConfig
 from etude.model.families import FAMILIES
@@ -113,7 +113,7 @@ def path_of(model_type: str) -> tuple[str, str]:
     """For the CPU and for CUDA: of which variants of the family."""
     variants = [config(name) for name in MODELS if name.split()[0] == model_type]
     said = []
-    for can in (NATIVE_CAN, KERNELS_CAN, MODULES_CAN):
+    for can in (NATIVE_CAN, KERNELS_CAN, UNFUSED_CAN):
         count = sum(not c.beyond(can) for c in variants)
         said.append("no" if not count else "yes" if count == len(variants) else "in part")
     native, fused, modules = said

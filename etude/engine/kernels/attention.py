@@ -347,7 +347,7 @@ class AttentionLayerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SplitBuffers:
+class SplitKvBuffers:
     """Scratch buffers of split-KV decoding: the partial outputs and softmax statistics of programs
     that share a sequence. `counter` is 0 between two kernels."""
 
@@ -369,8 +369,8 @@ def group_rows(params: AttentionLayerConfig) -> int:
 
 def decode(
     params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
-    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitBuffers, page_size: int,
-    pdl: bool = False,
+    lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitKvBuffers,
+    page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Decode attention: one new token a sequence, whose key and value go to `slot_mapping_B`;
     `lengths_B` counts it, 0 is an empty row."""

@@ -40,17 +40,18 @@ sees."""
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """How the new tokens of a pass see those before them."""
+    """The context of a pass, which its layers read: the positions of the new tokens, and the
+    functions for attention to earlier tokens and for recurrence."""
 
     positions_N: Tensor
     attend: Attend
     recur: Recur | None = None
-    """Of recurrent layers."""
+    """For recurrent layers; None in a model without them."""
 
 
-class _Anything(Collection[Any]):
-    """A collection that contains every value, the wildcard of a `Can` table. It has no length: do
-    not iterate over it."""
+class _Wildcard(Collection[Any]):
+    """A collection that contains every value: in a `Can` table, which names the model features that
+    kernels support, any value of a feature. It has no length: do not iterate over it."""
 
     def __contains__(self, value: object) -> bool:
         return True
@@ -62,9 +63,9 @@ class _Anything(Collection[Any]):
         return 0
 
 
-ANY = _Anything()
+ANY = _Wildcard()
 INVARIANT_CAN: Can = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
-"""What these kernels, and those of `batch_invariant` and `transformer`, compute beyond a plain
+"""What these kernels, and those of `batch_invariant` and `trainable`, compute beyond a plain
 layer; a model with any other fact is not run on them."""
 CAN: Can = {**INVARIANT_CAN, "window": ANY}
 """The same without the batch-invariant ones."""

@@ -141,7 +141,8 @@ def _expand_gated(
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
-    """The tiles of one pass."""
+    """The rows of one pass, in tiles of one adapter slot each: the first row of a tile, its number
+    of rows, and the slot."""
 
     first_T: Tensor
     count_T: Tensor
@@ -149,7 +150,7 @@ class AdapterTiles:
 
 
 class LinearAdapters:
-    """The adapters of all slots in one linear layer."""
+    """The stacked A and B matrices of all adapter slots, for one linear layer."""
 
     def __init__(self, parts: dict[str, int], weight_MC: Tensor, limits: AdapterLimits) -> None:
         self.parts = parts
@@ -229,8 +230,8 @@ class LinearAdapters:
 
 
 class CudaAdapters:
-    """The adapters of a model on these kernels. A runner sets `tiles` before each pass; None: no
-    row has an adapter."""
+    """The LoRA adapters of a model, applied by these kernels. A runner sets `tiles` before each
+    pass; None: no row has an adapter."""
 
     tiles: AdapterTiles | None = None
 

@@ -15,7 +15,8 @@ from etude.store.production import ProductionStore
 
 
 class Place:
-    """`run`: the store of the run, if the file names none."""
+    """The recorded sessions of production mode, opened for reading. `run`: the store of the run, if
+    the file names none."""
 
     def __init__(self, file: Path, run: str | None) -> None:
         self.config: ProductionConfig = read_production(file)

@@ -44,7 +44,7 @@ a secret."""
 
 
 class Unredactable(Exception):
-    """Something is found however often it is taken out."""
+    """A text in which secrets are still found after all rounds of redaction. It is not stored."""
 
 
 @dataclass(slots=True, kw_only=True)

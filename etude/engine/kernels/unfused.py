@@ -1,7 +1,7 @@
-"""The forward pass of a `Transformer` by its own modules, with attention on our kernels: for models
-whose layers are not those that `fused` fuses.
+"""The unfused forward pass: the modules of a `Transformer` as they are, with attention on our
+Triton kernels. For models with layers that `fused` does not support.
 
-Products and norms are torch's, one after the other; a captured graph takes from them what they cost
+Products and norms are torch's, one after the other; captured in a graph they lose what they cost
 most at small batches, the launches. Shapes as in `fused`.
 """
 
@@ -39,8 +39,8 @@ def unsupported(c: ModelConfig) -> list[str]:
     return c.beyond(CAN) + odd_heads(c) + (["experts with hidden_act"] if loops else [])
 
 
-class _Layer:
-    """What `CudaRunner` asks of a layer."""
+class _UnfusedLayer:
+    """The attention config of one layer, under the name that `LayerWeights` has it by."""
 
     def __init__(self, heads: GroupedQueryAttention, eps: float) -> None:
         size = heads.head_dim
@@ -59,11 +59,11 @@ class _Layer:
         )
 
 
-class ModuleForward:
-    """The forward pass of a `Transformer` by its own modules."""
+class UnfusedForward:
+    """The forward pass of a `Transformer` by its own modules, with attention on Triton kernels."""
 
     adapters: CudaAdapters | None = None
-    """The modules call it themselves."""
+    """The adapters, which the modules call themselves."""
 
     def __init__(self, model: Transformer) -> None:
         c = model.config
@@ -75,7 +75,7 @@ class ModuleForward:
         self.config = c
         self._model = model
         self.layers = [
-            _Layer(block.self_attn, c.rms_norm_eps)
+            _UnfusedLayer(block.self_attn, c.rms_norm_eps)
             for block in model.model.layers
             if isinstance(block, Block) and isinstance(block.self_attn, GroupedQueryAttention)
         ]
@@ -94,7 +94,7 @@ class ModuleForward:
         known = sampled.index_select(0, (-1 - tokens_N).clamp(min=0))
         tokens_N = torch.where(tokens_N < 0, known, tokens_N)
         routing = None if record is None else Routing()
-        positions_N, attend = context.positions_N, _OnKernels(context)
+        positions_N, attend = context.positions_N, _TritonAttention(context)
         hidden_NE: Tensor = self._model(tokens_N, positions_N, attend, routing)
         if record is not None and routing is not None:
             nobody = record.shape[0] - 1
@@ -118,8 +118,8 @@ class ModuleForward:
         )
 
 
-class _OnKernels:
-    """The attention backend of one pass."""
+class _TritonAttention:
+    """The attention backend of one pass, on Triton kernels over the paged KV cache."""
 
     latent = False
 

@@ -1,6 +1,8 @@
-"""The gated delta rule on kernels: for one new token of each sequence, with the states of
-`model.recurrence` in blocks, which a captured graph can do without the host knowing any length; and
-for chunks of prompts.
+"""The gated delta rule (Gated DeltaNet) on kernels: `GatedDeltaDecode` for one new token of each
+sequence, `delta_chunks` for chunks of prompts.
+
+Decoding keeps the states of `model.recurrence` in blocks, so that a captured graph needs no length
+from the host.
 
 Shapes as in `model.recurrence`.
 """
@@ -42,9 +44,9 @@ def _step(
     tl.store(out + row * V + j, tl.sum(memory * query[:, None], 0), mask=j < V)
 
 
-class DecodeRecurrence:
-    """The recurrent layers of a pass with one new token of each sequence. `lengths_B` counts it, 0
-    is an empty row; the last block of the states is for those."""
+class GatedDeltaDecode:
+    """The decode step of layers with a gated delta rule: one new token of each sequence.
+    `lengths_B` counts it; 0 is an empty row, and these share the last block of the states."""
 
     def __init__(
         self, states: StateCache, lengths_B: Tensor, blocks: Tensor, stride: Tensor, block_size: int

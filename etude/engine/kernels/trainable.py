@@ -1,5 +1,5 @@
-"""A trainable model on the batch-invariant kernels of the engine: the same bits forward, the usual
-gradients backward.
+"""The trainer's model on the batch-invariant kernels of the engine: the same bits forward, the
+usual gradients backward.
 
 Where the engine adds and normalises in one kernel the two steps are apart here. They round in the
 same places.
@@ -33,8 +33,9 @@ PAGE_SIZE = 64
 
 
 class BatchInvariantTransformer(Transformer):
-    """A trainable transformer whose forward pass has the bits of `BatchInvariantForward`, with the
-    usual gradients. It takes packed sequences only, with causal attention."""
+    """The model that a trainer runs to get the bits of a batch-invariant engine: the forward pass
+    of `BatchInvariantForward`, with the usual gradients. It takes packed sequences only, with
+    causal attention."""
 
     @property
     def invariant(self) -> bool:
