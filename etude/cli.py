@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from etude.launch.ray_plan import RayCluster
 
 INTERRUPTED = 130
-RESUMABLE = ("demo", "run", "eval", "tasks", "images")
+RESUMABLE = ("demo", "run", "realtime", "eval", "tasks", "images")
 """Commands that go on where they were stopped."""
 NOBODY_READS = 141
 """As of a program that SIGPIPE ended: `etude .. | head` has read enough."""
@@ -292,6 +292,7 @@ def gateway(args: argparse.Namespace) -> int:
 def realtime(args: argparse.Namespace) -> int:
     from etude.commands import realtime
     from etude.commands.run_file import read_run_file
+    from etude.commands.terminal import say
     from etude.launch.place import RunPlace
     from etude.launch.realtime import execute
     from etude.run.realtime_process import realtime_settings
@@ -308,7 +309,13 @@ def realtime(args: argparse.Namespace) -> int:
     place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")
     if args.dry_run:
         return realtime.plan(config, place, console)
-    execute(config, place, console, resume=_again(None), once=args.once)
+    if anew := place.begins_anew(config.name, Path(args.what).parent, fresh=False):
+        say(console, anew, indent=2)
+    try:
+        execute(config, place, console, resume=_again(None), once=args.once)
+    except KeyboardInterrupt as e:
+        e.add_note(f"where the run lies: {place.absolute}")
+        raise
     return 0
 
 

@@ -49,13 +49,15 @@ def execute(
         run = Run.open(place.store)
         run.put_config(config)
         launcher = open_launcher(config, place, resume, lock)
+        logs = launcher.logs.absolute()
+        _print(console, f"run {config.name} in {place.absolute}; logs in {logs}")
 
         async def program() -> None:
             if not is_prepared(run):
                 preparing = python("etude.trainer.prepare", "--store", place.store)
                 await launcher.run_to_end(Program("preparation", preparing))
             programs, url = realtime_programs(config, config.realtime, place, once=once)
-            console.print(f"gateway for users: {url}", highlight=False)
+            _print(console, f"gateway for users: {url} (it answers when its workers are up)")
             async with in_background(show_changes(run, console)):
                 await launcher.run_all(programs, until="loop")
                 await asyncio.sleep(2 * LOOK_S)
@@ -119,9 +121,13 @@ async def show_changes(run: Run, console: Console) -> None:
     while True:
         changes = await asyncio.to_thread(log.changes)
         for change in changes[shown:]:
-            console.print(described(change), highlight=False, markup=False, soft_wrap=True)
+            _print(console, described(change))
         shown = len(changes)
         await asyncio.sleep(LOOK_S)
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def described(change: Change) -> str:

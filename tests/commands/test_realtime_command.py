@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from etude.cli import main
+from etude.cli import INTERRUPTED, main
 from etude.commands import realtime
 from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.traffic import Change
+from etude.serve.tokens import SECRET_VARIABLE
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
 
@@ -85,3 +88,62 @@ def test_a_file_without_the_table_is_refused(
     (tmp_path / "run.toml").write_text('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
     assert main(["realtime", str(tmp_path / "run.toml")]) == 2
     assert "has no table [realtime]" in capsys.readouterr().err
+
+
+TOML = """
+name = "shop"
+[model]
+hidden_size = 32
+num_layers = 1
+[tasks]
+heldout = 2
+novel = 0
+[sandbox]
+isolation = "process"
+[realtime]
+production = "production.toml"
+[realtime.gate]
+safety = 0
+cheats = 0
+[[stage]]
+kind = "rl"
+steps = 1
+"""
+
+
+@pytest.fixture
+def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the two files; whatever is started there is stopped at once."""
+
+    def stop(program: Coroutine[Any, Any, None]) -> None:
+        program.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("etude.launch.realtime.run_until_told", stop)
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 64)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(TOML)
+    (tmp_path / "production.toml").write_text('user_key_file = "user.key"\n')
+    return tmp_path
+
+
+def test_start_and_stop_say_where_the_run_lies(
+    product: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["realtime", "run.toml"]) == INTERRUPTED
+    told = capsys.readouterr()
+    place = product / "runs" / "shop"
+    assert told.out == f"run shop in {place}; logs in {place / 'logs'}\n"
+    assert told.err.startswith("stopped; resume with: etude ")
+    assert told.err.endswith(f"\nwhere the run lies: {place}\n")
+
+
+def test_a_start_from_another_folder_names_the_run_that_is_there(
+    product: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["realtime", "run.toml"])
+    (product / "elsewhere").mkdir()
+    monkeypatch.chdir(product / "elsewhere")
+    capsys.readouterr()
+    main(["realtime", "../run.toml"])
+    assert capsys.readouterr().out.startswith(f"begins anew in {product}/elsewhere/runs/shop; ")
