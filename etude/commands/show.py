@@ -17,6 +17,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import Launched
 from etude.core.ledger import Batched
 from etude.core.types import Json
+from etude.core.updates import is_of_user
 from etude.dash.reader import RunView, StoreCost
 from etude.dash.session import said
 from etude.launch import screen
@@ -214,7 +215,9 @@ def find_damage(run: Run) -> list[str]:
     for entry in read(run.ledger.records) or ():
         if isinstance(entry, Batched):
             read(lambda: run.batch(entry.step))  # noqa: B023
-            for group in {group_of(sample) for sample in entry.samples} - looked_at:
+            # a session of a user lies in the store of production mode, in no group
+            rollouts = (sample for sample in entry.samples if not is_of_user(sample))
+            for group in {group_of(sample) for sample in rollouts} - looked_at:
                 looked_at.add(group)
                 read(lambda: run.group(group))  # noqa: B023
     read(RolloutLog(run.objects).rows)
