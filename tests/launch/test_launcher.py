@@ -24,7 +24,7 @@ from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessHeard, ProcessRestarted, ProcessSilent
 from etude.core.placement import LESS_MEMORY
-from etude.launch.endings import LAST_LINES
+from etude.launch.endings import LAST_LINES, exit_message
 from etude.launch.launcher import (
     RESTARTS,
     LocalLauncher,
@@ -107,6 +107,12 @@ async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
         await launcher.run_to_end(program("preparation", "import sys; sys.exit(2)"))
     again = "\nWhen that is mended, go on with: etude run x.toml\nor begin anew with --fresh"
     assert str(caught.value).endswith(again)
+
+
+@pytest.mark.parametrize("command", ["etude realtime x.toml", "etude eval runs/x"])
+def test_fresh_is_not_advised_to_commands_without_it(command: str) -> None:
+    told = exit_message("loop", 2, ["no"], "loop.log", command, how="ended", restarts=None)
+    assert told.endswith(f"\nWhen that is mended, go on with: {command}")
 
 
 async def test_last_words_are_those_of_the_last_life(
