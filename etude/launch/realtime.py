@@ -10,8 +10,10 @@ from rich.console import Console
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.harness_config import CODING_AGENT
 from etude.core.realtime_config import RealtimeConfig
 from etude.core.traffic import BLUE, GREEN, HELDOUT, Change
+from etude.launch.check import check_start
 from etude.launch.devices import placed
 from etude.launch.launcher import (
     RESTARTS,
@@ -24,7 +26,8 @@ from etude.launch.launcher import (
 )
 from etude.launch.local import in_background, open_launcher, run_until_told
 from etude.launch.place import RunPlace
-from etude.serve.production.config import read_production, read_user_key
+from etude.run.realtime_probes import probe_splits
+from etude.serve.production.config import ProductionConfig, read_production, read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, read_secret
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
@@ -38,12 +41,8 @@ def execute(
 ) -> None:
     """Users are served, and teach the model, until somebody stops it; or `once`."""
     assert config.realtime is not None
-    if read_secret() is None:
-        raise EtudeError(
-            f"real-time RL needs tokens, for your backend too: set {SECRET_VARIABLE} "
-            f"(docs/production.md)"
-        )
-    production = read_production(Path(config.realtime.production))
+    production = check_realtime(config, config.realtime)
+    check_start(config, place)
     read_user_key(Path(production.user_key_file), create=True)
     with locked(place.directory) as lock:
         run = Run.open(place.store)
@@ -63,6 +62,25 @@ def execute(
                 await asyncio.sleep(2 * LOOK_S)
 
         run_until_told(program())
+
+
+def check_realtime(config: RunConfig, realtime: RealtimeConfig) -> ProductionConfig:
+    """Raises EtudeError for what only real-time RL is refused for; the first update, hours later,
+    would be the first to notice."""
+    if read_secret() is None:
+        raise EtudeError(
+            f"real-time RL needs tokens, for your backend too: set {SECRET_VARIABLE} "
+            f"(docs/production.md)"
+        )
+    probed = probe_splits(realtime.gate, config.seed)
+    harness = config.harness
+    if probed and not harness.command and harness.agent_class == CODING_AGENT:
+        raise EtudeError(
+            "the gate asks its probes through your harness, and the demo's agent knows nothing but "
+            "the demo's tasks: give the run a table [harness.code] (docs/harness.md), or an agent "
+            "of your own; or do without probes: realtime.gate.safety = 0 and cheats = 0"
+        )
+    return read_production(Path(realtime.production))
 
 
 def pools_of(config: RealtimeConfig) -> list[str]:

@@ -110,6 +110,8 @@ kind = "rl"
 steps = 1
 """
 
+FOLDER = 'environment = "etude.run.task_folder:TaskFolder"\npath = "none"'
+
 
 @pytest.fixture
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -147,3 +149,52 @@ def test_a_start_from_another_folder_names_the_run_that_is_there(
     capsys.readouterr()
     main(["realtime", "../run.toml"])
     assert capsys.readouterr().out.startswith(f"begins anew in {product}/elsewhere/runs/shop; ")
+
+
+def test_what_is_next_is_told_in_words(product: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["realtime", "run.toml", "--dry-run"]) == 0
+    place = product / "runs" / "shop"
+    assert capsys.readouterr().out.startswith(f"{place}: nothing was given to users yet\n")
+    main(["realtime", "run.toml"])
+    log = told(Run.open(f"file:{place}"), FIRST)
+    capsys.readouterr()
+    assert main(["realtime", "run.toml", "--dry-run"]) == 0
+    collects, settled, *_ = capsys.readouterr().out.splitlines()
+    assert collects == "next: sessions are collected for version 1, which begins with version 0"
+    assert settled == "0 sessions are settled, of 256 that a batch needs; 0 pending"
+    assert log.append(traffic.hold(FIRST, 1.0, "stopped by hand"))
+    assert main(["realtime", "run.toml", "--dry-run"]) == 0
+    assert "next: nothing, until `etude realtime resume`: stopped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"production.toml": None}, "production.toml: No such file"),
+        ({SECRET_VARIABLE: None}, f"set {SECRET_VARIABLE}"),
+        ({"safety = 0": "safety = 8"}, "give the run a table [harness.code]"),
+        ({"safety = 0": 'safety = 8\nprobes = "none.jsonl"'}, "none.jsonl"),
+        ({"[tasks]": f"[tasks]\n{FOLDER}"}, "none"),
+        ({"hidden_size = 32\nnum_layers = 1": 'path = "none"'}, "is no model to start from"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(
+    product: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    change: dict[str, str | None],
+    said: str,
+) -> None:
+    """Some of them would otherwise be noticed by the first update, hours later."""
+    for old, new in change.items():
+        if old == SECRET_VARIABLE:
+            monkeypatch.delenv(old)
+        elif new is None:
+            (product / old).unlink()
+        else:
+            (product / "run.toml").write_text(TOML.replace(old, new))
+    assert main(["realtime", "run.toml", *more]) == 2
+    assert said in capsys.readouterr().err
+    assert not (product / "runs").exists()
