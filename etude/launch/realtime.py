@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.events import Event, ProcessRestarted
 from etude.core.harness_config import CODING_AGENT
 from etude.core.realtime_config import RealtimeConfig
 from etude.core.traffic import BLUE, GREEN, HELDOUT, Change
@@ -24,13 +26,14 @@ from etude.launch.launcher import (
     python,
     trainer_programs,
 )
-from etude.launch.local import in_background, open_launcher, run_until_told
+from etude.launch.local import in_background, open_launcher, run_until_told, tell_launch
 from etude.launch.place import RunPlace
 from etude.run.realtime_probes import probe_splits
 from etude.serve.production.config import ProductionConfig, read_production, read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, read_secret
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
+from etude.store.telemetry import event_writer
 from etude.trainer.prepare import is_prepared
 
 LOOK_S = 0.5
@@ -52,12 +55,23 @@ def execute(
         _print(console, f"run {config.name} in {place.absolute}; logs in {logs}")
 
         async def program() -> None:
+            tell_launch(run, resume)
             if not is_prepared(run):
                 preparing = python("etude.trainer.prepare", "--store", place.store)
                 await launcher.run_to_end(Program("preparation", preparing))
             programs, url = realtime_programs(config, config.realtime, place, once=once)
             _print(console, f"gateway for users: {url} (it answers when its workers are up)")
-            async with in_background(show_changes(run, console)):
+
+            def told(event: Event) -> None:
+                tell(event)
+                if isinstance(event, ProcessRestarted):
+                    _print(console, f"the {event.process} {event.how} and is started again")
+
+            async with (
+                event_writer(run, "launcher") as tell,
+                in_background(launcher.watch(told)),
+                in_background(show_changes(run, console)),
+            ):
                 await launcher.run_all(programs, until="loop")
                 await asyncio.sleep(2 * LOOK_S)
 
@@ -130,7 +144,9 @@ def realtime_programs(
     trainers = trainer_programs(
         place.store, config.trainer.ranks, place.directory / "rendezvous", placement.trainer
     )
-    return [gateway, *workers, *trainers, loop], url
+    # users are not to notice that one of these is killed; both go on from the store
+    kept = [replace(each, restarts=RESTARTS, final=(2,)) for each in (*trainers, loop)]
+    return [gateway, *workers, *kept], url
 
 
 async def show_changes(run: Run, console: Console) -> None:

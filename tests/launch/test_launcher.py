@@ -240,6 +240,22 @@ async def test_a_worker_is_started_again_but_not_for_ever(
     assert (tmp_path / "logs" / "worker.log").read_text().count("hello") == 3
 
 
+async def test_after_a_final_exit_code_nobody_is_started_again(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    """Who was killed is: the loop of real-time RL, so that users do not notice."""
+    marker = tmp_path / "killed"
+    code = (
+        f"import os, pathlib; print('hello', flush=True); marker = pathlib.Path({str(marker)!r})\n"
+        "if marker.exists(): raise SystemExit(2)\n"
+        "marker.touch(); os.kill(os.getpid(), 9)"
+    )
+    with pytest.raises(EtudeError) as caught:
+        await launcher.run_to_end(program("loop", code, restarts=3, final=(2,)))
+    assert "the loop ended with exit code 2. The end of" in str(caught.value)
+    assert (tmp_path / "logs" / "loop.log").read_text().count("hello") == 2
+
+
 async def test_who_is_started_again_is_named_until_it_is_heard(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
