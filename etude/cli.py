@@ -92,6 +92,11 @@ def run(args: argparse.Namespace) -> int:
     from etude.commands.run_file import read_run_file
 
     config = read_run_file(args.config, args.set)
+    if config.realtime is not None:
+        raise EtudeError(
+            f"{args.config} has a table [realtime]: users teach this run, and rollouts of tasks "
+            f"would be trained on in their place; start it with `etude realtime {args.config}`"
+        )
     return _train(config, args)
 
 
@@ -304,6 +309,11 @@ def realtime(args: argparse.Namespace) -> int:
         given = {"version": args.version} if args.what == "pin" else {}
         code: int = getattr(realtime, args.what)(_existing(args.run).open(), console, **given)
         return code
+    if args.run is not None:
+        raise EtudeError(
+            f"etude realtime {args.what} {args.run}: write one of {', '.join(REALTIME_ACTIONS)} "
+            f"before a run, or the file of a run alone"
+        )
     config = read_run_file(Path(args.what), args.set)
     realtime_settings(config)
     place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")

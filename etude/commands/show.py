@@ -90,7 +90,7 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
         f"sessions: {audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed",
     )
     stopped = is_stopped(place.directory)
-    if stopped and audited.unended:
+    if stopped and audited.unended and config.realtime is None:
         _print(
             console,
             f"when it goes on, the {audited.unended} in unfinished groups are dropped as "
@@ -151,7 +151,7 @@ def _command(run: Run) -> str:
     ]
     runs = [each for each in told if each.command and not each.command.startswith("etude eval")]
     if not runs:
-        return "etude run FILE"
+        return "etude run FILE" if run.config().realtime is None else "etude realtime FILE"
     last, here = runs[-1], run.objects.url
     command = f"cd {shlex.quote(last.folder)} && {last.command}" if last.folder else last.command
     is_moved = last.store not in ("", here)

@@ -11,9 +11,13 @@ from rich.console import Console
 
 from etude.cli import INTERRUPTED, main
 from etude.commands import realtime
+from etude.commands.run_file import read_run_file
 from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.traffic import Change
+from etude.launch.launcher import RESTARTS
+from etude.launch.place import RunPlace
+from etude.launch.realtime import realtime_programs
 from etude.serve.tokens import SECRET_VARIABLE
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
@@ -198,3 +202,35 @@ def test_a_mistake_is_told_before_anything_starts(
     assert main(["realtime", "run.toml", *more]) == 2
     assert said in capsys.readouterr().err
     assert not (product / "runs").exists()
+
+
+def test_a_run_that_users_teach_is_not_gone_on_with_by_etude_run(
+    product: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "run.toml", "--dry-run"]) == 2
+    assert "start it with `etude realtime run.toml`" in capsys.readouterr().err
+    main(["realtime", "run.toml"])
+    capsys.readouterr()
+    main(["show", "runs/shop"])
+    assert "go on with: etude realtime FILE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["stpo", "runs/shop"], ["run.toml", "runs/shop"]])
+def test_a_misspelt_action_is_told_the_actions(
+    product: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert main(["realtime", *argv]) == 2
+    assert "write one of status, compare, stop, " in capsys.readouterr().err
+
+
+def test_who_is_killed_is_started_again_so_that_users_do_not_notice(product: Path) -> None:
+    config = read_run_file(product / "run.toml")
+    programs, _ = realtime_programs(
+        config, config.realtime, RunPlace.of(product / "runs" / "shop"), once=False
+    )
+    assert {each.name.partition("-")[0] for each in programs} == {
+        "gateway", "worker", "trainer", "loop",
+    }  # fmt: skip
+    assert all(each.restarts == RESTARTS for each in programs)
+    # a mistake that was named is there the next time, too; and of two loops one must end
+    assert {each.name for each in programs if each.final == (2,)} == {"trainer", "loop"}
