@@ -296,11 +296,6 @@ def gateway(args: argparse.Namespace) -> int:
 
 def realtime(args: argparse.Namespace) -> int:
     from etude.commands import realtime
-    from etude.commands.run_file import read_run_file
-    from etude.commands.terminal import say
-    from etude.launch.place import RunPlace
-    from etude.launch.realtime import execute
-    from etude.run.realtime_process import realtime_settings
 
     console = _console(False)
     if args.what in REALTIME_ACTIONS:
@@ -314,19 +309,8 @@ def realtime(args: argparse.Namespace) -> int:
             f"etude realtime {args.what} {args.run}: write one of {', '.join(REALTIME_ACTIONS)} "
             f"before a run, or the file of a run alone"
         )
-    config = read_run_file(Path(args.what), args.set)
-    realtime_settings(config)
-    place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")
-    if args.dry_run:
-        return realtime.plan(config, place, console)
-    if anew := place.begins_anew(config.name, Path(args.what).parent, fresh=False):
-        say(console, anew, indent=2)
-    try:
-        execute(config, place, console, resume=_again(None), once=args.once)
-    except KeyboardInterrupt as e:
-        e.add_note(f"where the run lies: {place.absolute}")
-        raise
-    return 0
+    options = realtime.Options(dir=args.dir, set=args.set, once=args.once, dry_run=args.dry_run)
+    return realtime.start(Path(args.what), options, console, resume=_again(None))
 
 
 def production(args: argparse.Namespace) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
+from etude.commands.run_file import read_run_file
+from etude.commands.terminal import say
 from etude.core import traffic
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
@@ -16,7 +20,7 @@ from etude.core.updates import versions_that_saw
 from etude.launch.check import check_start
 from etude.launch.launcher import is_stopped
 from etude.launch.place import RunPlace
-from etude.launch.realtime import check_realtime, described
+from etude.launch.realtime import check_realtime, described, execute
 from etude.realtime.cycle import (
     AwaitVersion,
     Collect,
@@ -125,6 +129,33 @@ def compare(run: Run, console: Console) -> int:
             highlight=False,
             soft_wrap=True,
         )
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of a start, as the command line has them."""
+
+    dir: str | None
+    set: Sequence[str]
+    once: bool
+    dry_run: bool
+
+
+def start(file: Path, options: Options, console: Console, *, resume: str) -> int:
+    """Serves users and learns from them, from wherever the run of this file stands."""
+    config = read_run_file(file, options.set)
+    realtime_settings(config)
+    place = RunPlace.of(options.dir or config.store or f"runs/{config.name}")
+    if options.dry_run:
+        return plan(config, place, console)
+    if anew := place.begins_anew(config.name, file.parent, fresh=False):
+        say(console, anew, indent=2)
+    try:
+        execute(config, place, console, resume=resume, once=options.once)
+    except KeyboardInterrupt as e:
+        e.add_note(f"where the run lies: {place.absolute}")
+        raise
     return 0
 
 

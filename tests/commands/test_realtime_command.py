@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from etude.core.errors import EtudeError
 from etude.core.traffic import Change
 from etude.launch.launcher import RESTARTS
 from etude.launch.place import RunPlace
-from etude.launch.realtime import realtime_programs
+from etude.launch.realtime import check_realtime, realtime_programs
 from etude.serve.tokens import SECRET_VARIABLE
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
@@ -234,3 +235,12 @@ def test_who_is_killed_is_started_again_so_that_users_do_not_notice(product: Pat
     assert all(each.restarts == RESTARTS for each in programs)
     # a mistake that was named is there the next time, too; and of two loops one must end
     assert {each.name for each in programs if each.final == (2,)} == {"trainer", "loop"}
+
+
+def test_the_files_of_the_page_are_those_of_runs_that_users_teach(product: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "realtime.md").read_text()
+    for text in re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        (product / "run.toml").write_text(text)
+        config = read_run_file(product / "run.toml")
+        assert config.realtime is not None
+        check_realtime(config, config.realtime)
