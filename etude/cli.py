@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from etude.launch.ray_plan import RayCluster
 
 INTERRUPTED = 130
-RESUMABLE = ("demo", "run", "eval", "tasks", "images")
+RESUMABLE = ("demo", "run", "realtime", "eval", "tasks", "images")
 """Commands that go on where they were stopped."""
 NOBODY_READS = 141
 """As of a program that SIGPIPE ended: `etude .. | head` has read enough."""
@@ -92,6 +92,11 @@ def run(args: argparse.Namespace) -> int:
     from etude.commands.run_file import read_run_file
 
     config = read_run_file(args.config, args.set)
+    if config.realtime is not None:
+        raise EtudeError(
+            f"{args.config} has a table [realtime]: users teach this run, and rollouts of tasks "
+            f"would be trained on in their place; start it with `etude realtime {args.config}`"
+        )
     return _train(config, args)
 
 
@@ -291,10 +296,6 @@ def gateway(args: argparse.Namespace) -> int:
 
 def realtime(args: argparse.Namespace) -> int:
     from etude.commands import realtime
-    from etude.commands.run_file import read_run_file
-    from etude.launch.place import RunPlace
-    from etude.launch.realtime import execute
-    from etude.run.realtime_process import realtime_settings
 
     console = _console(False)
     if args.what in REALTIME_ACTIONS:
@@ -303,13 +304,13 @@ def realtime(args: argparse.Namespace) -> int:
         given = {"version": args.version} if args.what == "pin" else {}
         code: int = getattr(realtime, args.what)(_existing(args.run).open(), console, **given)
         return code
-    config = read_run_file(Path(args.what), args.set)
-    realtime_settings(config)
-    place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")
-    if args.dry_run:
-        return realtime.plan(config, place, console)
-    execute(config, place, console, resume=_again(None), once=args.once)
-    return 0
+    if args.run is not None:
+        raise EtudeError(
+            f"etude realtime {args.what} {args.run}: write one of {', '.join(REALTIME_ACTIONS)} "
+            f"before a run, or the file of a run alone"
+        )
+    options = realtime.Options(dir=args.dir, set=args.set, once=args.once, dry_run=args.dry_run)
+    return realtime.start(Path(args.what), options, console, resume=_again(None))
 
 
 def production(args: argparse.Namespace) -> int:

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
+from etude.commands.run_file import read_run_file
+from etude.commands.terminal import say
 from etude.core import traffic
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
 from etude.core.ledger import Ledger
 from etude.core.traffic import Change
 from etude.core.updates import versions_that_saw
+from etude.launch.check import check_start
+from etude.launch.launcher import is_stopped
 from etude.launch.place import RunPlace
-from etude.launch.realtime import described
-from etude.realtime.cycle import Collect
+from etude.launch.realtime import check_realtime, described, execute
+from etude.realtime.cycle import (
+    AwaitVersion,
+    Collect,
+    Compare,
+    Done,
+    Evaluate,
+    Gate,
+    Held,
+    Next,
+    Refuse,
+    Start,
+)
 from etude.run.realtime_process import open_loop, realtime_settings
 from etude.store.realtime import TrafficLog, UpdateLog
 from etude.store.runs import Run
@@ -46,6 +63,10 @@ def _not_started(run: Run) -> EtudeError:
     return EtudeError(
         f"{run.objects.url}: no version was given to users yet: start `etude realtime` first"
     )
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def stop(run: Run, console: Console) -> int:
@@ -111,28 +132,84 @@ def compare(run: Run, console: Console) -> int:
     return 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of a start, as the command line has them."""
+
+    dir: str | None
+    set: Sequence[str]
+    once: bool
+    dry_run: bool
+
+
+def start(file: Path, options: Options, console: Console, *, resume: str) -> int:
+    """Serves users and learns from them, from wherever the run of this file stands."""
+    config = read_run_file(file, options.set)
+    realtime_settings(config)
+    place = RunPlace.of(options.dir or config.store or f"runs/{config.name}")
+    if options.dry_run:
+        return plan(config, place, console)
+    if anew := place.begins_anew(config.name, file.parent, fresh=False):
+        say(console, anew, indent=2)
+    try:
+        execute(config, place, console, resume=resume, once=options.once)
+    except KeyboardInterrupt as e:
+        e.add_note(f"where the run lies: {place.absolute}")
+        raise
+    return 0
+
+
+def in_words(action: Next) -> str:
+    match action:
+        case AwaitVersion(version):
+            return f"version {version} is trained"
+        case Start(version):
+            return f"users are given version {version}"
+        case Collect(step, base):
+            return f"sessions are collected for version {step}, which begins with version {base}"
+        case Evaluate(version):
+            return f"version {version} tries held-out tasks and probes"
+        case Refuse(version, why):
+            return f"version {version} is refused: {why}"
+        case Gate(candidate, live):
+            return f"the gate decides about version {candidate}, against version {live}"
+        case Compare(new, old):
+            return f"what users do with version {new} is compared with version {old}"
+        case Held(why):
+            return f"nothing, until `etude realtime resume`: {why}"
+        case Done():
+            return "nothing: all steps of the stage are taken"
+
+
 def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
-    """What the loop would do next, without doing it."""
+    """What the loop would do next, without doing it; before that, unless it runs just now, all that
+    a start would be refused for."""
     realtime = realtime_settings(config)
+    if is_stopped(place.directory) or not (place.directory / "lock").exists():
+        check_realtime(config, realtime)
+        findings = check_start(config, place, look=True)
+        assert findings is not None
+        if (there := findings.tasks["heldout"]) < config.tasks.heldout:
+            _print(
+                console,
+                f"look: there are {there} held-out tasks, of {config.tasks.heldout} that are asked "
+                f"for: with few, nothing is deployed (docs/realtime.md)",
+            )
     run = place.find()
     if run is None or TrafficLog(run.objects).newest() is None:
-        console.print(f"{place}: nothing was given to users yet", highlight=False)
+        _print(console, f"{place.absolute}: nothing was given to users yet")
     else:
         loop = open_loop(run, config)
         action = loop.next()
-        console.print(f"next: {action}", highlight=False, markup=False)
+        _print(console, f"next: {in_words(action)}")
         if isinstance(action, Collect):
             found = loop.sort_out(action.base, loop.last.traffic)
-            console.print(
-                f"{len(found.ready)} sessions are settled, of {realtime.min_sessions} that a "
-                f"batch needs; {found.pending} pending",
-                highlight=False,
-            )
+            _print(console, loop.settled(action.step, found))
             for entry in found.dropped:
                 console.print(f"to be dropped: {entry.label} {len(entry.samples)}", highlight=False)
     canary = realtime.canary
     console.print(
-        f"an update every {realtime.every_minutes:g} min at most, from {realtime.min_sessions} "
+        f"an update every {realtime.every_minutes:g} min or later, from {realtime.min_sessions} "
         f"sessions that are settled after {realtime.horizon_minutes:g} min; "
         f"then {config.tasks.heldout} held-out tasks (margin {realtime.gate.margin:g}), then "
         f"{', '.join(f'{100 * share:g} %' for share in canary.ramp)} of users",

@@ -17,6 +17,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import Launched
 from etude.core.ledger import Batched
 from etude.core.types import Json
+from etude.core.updates import is_of_user
 from etude.dash.reader import RunView, StoreCost
 from etude.dash.session import said
 from etude.launch import screen
@@ -89,7 +90,7 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
         f"sessions: {audited.equation}; lag {audited.lag_max} at most, {audited.lag_bound} allowed",
     )
     stopped = is_stopped(place.directory)
-    if stopped and audited.unended:
+    if stopped and audited.unended and config.realtime is None:
         _print(
             console,
             f"when it goes on, the {audited.unended} in unfinished groups are dropped as "
@@ -150,7 +151,7 @@ def _command(run: Run) -> str:
     ]
     runs = [each for each in told if each.command and not each.command.startswith("etude eval")]
     if not runs:
-        return "etude run FILE"
+        return "etude run FILE" if run.config().realtime is None else "etude realtime FILE"
     last, here = runs[-1], run.objects.url
     command = f"cd {shlex.quote(last.folder)} && {last.command}" if last.folder else last.command
     is_moved = last.store not in ("", here)
@@ -214,7 +215,9 @@ def find_damage(run: Run) -> list[str]:
     for entry in read(run.ledger.records) or ():
         if isinstance(entry, Batched):
             read(lambda: run.batch(entry.step))  # noqa: B023
-            for group in {group_of(sample) for sample in entry.samples} - looked_at:
+            # a session of a user lies in the store of production mode, in no group
+            rollouts = (sample for sample in entry.samples if not is_of_user(sample))
+            for group in {group_of(sample) for sample in rollouts} - looked_at:
                 looked_at.add(group)
                 read(lambda: run.group(group))  # noqa: B023
     read(RolloutLog(run.objects).rows)

@@ -18,6 +18,7 @@ from etude.core.events import AttemptDone, Event, Launched
 from etude.core.ledger import Batched, Entry, Ledger, Unbalanced
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Trajectory
+from etude.core.updates import is_of_user
 from etude.dash.history import History
 from etude.dash.reader import RunView
 from etude.dash.session import CUT_SHORT
@@ -62,7 +63,7 @@ class RecordedRun:
         )
         self._entered = 0
         self._batched: dict[int, frozenset[str]] = {}
-        """Step -> the groups of its batch."""
+        """Step -> the groups of its batch; sessions of users are in none."""
         self._config: RunConfig | None = None
         self._read: float | None = None
         self._looked: float | None = None
@@ -100,7 +101,8 @@ class RecordedRun:
         for stamped in entries:
             self.waits.enter(stamped.t, stamped.record)
             if isinstance(stamped.record, Batched):
-                groups = frozenset(group_of(sample) for sample in stamped.record.samples)
+                samples = stamped.record.samples
+                groups = frozenset(group_of(each) for each in samples if not is_of_user(each))
                 self._batched[stamped.record.step] = groups
             try:
                 self.ledger.apply(stamped.record)

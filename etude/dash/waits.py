@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from etude.core.events import AttemptDone, Event, GroupDone, Launched, RunDone
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Trained
+from etude.core.updates import is_of_user
 from etude.dash.page import clock
 
 STOPPED_S = 60.0
@@ -33,6 +34,7 @@ class _Open:
     since: float
     ended: bool = False
     step: int | None = None
+    is_of_user: bool = False
 
 
 class Waits:
@@ -44,12 +46,15 @@ class Waits:
         self.told = 0.0
         """The time of the newest event."""
         self.finished = False
+        self._has_users = False
 
     def enter(self, t: float, entry: Entry) -> None:
         match entry:
             case Issued():
                 for sample in entry.samples:
-                    self._open[sample] = _Open(entry.task, entry.group, t)
+                    of_user = is_of_user(sample)
+                    self._has_users |= of_user
+                    self._open[sample] = _Open(entry.task, entry.group, t, is_of_user=of_user)
                     self._groups[entry.group].add(sample)
             case Batched():
                 for sample in entry.samples:
@@ -89,6 +94,9 @@ class Waits:
         return max(0.0, now - self.told) if self.told else 0.0
 
     def stopped(self, now: float) -> bool:
+        """Real-time RL may have nothing to tell for hours, between two updates."""
+        if self._has_users:
+            return False
         return not self.finished and self.silent_s(now) > STOPPED_S
 
     def waiting(self, now: float) -> list[Waiting]:
@@ -116,6 +124,8 @@ class Waits:
             return "the run to be resumed" + ("" if whole else ": its task is then issued again")
         if each.step is not None:
             return f"the trainer, for step {each.step}"
+        if each.is_of_user:
+            return "what its user does about it, until its horizon; then for a batch"
         if not each.ended:
             return "its own session, which is under way"
         if running:

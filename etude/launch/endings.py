@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from etude.core.placement import LESS_MEMORY
 
 LAST_LINES = 15
+FRESH = ("etude run ", "etude demo")
+"""Commands with `--fresh`."""
 
 
 def exit_message(
@@ -25,7 +27,9 @@ def exit_message(
     often = f", after {restarts} restarts within a minute" if restarts else ""
     again = f"Go on with: {resume}"
     if code == 2:  # it has named a mistake of the user's, which is still there the next time
-        again = f"When that is mended, go on with: {resume}\nor begin anew with --fresh"
+        again = f"When that is mended, go on with: {resume}"
+        if resume.startswith(FRESH):
+            again += "\nor begin anew with --fresh"
     end = f"The end of {where}:\n{said}" if said else f"{where} is empty."
     advice = advice_for(name, code)
     mend = f"{advice[0].upper()}{advice[1:]}.\n" if advice else ""

@@ -70,6 +70,8 @@ class Program:
     """It is there for others, and not meant to end by itself."""
     restarts: int = 0
     """How often it may be started again within a minute."""
+    final: tuple[int, ...] = ()
+    """Exit codes after which it is not: what it has named would be wrong the next time, too."""
     scope: Scope | None = None
     """Of the token that it is given."""
     makes_tokens: bool = False
@@ -207,7 +209,7 @@ class LocalLauncher:
         restarts = Restarts(program.restarts, SystemClock())
         while (code := await self._once(program)) != 0 or program.serves:
             how = how_ended(code, self._memory.get(program.name))
-            if not restarts.allow():
+            if code in program.final or not restarts.allow():
                 advice = advice_for(program.name, code)
                 self._untold.append(ProcessDied(process=program.name, how=how, advice=advice))
                 raise EtudeError(self._exit_message(program, code, how))
@@ -297,7 +299,7 @@ class LocalLauncher:
             str(path),
             self.resume,
             how=how,
-            restarts=program.restarts,
+            restarts=None if code in program.final else program.restarts,
         )
 
 

@@ -297,7 +297,8 @@ def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) ->
     )
 
 
-def _tell_launch(run: Run, resume: str) -> None:
+def tell_launch(run: Run, resume: str) -> None:
+    """So that others can say how to go on with it."""
     launches = run.events("launcher", EVENTS)
     launches.append(
         Launched(
@@ -320,7 +321,7 @@ async def _run(
     *,
     dash: bool,
 ) -> None:
-    _tell_launch(run, launcher.resume)
+    tell_launch(run, launcher.resume)
     lag_bound = max(
         (stage.max_lag for stage in config.stage if isinstance(stage, RolloutStageConfig)),
         default=0,
@@ -396,7 +397,7 @@ async def _evaluate(
     console: Console,
     wanted: Sequence[object],
 ) -> None:
-    _tell_launch(run, launcher.resume)
+    tell_launch(run, launcher.resume)
     async with on_screen(
         run, launcher, console, title=f"etude · evaluation of {config.name}", lag_bound=0
     ):

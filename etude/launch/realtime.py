@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
+from etude.core.events import Event, ProcessRestarted
+from etude.core.harness_config import CODING_AGENT
 from etude.core.realtime_config import RealtimeConfig
 from etude.core.traffic import BLUE, GREEN, HELDOUT, Change
+from etude.launch.check import check_start
 from etude.launch.devices import placed
 from etude.launch.launcher import (
     RESTARTS,
@@ -22,12 +26,14 @@ from etude.launch.launcher import (
     python,
     trainer_programs,
 )
-from etude.launch.local import in_background, open_launcher, run_until_told
+from etude.launch.local import in_background, open_launcher, run_until_told, tell_launch
 from etude.launch.place import RunPlace
-from etude.serve.production.config import read_production, read_user_key
+from etude.run.realtime_probes import probe_splits
+from etude.serve.production.config import ProductionConfig, read_production, read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, read_secret
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
+from etude.store.telemetry import event_writer
 from etude.trainer.prepare import is_prepared
 
 LOOK_S = 0.5
@@ -38,29 +44,57 @@ def execute(
 ) -> None:
     """Users are served, and teach the model, until somebody stops it; or `once`."""
     assert config.realtime is not None
-    if read_secret() is None:
-        raise EtudeError(
-            f"real-time RL needs tokens, for your backend too: set {SECRET_VARIABLE} "
-            f"(docs/production.md)"
-        )
-    production = read_production(Path(config.realtime.production))
+    production = check_realtime(config, config.realtime)
+    check_start(config, place)
     read_user_key(Path(production.user_key_file), create=True)
     with locked(place.directory) as lock:
         run = Run.open(place.store)
         run.put_config(config)
         launcher = open_launcher(config, place, resume, lock)
+        logs = launcher.logs.absolute()
+        _print(console, f"run {config.name} in {place.absolute}; logs in {logs}")
 
         async def program() -> None:
+            tell_launch(run, resume)
             if not is_prepared(run):
                 preparing = python("etude.trainer.prepare", "--store", place.store)
                 await launcher.run_to_end(Program("preparation", preparing))
             programs, url = realtime_programs(config, config.realtime, place, once=once)
-            console.print(f"gateway for users: {url}", highlight=False)
-            async with in_background(show_changes(run, console)):
+            _print(console, f"gateway for users: {url} (it answers when its workers are up)")
+
+            def told(event: Event) -> None:
+                tell(event)
+                if isinstance(event, ProcessRestarted):
+                    _print(console, f"the {event.process} {event.how} and is started again")
+
+            async with (
+                event_writer(run, "launcher") as tell,
+                in_background(launcher.watch(told)),
+                in_background(show_changes(run, console)),
+            ):
                 await launcher.run_all(programs, until="loop")
                 await asyncio.sleep(2 * LOOK_S)
 
         run_until_told(program())
+
+
+def check_realtime(config: RunConfig, realtime: RealtimeConfig) -> ProductionConfig:
+    """Raises EtudeError for what only real-time RL is refused for; the first update, hours later,
+    would be the first to notice."""
+    if read_secret() is None:
+        raise EtudeError(
+            f"real-time RL needs tokens, for your backend too: set {SECRET_VARIABLE} "
+            f"(docs/production.md)"
+        )
+    probed = probe_splits(realtime.gate, config.seed)
+    harness = config.harness
+    if probed and not harness.command and harness.agent_class == CODING_AGENT:
+        raise EtudeError(
+            "the gate asks its probes through your harness, and the demo's agent knows nothing but "
+            "the demo's tasks: give the run a table [harness.code] (docs/harness.md), or an agent "
+            "of your own; or do without probes: realtime.gate.safety = 0 and cheats = 0"
+        )
+    return read_production(Path(realtime.production))
 
 
 def pools_of(config: RealtimeConfig) -> list[str]:
@@ -110,7 +144,9 @@ def realtime_programs(
     trainers = trainer_programs(
         place.store, config.trainer.ranks, place.directory / "rendezvous", placement.trainer
     )
-    return [gateway, *workers, *trainers, loop], url
+    # users are not to notice that one of these is killed; both go on from the store
+    kept = [replace(each, restarts=RESTARTS, final=(2,)) for each in (*trainers, loop)]
+    return [gateway, *workers, *kept], url
 
 
 async def show_changes(run: Run, console: Console) -> None:
@@ -119,9 +155,13 @@ async def show_changes(run: Run, console: Console) -> None:
     while True:
         changes = await asyncio.to_thread(log.changes)
         for change in changes[shown:]:
-            console.print(described(change), highlight=False, markup=False, soft_wrap=True)
+            _print(console, described(change))
         shown = len(changes)
         await asyncio.sleep(LOOK_S)
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def described(change: Change) -> str:

@@ -38,7 +38,7 @@ from etude.realtime.cycle import (
 )
 from etude.realtime.gate import Outcomes, Suite, Verdict, judge
 from etude.realtime.probes import PROBE_SUITES
-from etude.realtime.robust import Caps
+from etude.realtime.robust import Caps, admit
 from etude.run.evaluate import Report, report_name
 from etude.run.journal import group_of
 from etude.run.realtime_probes import suite_of
@@ -106,6 +106,8 @@ class RealtimeLoop:
         self._now = now
         self._life: Life | None = None
         self._forgotten: dict[str, float] = {}
+        self._told_short = -1
+        """The step that was last said to wait because of the caps."""
 
     async def follow(self, *, once: bool = False) -> None:
         """Returns when all steps of the stage are taken; `once`: when one update has ended."""
@@ -243,15 +245,34 @@ class RealtimeLoop:
             found.ready,
             step=action.step,
             base=action.base,
-            caps=Caps(
-                per_user=config.per_user, per_organisation_share=config.per_organisation_share
-            ),
+            caps=self._caps,
             baseline=self._baseline(),
             max_tokens=self.stage.max_tokens,
         )
         if made.batch is None or len(made.samples) < config.min_sessions:
+            if len(found.ready) >= config.min_sessions and self._told_short != action.step:
+                self._told_short = action.step
+                self._tell(f"version {action.step} waits: {self.settled(action.step, found)}")
             return None
         return made
+
+    @property
+    def _caps(self) -> Caps:
+        config = self.config
+        return Caps(per_user=config.per_user, per_organisation_share=config.per_organisation_share)
+
+    def settled(self, step: int, found: Sorted) -> str:
+        """How near the sessions are to a batch, in words."""
+        settled, wanted = len(found.ready), self.config.min_sessions
+        left = len(admit(found.ready, self._caps, salt=f"update {step}").kept)
+        capped = f", {left} within the caps of users and organisations," if left < settled else ""
+        text = (
+            f"{settled} sessions are settled{capped or ','} of {wanted} that a batch needs; "
+            f"{found.pending} pending"
+        )
+        if left < wanted <= settled:
+            text += "; more users, or another realtime.per_user or per_organisation_share, make one"
+        return text
 
     def _baseline(self) -> Baseline:
         """It remembers what earlier updates were worth."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from etude.cli import main
+from etude.cli import INTERRUPTED, main
 from etude.commands import realtime
+from etude.commands.run_file import read_run_file
 from etude.core import traffic
 from etude.core.errors import EtudeError
 from etude.core.traffic import Change
+from etude.launch.launcher import RESTARTS
+from etude.launch.place import RunPlace
+from etude.launch.realtime import check_realtime, realtime_programs
+from etude.serve.tokens import SECRET_VARIABLE
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
 
@@ -85,3 +93,154 @@ def test_a_file_without_the_table_is_refused(
     (tmp_path / "run.toml").write_text('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
     assert main(["realtime", str(tmp_path / "run.toml")]) == 2
     assert "has no table [realtime]" in capsys.readouterr().err
+
+
+TOML = """
+name = "shop"
+[model]
+hidden_size = 32
+num_layers = 1
+[tasks]
+heldout = 2
+novel = 0
+[sandbox]
+isolation = "process"
+[realtime]
+production = "production.toml"
+[realtime.gate]
+safety = 0
+cheats = 0
+[[stage]]
+kind = "rl"
+steps = 1
+"""
+
+FOLDER = 'environment = "etude.run.task_folder:TaskFolder"\npath = "none"'
+
+
+@pytest.fixture
+def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the two files; whatever is started there is stopped at once."""
+
+    def stop(program: Coroutine[Any, Any, None]) -> None:
+        program.close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("etude.launch.realtime.run_until_told", stop)
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 64)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(TOML)
+    (tmp_path / "production.toml").write_text('user_key_file = "user.key"\n')
+    return tmp_path
+
+
+def test_start_and_stop_say_where_the_run_lies(
+    product: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["realtime", "run.toml"]) == INTERRUPTED
+    told = capsys.readouterr()
+    place = product / "runs" / "shop"
+    assert told.out == f"run shop in {place}; logs in {place / 'logs'}\n"
+    assert told.err.startswith("stopped; resume with: etude ")
+    assert told.err.endswith(f"\nwhere the run lies: {place}\n")
+
+
+def test_a_start_from_another_folder_names_the_run_that_is_there(
+    product: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["realtime", "run.toml"])
+    (product / "elsewhere").mkdir()
+    monkeypatch.chdir(product / "elsewhere")
+    capsys.readouterr()
+    main(["realtime", "../run.toml"])
+    assert capsys.readouterr().out.startswith(f"begins anew in {product}/elsewhere/runs/shop; ")
+
+
+def test_what_is_next_is_told_in_words(product: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["realtime", "run.toml", "--dry-run"]) == 0
+    place = product / "runs" / "shop"
+    assert capsys.readouterr().out.startswith(f"{place}: nothing was given to users yet\n")
+    main(["realtime", "run.toml"])
+    log = told(Run.open(f"file:{place}"), FIRST)
+    capsys.readouterr()
+    assert main(["realtime", "run.toml", "--dry-run"]) == 0
+    collects, settled, *_ = capsys.readouterr().out.splitlines()
+    assert collects == "next: sessions are collected for version 1, which begins with version 0"
+    assert settled == "0 sessions are settled, of 256 that a batch needs; 0 pending"
+    assert log.append(traffic.hold(FIRST, 1.0, "stopped by hand"))
+    assert main(["realtime", "run.toml", "--dry-run"]) == 0
+    assert "next: nothing, until `etude realtime resume`: stopped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"production.toml": None}, "production.toml: No such file"),
+        ({SECRET_VARIABLE: None}, f"set {SECRET_VARIABLE}"),
+        ({"safety = 0": "safety = 8"}, "give the run a table [harness.code]"),
+        ({"safety = 0": 'safety = 8\nprobes = "none.jsonl"'}, "none.jsonl"),
+        ({"[tasks]": f"[tasks]\n{FOLDER}"}, "none"),
+        ({"hidden_size = 32\nnum_layers = 1": 'path = "none"'}, "is no model to start from"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_starts(
+    product: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    change: dict[str, str | None],
+    said: str,
+) -> None:
+    """Some of them would otherwise be noticed by the first update, hours later."""
+    for old, new in change.items():
+        if old == SECRET_VARIABLE:
+            monkeypatch.delenv(old)
+        elif new is None:
+            (product / old).unlink()
+        else:
+            (product / "run.toml").write_text(TOML.replace(old, new))
+    assert main(["realtime", "run.toml", *more]) == 2
+    assert said in capsys.readouterr().err
+    assert not (product / "runs").exists()
+
+
+def test_a_run_that_users_teach_is_not_gone_on_with_by_etude_run(
+    product: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "run.toml", "--dry-run"]) == 2
+    assert "start it with `etude realtime run.toml`" in capsys.readouterr().err
+    main(["realtime", "run.toml"])
+    capsys.readouterr()
+    main(["show", "runs/shop"])
+    assert "go on with: etude realtime FILE" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [["stpo", "runs/shop"], ["run.toml", "runs/shop"]])
+def test_a_misspelt_action_is_told_the_actions(
+    product: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert main(["realtime", *argv]) == 2
+    assert "write one of status, compare, stop, " in capsys.readouterr().err
+
+
+def test_who_is_killed_is_started_again_so_that_users_do_not_notice(product: Path) -> None:
+    config = read_run_file(product / "run.toml")
+    programs, _ = realtime_programs(
+        config, config.realtime, RunPlace.of(product / "runs" / "shop"), once=False
+    )
+    assert {each.name.partition("-")[0] for each in programs} == {
+        "gateway", "worker", "trainer", "loop",
+    }  # fmt: skip
+    assert all(each.restarts == RESTARTS for each in programs)
+    # a mistake that was named is there the next time, too; and of two loops one must end
+    assert {each.name for each in programs if each.final == (2,)} == {"trainer", "loop"}
+
+
+def test_the_files_of_the_page_are_those_of_runs_that_users_teach(product: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "realtime.md").read_text()
+    for text in re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        (product / "run.toml").write_text(text)
+        config = read_run_file(product / "run.toml")
+        assert config.realtime is not None
+        check_realtime(config, config.realtime)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from etude.commands.show import find_damage
 from etude.core.updates import Forgotten, UpdateRecord
 from etude.dash.guard import Access
 from etude.dash.realtime import RealtimePage
@@ -43,6 +44,16 @@ def test_what_the_loop_did_and_why() -> None:
     settled_or_waiting = ledger["trained"] + sum(ledger["dropped"].values()) + ledger["pending"]
     assert ledger["issued"] == settled_or_waiting and ledger["dropped"]["heldout"] > 0
     assert [(each["user"], each["versions"]) for each in found["deleted"]] == [(gone, [1, 2, 3])]
+
+
+def test_sessions_of_users_are_in_no_group_and_none_is_missing() -> None:
+    objects = Objects.open("memory:")
+    write_realtime(objects)
+    recorded = RecordedRun("users", Run(objects))
+    recorded.refresh()
+    assert recorded.missing() == []
+    # there are no weights, and so no model
+    assert all("model/" in each for each in find_damage(Run(objects)))
 
 
 def test_what_was_read_before_is_not_read_again() -> None:

@@ -50,6 +50,21 @@ def test_what_is_dropped_waits_no_more() -> None:
     assert [each.id for each in waits.waiting(3.0)] == ["a.1"]
 
 
+def test_sessions_of_users_wait_for_their_users_however_long() -> None:
+    """Between two updates real-time RL has nothing to tell for hours."""
+    waits, user = Waits(), "0" * 32
+    session = f"{user}.1794930978127-{user}"
+    waits.enter(1.0, Issued(group=user, task="", samples=(session,), version=0))
+    waits.apply(1.0, Launched(resumed=False))
+    late = 3600.0
+    assert waits.advice(late) is None
+    (found,) = waits.waiting(late)
+    assert found.waits_for.startswith("what its user does about it")
+    waits.enter(late, Batched(step=1, samples=(session,)))
+    (found,) = waits.waiting(late)
+    assert found.waits_for == "the trainer, for step 1"
+
+
 def test_a_run_that_has_stopped_says_so() -> None:
     waits = Waits()
     waits.enter(1.0, issued("a"))

@@ -24,7 +24,7 @@ from etude.core.config import EngineConfig
 from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessHeard, ProcessRestarted, ProcessSilent
 from etude.core.placement import LESS_MEMORY
-from etude.launch.endings import LAST_LINES
+from etude.launch.endings import LAST_LINES, exit_message
 from etude.launch.launcher import (
     RESTARTS,
     LocalLauncher,
@@ -107,6 +107,12 @@ async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
         await launcher.run_to_end(program("preparation", "import sys; sys.exit(2)"))
     again = "\nWhen that is mended, go on with: etude run x.toml\nor begin anew with --fresh"
     assert str(caught.value).endswith(again)
+
+
+@pytest.mark.parametrize("command", ["etude realtime x.toml", "etude eval runs/x"])
+def test_fresh_is_not_advised_to_commands_without_it(command: str) -> None:
+    told = exit_message("loop", 2, ["no"], "loop.log", command, how="ended", restarts=None)
+    assert told.endswith(f"\nWhen that is mended, go on with: {command}")
 
 
 async def test_last_words_are_those_of_the_last_life(
@@ -232,6 +238,22 @@ async def test_a_worker_is_started_again_but_not_for_ever(
         )
     assert "after 2 restarts within a minute" in (error_message(caught.value) or "")
     assert (tmp_path / "logs" / "worker.log").read_text().count("hello") == 3
+
+
+async def test_after_a_final_exit_code_nobody_is_started_again(
+    launcher: LocalLauncher, tmp_path: Path
+) -> None:
+    """Who was killed is: the loop of real-time RL, so that users do not notice."""
+    marker = tmp_path / "killed"
+    code = (
+        f"import os, pathlib; print('hello', flush=True); marker = pathlib.Path({str(marker)!r})\n"
+        "if marker.exists(): raise SystemExit(2)\n"
+        "marker.touch(); os.kill(os.getpid(), 9)"
+    )
+    with pytest.raises(EtudeError) as caught:
+        await launcher.run_to_end(program("loop", code, restarts=3, final=(2,)))
+    assert "the loop ended with exit code 2. The end of" in str(caught.value)
+    assert (tmp_path / "logs" / "loop.log").read_text().count("hello") == 2
 
 
 async def test_who_is_started_again_is_named_until_it_is_heard(

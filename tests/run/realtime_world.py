@@ -90,7 +90,10 @@ class World:
     pleases: Callable[[int], bool] = lambda version: True
     solves: Callable[[int], int] = lambda version: 300
     num_users: int = 20
+    organisation: str = ""
+    """Of all users."""
     now: float = 1e9
+    told: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
     """All sessions that there ever were, by the ids of their samples."""
 
@@ -117,7 +120,7 @@ class World:
             name = f"{int(self.now * 1000):013d}-{digest(user)}"
             self.asked.add(f"{user}.{name}")
             pleased = self.pleases(arm.version) ^ (user < "1")
-            turn = recorded(user, name, self.now, arm.version)
+            turn = recorded(user, name, self.now, arm.version, organisation=self.organisation)
             self.record(turn, "kept_5min" if pleased else "undone")
 
     def record(self, turn: RecordedTurn, kind: str) -> None:
@@ -141,6 +144,7 @@ class World:
             published=self.trainer.published,
             evaluate=FakeEvaluation(run, self.solves),
             simulate=fake_rollouts,
+            tell=self.told.append,
             now=lambda: self.now,
         )
 

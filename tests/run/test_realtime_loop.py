@@ -55,6 +55,21 @@ def check(world: World) -> Ledger:
     return ledger
 
 
+def test_that_caps_leave_too_few_sessions_is_told_once() -> None:
+    """All users are of one organisation, and a batch takes a fifth of one."""
+    world = World(Objects.open("memory:"), organisation=digest("acme"))
+    loop = world.loop()
+    for _ in range(8):
+        action = asyncio.run(loop.step())
+        world.tick()
+    assert isinstance(action, Collect) and not world.run.batches()
+    (line,) = (each for each in world.told if "waits" in each)
+    assert ", 1 within the caps of users and organisations, of 12 that a batch needs" in line
+    assert "another realtime.per_user or per_organisation_share" in line
+    world.follow(world.loop(per_organisation_share=1.0), until=Evaluate(0))
+    assert world.run.batches() == [1]
+
+
 def test_updates_go_out_one_after_the_other() -> None:
     world = World(Objects.open("memory:"))
     world.follow(world.loop(), until=Done())

@@ -295,6 +295,19 @@ async def test_feedback_is_checked_limited_and_counted_once(
     assert [e.kind for e in joined.dropped["other_user"]] == ["thumbs_down"]
 
 
+async def test_a_kind_that_is_not_known_is_named(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with production(http, f"file:{tmp_path}", ["Done."]) as made:
+        id = (await made.say("read"))["id"]
+        for kind, said in (
+            ("thumbsup", "kind 'thumbsup': write one of thumbs_up, "),
+            ("custom:mine", "strength: "),
+        ):
+            _, told = await made.feedback(event="1", completion=id, kind=kind)
+            assert told["error"]["message"].startswith(said)
+
+
 async def test_feedback_belongs_to_one_of_several_answers(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:

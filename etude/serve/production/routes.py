@@ -27,7 +27,7 @@ from starlette.routing import Route
 
 from etude.core.consent import Consent, Identity, is_sampled, may_record, pseudonym
 from etude.core.errors import EtudeError
-from etude.core.feedback import STRENGTHS, FeedbackEvent, RateLimit, completion_key
+from etude.core.feedback import CUSTOM, STRENGTHS, FeedbackEvent, RateLimit, completion_key
 from etude.serve.access import identity_of
 from etude.serve.answerer import Answerer, PolicyAnswerer, ServedModel
 from etude.serve.dialects import public_routes, session_routes
@@ -210,7 +210,7 @@ class Production:
         if not now - 1e8 < when < now + CLOCK_SKEW_S:
             raise ApiError("time: seconds since 1970, and not in the future", param="time")
         strength = STRENGTHS.get(asked.kind) if asked.strength is None else asked.strength
-        if strength is None:
+        if strength is None and CUSTOM.fullmatch(asked.kind):
             raise ApiError("strength: say how much a kind of your own counts", param="strength")
         try:
             event = FeedbackEvent(
@@ -220,7 +220,7 @@ class Production:
                 completion=completion_key(asked.completion),
                 choice=asked.choice,
                 kind=asked.kind,
-                strength=strength,
+                strength=strength or 0.0,  # of a kind that is not known: the check says so
                 time=when,
                 received=now,
                 text=self._redactor.redact(asked.text),
