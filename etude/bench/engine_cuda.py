@@ -216,7 +216,9 @@ class CountingRunner:
 def cache_bytes(c: ModelConfig, lengths_B: Ints) -> int:
     """What a pass with one new token of each sequence reads of keys and values, and reads and
     writes of states."""
-    windows = [c.facts(layer).window or c.max_position_embeddings for layer in c.cached_layers]
+    windows = [
+        c.layer_features(layer).window or c.max_position_embeddings for layer in c.cached_layers
+    ]
     seen = sum(int(lengths_B.clip(max=window).sum()) for window in windows)
     token_bytes = 2 * c.num_key_value_heads * c.head_dim * 2
     return seen * token_bytes + 2 * len(lengths_B) * state_bytes(c, 2)

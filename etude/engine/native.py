@@ -107,8 +107,8 @@ class _Pass(ctypes.Structure):
     ]
 
 
-CAN = {"qkv_bias": (True,), "qk_norm": ("head",)}
-"""What `native.c` computes beyond a plain layer; a model with any other fact is not run on it."""
+SUPPORTED = {"qkv_bias": (True,), "qk_norm": ("head",)}
+"""What `native.c` computes beyond a plain layer; it runs no model with another feature."""
 
 
 def unsupported(c: ModelConfig, dtype: torch.dtype) -> list[str]:
@@ -119,7 +119,7 @@ def unsupported(c: ModelConfig, dtype: torch.dtype) -> list[str]:
     too_large = [f"head_dim {c.head_dim}"] if c.head_dim > MAX_HEAD else []
     kind = [] if dtype in (torch.float32, torch.bfloat16) else [f"{dtype}"]
     missing = [] if LIBRARY is not None else ["no compiled native.c"]
-    return missing + kind + c.beyond(CAN) + odd + too_large
+    return missing + kind + c.unsupported_features(SUPPORTED) + odd + too_large
 
 
 class CpuRunner:

@@ -114,17 +114,19 @@ def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> b
     # brings Triton, which is there only with a CUDA build of torch
     from etude.engine.kernels import fused, unfused
 
-    found = fused.unsupported(model.config, fused.INVARIANT_CAN if invariant else fused.CAN)
+    found = fused.unsupported(
+        model.config, fused.INVARIANT_SUPPORTED if invariant else fused.SUPPORTED
+    )
     if found and not invariant:
         found = unfused.unsupported(model.config)
     _say_once("our CUDA kernels do", found)
     return not found
 
 
-def _say_once(path: str, facts: list[str]) -> None:
+def _say_once(path: str, features: list[str]) -> None:
     """A model that a fast path cannot compute is computed all the same."""
-    if facts:
-        why = f"{path} not compute {', '.join(facts)}; torch's operators do"
+    if features:
+        why = f"{path} not compute {', '.join(features)}; torch's operators do"
         warnings.warn(why, RuntimeWarning, stacklevel=3)
 
 
@@ -195,6 +197,6 @@ def select_runner(
         missing += ["FP8"] if model.arithmetic.fp8 else []
         if not missing and not native.unsupported(model.config, weight.dtype):
             return native.CpuRunner(model, blocks(native.BLOCK_SIZE)[0], with_adapter=merges)
-        _say_once("native.c does", [*model.config.beyond(native.CAN), *missing])
+        _say_once("native.c does", [*model.config.unsupported_features(native.SUPPORTED), *missing])
     count, windowed = blocks(block_size(model.config))
     return TorchRunner(model, count, num_windowed_blocks=windowed, with_adapters=with_adapters)

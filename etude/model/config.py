@@ -1,9 +1,9 @@
 """The shape of a model, as config.json of a Hugging Face directory says it.
 
-One `ModelConfig` for every family. What sets a family apart is a few facts about its layers
+One `ModelConfig` for every family. What sets a family apart is a few features of its layers
 (`families`); what a model may have or not have is a part that is None or there: `latent` (MLA),
-`linear` (recurrent layers), `experts` (mixture of experts), `rope_scaling`. `facts` says what one
-layer computes.
+`linear` (recurrent layers), `experts` (mixture of experts), `rope_scaling`. `layer_features`
+says what one layer computes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from typing import Any
 from etude.model.config_json import read_fields
 from etude.model.config_written import written
 from etude.model.families import FAMILIES, Family
-from etude.model.parts import ExpertsConfig, Facts, LatentConfig, LinearConfig, RopeScaling
+from etude.model.parts import ExpertsConfig, LatentConfig, LayerFeatures, LinearConfig, RopeScaling
 
-__all__ = ["ExpertsConfig", "Facts", "LatentConfig", "LinearConfig", "ModelConfig", "RopeScaling"]
+__all__ = [
+    "ExpertsConfig",
+    "LayerFeatures",
+    "LatentConfig",
+    "LinearConfig",
+    "ModelConfig",
+    "RopeScaling",
+]
 
-Can = Mapping[str, Collection[Any]]
-"""Values of `Facts` that a path can compute beyond the plain ones, by the names of the facts."""
+SupportedFeatures = Mapping[str, Collection[Any]]
+"""The values beyond the plain ones that a path computes, by the names of `LayerFeatures`."""
 WRITTEN_AS_IS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "intermediate_size", "max_position_embeddings", "model_type"),
@@ -112,10 +119,10 @@ class ModelConfig:
             return ()
         return tuple(n for n in self.cached_layers if n in self.sliding_layers)
 
-    def facts(self, layer: int) -> Facts:
+    def layer_features(self, layer: int) -> LayerFeatures:
         family, windowed = self.family, layer in self.sliding_layers
         local = windowed and self.local_rope_theta is not None
-        return Facts(
+        return LayerFeatures(
             linear=self.linear is not None and layer in self.linear.layers,
             latent=self.latent is not None,
             gated_attention=family.gated_attention,
@@ -137,7 +144,7 @@ class ModelConfig:
             * (self.hidden_size**0.5 if family.scaled_embeddings else 1.0),
             logits_scale=self.logits_scaling,
             logits_softcap=self.final_logit_softcapping,
-            **(_expert_facts(e) if (e := self.experts) and layer in e.layers else {}),
+            **(_expert_features(e) if (e := self.experts) and layer in e.layers else {}),
         )
 
     @property
@@ -146,15 +153,14 @@ class ModelConfig:
             return 1 / math.sqrt(self.query_pre_attn_scalar)
         return self.attention_multiplier
 
-    def beyond(self, can: Can) -> list[str]:
-        """The facts of any layer, in words, that are neither plain nor in what a path says that it
-        can compute."""
-        plain = Facts()
+    def unsupported_features(self, supported: SupportedFeatures) -> list[str]:
+        """The features of any layer, in words, that are neither plain nor supported by a path."""
+        plain = LayerFeatures()
         found = {
             name: value
             for layer in range(self.num_hidden_layers)
-            for name, value in _values(self.facts(layer))
-            if value != getattr(plain, name) and value not in can.get(name, ())
+            for name, value in _values(self.layer_features(layer))
+            if value != getattr(plain, name) and value not in supported.get(name, ())
         }
         return [f"{name} {value}" for name, value in found.items()]
 
@@ -172,11 +178,11 @@ class ModelConfig:
         return cls(**read_fields(json.loads(text)))
 
 
-def _values(facts: Facts) -> list[tuple[str, Any]]:
-    return [(f.name, getattr(facts, f.name)) for f in fields(facts)]
+def _values(features: LayerFeatures) -> list[tuple[str, Any]]:
+    return [(f.name, getattr(features, f.name)) for f in fields(features)]
 
 
-def _expert_facts(e: ExpertsConfig) -> dict[str, Any]:
+def _expert_features(e: ExpertsConfig) -> dict[str, Any]:
     router = "softmax"
     if e.sigmoid:
         router = "sigmoid"

@@ -57,26 +57,26 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = c.head_dim
         self.num_q = c.num_attention_heads
         self.num_kv = c.num_key_value_heads
-        facts, family = c.facts(layer), c.family
+        features, family = c.layer_features(layer), c.family
         q = self.num_q * self.head_dim
         kv = self.num_kv * self.head_dim
-        self.gated = facts.gated_attention
+        self.gated = features.gated_attention
         sizes = {"q_proj": 2 * q if self.gated else q, "k_proj": kv, "v_proj": kv}
         if family.fused_files:
             sizes = {"qkv_proj": q + 2 * kv}
-        self.qkv_proj = Fused(c.hidden_size, sizes, bias=facts.qkv_bias)
-        self.o_proj = Linear(q, c.hidden_size, bias=facts.out_bias)
+        self.qkv_proj = Fused(c.hidden_size, sizes, bias=features.qkv_bias)
+        self.o_proj = Linear(q, c.hidden_size, bias=features.out_bias)
         self.q_norm = self.k_norm = None
-        self.rowwise_norm = facts.qk_norm == "row"
-        if facts.qk_norm:
+        self.rowwise_norm = features.qk_norm == "row"
+        if features.qk_norm:
             q, kv = (q, kv) if self.rowwise_norm else (self.head_dim, self.head_dim)
-            self.q_norm = RMSNorm(q, c.rms_norm_eps, facts.centred_norms)
-            self.k_norm = RMSNorm(kv, c.rms_norm_eps, facts.centred_norms)
-        self.rotated = facts.rope is not None
-        self.scale = facts.scale
-        self.window = facts.window
-        self.softcap = facts.softcap
-        self.sinks = nn.Parameter(torch.zeros(self.num_q)) if facts.sinks else None
+            self.q_norm = RMSNorm(q, c.rms_norm_eps, features.centred_norms)
+            self.k_norm = RMSNorm(kv, c.rms_norm_eps, features.centred_norms)
+        self.rotated = features.rope is not None
+        self.scale = features.scale
+        self.window = features.window
+        self.softcap = features.softcap
+        self.sinks = nn.Parameter(torch.zeros(self.num_q)) if features.sinks else None
 
     @property
     def scoring(self) -> Scoring | None:

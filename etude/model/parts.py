@@ -1,4 +1,4 @@
-"""The parts of a model's shape that a model may have or not have, and the facts of one layer."""
+"""The parts of a model's shape that a model may have or not have, and the features of one layer."""
 
 from __future__ import annotations
 
@@ -98,12 +98,13 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class LayerFeatures:
     """What a layer computes, and what stands before the first and after the last; sizes apart. The
     defaults are Llama's.
 
     A path that is faster than the model definition states the values that it can compute beyond
-    these (`ModelConfig.beyond`), so that a fact which nobody taught it keeps a model off it.
+    these (`ModelConfig.unsupported_features`), so that a feature which nobody taught it keeps a
+    model off it.
     """
 
     linear: bool = False

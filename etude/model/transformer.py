@@ -49,19 +49,19 @@ class Block(nn.Module):
 
     def __init__(self, c: ModelConfig, layer: int) -> None:
         super().__init__()
-        facts = c.facts(layer)
-        self._norms = NORMS[facts.norms]
-        self._residual_scale = facts.residual_scale
+        features = c.layer_features(layer)
+        self._norms = NORMS[features.norms]
+        self._residual_scale = features.residual_scale
 
         def add_norms(names: tuple[str | None, ...]) -> None:
             for name in filter(None, names):
-                norm = RMSNorm(c.hidden_size, c.rms_norm_eps, facts.centred_norms)
+                norm = RMSNorm(c.hidden_size, c.rms_norm_eps, features.centred_norms)
                 self.add_module(name, norm)
 
         add_norms(self._norms[:1])
         self.self_attn: GroupedQueryAttention | LatentAttention | None = None
         self.linear_attn: GatedDeltaNet | None = None
-        if c.linear and facts.linear:
+        if c.linear and features.linear:
             self.linear_attn = GatedDeltaNet(c, c.linear, layer)
         elif c.latent:
             self.self_attn = LatentAttention(c, c.latent, layer)
@@ -75,8 +75,8 @@ class Block(nn.Module):
             self.mlp = MLP(
                 c.hidden_size,
                 c.intermediate_size,
-                act=facts.hidden_act,
-                bias=facts.mlp_bias,
+                act=features.hidden_act,
+                bias=features.mlp_bias,
                 fused_files=c.family.fused_files,
             )
 
@@ -136,11 +136,11 @@ class Transformer(nn.Module):
         )
         self.register_buffer("rope", table(config), persistent=False)
         self.register_buffer("local_rope", local_table(config), persistent=False)
-        facts = [config.facts(layer) for layer in range(config.num_hidden_layers)]
-        self._is_local = [layer.rope == "local" for layer in facts]
-        self._embedding_scale = facts[0].embedding_scale
-        self._logits_scale = facts[0].logits_scale
-        self._logits_softcap = facts[0].logits_softcap
+        features = [config.layer_features(layer) for layer in range(config.num_hidden_layers)]
+        self._is_local = [layer.rope == "local" for layer in features]
+        self._embedding_scale = features[0].embedding_scale
+        self._logits_scale = features[0].logits_scale
+        self._logits_softcap = features[0].logits_softcap
 
     @property
     def invariant(self) -> bool:

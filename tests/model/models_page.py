@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from etude.engine.kernels.fused import CAN as KERNELS_CAN
-from etude.engine.kernels.unfused import CAN as UNFUSED_CAN
-from etude.engine.native import CAN as NATIVE_CAN
-from etude.model.config import Facts, ModelConfig
+from etude.engine.kernels.fused import SUPPORTED as KERNELS_SUPPORTED
+from etude.engine.kernels.unfused import SUPPORTED as UNFUSED_SUPPORTED
+from etude.engine.native import SUPPORTED as NATIVE_SUPPORTED
+from etude.model.config import LayerFeatures, ModelConfig
 from etude.model.families import FAMILIES
 from tests.model.known_configs import KNOWN, REFUSED
 from tests.model.test_families import MODELS, SHAPE
@@ -58,7 +58,7 @@ like Llama's, and beyond those what the columns say. On a CUDA device in bf16 ot
 keys and values have attention on our kernels (windows, sinks and capped scores too), recurrent
 layers the delta rule, and the rest is on torch's operators, in captured graphs (prompts of models
 with recurrent layers without): "attention". What is left runs on torch's operators one by one, with
-a warning that names the facts: latent layers, heads whose size is no power of two, and anything
+a warning that names the features: latent layers, heads whose size is no power of two, and anything
 batch-invariant that is not like Llama's.
 
 **Windows.** Layers with a window have blocks of the KV cache of their own, beside layers that see
@@ -88,17 +88,17 @@ def config(name: str) -> ModelConfig:
     return ModelConfig.from_json(json.dumps(SHAPE | MODELS[name] | {"model_type": kind}))
 
 
-def facts(model_type: str) -> str:
+def features(model_type: str) -> str:
     """What sets its layers apart from Llama's, in any variant."""
     found: dict[str, set[str]] = {}
-    plain = Facts()
+    plain = LayerFeatures()
     for name in MODELS:
         if name.split()[0] != model_type:
             continue
         c = config(name)
         for layer in range(c.num_hidden_layers):
-            for f in fields(Facts):
-                value = getattr(c.facts(layer), f.name)
+            for f in fields(LayerFeatures):
+                value = getattr(c.layer_features(layer), f.name)
                 if value != getattr(plain, f.name):
                     said = value if isinstance(value, str) else ""
                     found.setdefault(f.name, set()).add(str(said))
@@ -113,8 +113,8 @@ def path_of(model_type: str) -> tuple[str, str]:
     """For the CPU and for CUDA: of which variants of the family."""
     variants = [config(name) for name in MODELS if name.split()[0] == model_type]
     said = []
-    for can in (NATIVE_CAN, KERNELS_CAN, UNFUSED_CAN):
-        count = sum(not c.beyond(can) for c in variants)
+    for supported in (NATIVE_SUPPORTED, KERNELS_SUPPORTED, UNFUSED_SUPPORTED):
+        count = sum(not c.unsupported_features(supported) for c in variants)
         said.append("no" if not count else "yes" if count == len(variants) else "in part")
     native, fused, modules = said
     return native, fused if fused == "yes" else f"{fused}, attention" if modules != "no" else fused
@@ -127,7 +127,7 @@ def page() -> str:
     for model_type in FAMILIES:
         tested = "deepseek_v3" if model_type == "kimi_k2" else model_type
         native, kernels = path_of(tested)
-        row = (f"`{model_type}`", NAMES[model_type], facts(tested), native, kernels)
+        row = (f"`{model_type}`", NAMES[model_type], features(tested), native, kernels)
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", IN_PART, "", "## Known models", "", BY_HAND, "", "| model | |", "|---|---|"]
     for name, said in KNOWN.items():
@@ -138,7 +138,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-IN_PART = '"In part": whole layers, of models without the facts that the path does not compute.'
+IN_PART = '"In part": whole layers, of models without the features that the path does not compute.'
 BY_HAND = (
     "Their config.json was written down by hand (`tests/model/known_configs.py`); no weights were "
     "fetched."
@@ -146,7 +146,7 @@ BY_HAND = (
 REASONS = {
     "google/gemma-3-27b-it": "sees images; the text-only 1B and 270M are read",
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": "layers that see chunks, score by position, norm "
-    "after they rotate and weigh what goes into experts: facts of no other family; and images",
+    "after they rotate and weigh what goes into experts: features of no other family; and images",
     "microsoft/Phi-4-mini-instruct": "longrope beyond 4096 tokens; read with "
     "`model.max_context = 4096`",
 }

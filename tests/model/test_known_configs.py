@@ -52,18 +52,22 @@ def test_what_some_facts_come_to() -> None:
         return ModelConfig.from_json(json.dumps(KNOWN[name]))
 
     gemma = read("google/gemma-3-1b-it")
-    assert gemma.facts(5).rope == "global" and gemma.facts(5).window is None
-    assert gemma.facts(4).rope == "local" and gemma.facts(4).window == 512
-    assert gemma.facts(0).scale == 1 / 16
+    assert gemma.layer_features(5).rope == "global" and gemma.layer_features(5).window is None
+    assert gemma.layer_features(4).rope == "local" and gemma.layer_features(4).window == 512
+    assert gemma.layer_features(0).scale == 1 / 16
     smol = read("HuggingFaceTB/SmolLM3-3B")
-    assert [n for n in range(36) if smol.facts(n).rope is None] == list(range(3, 36, 4))
+    assert [n for n in range(36) if smol.layer_features(n).rope is None] == list(range(3, 36, 4))
     oss = read("openai/gpt-oss-20b")
-    assert oss.facts(0).sinks and oss.facts(0).window == 128 and oss.facts(1).window is None
+    assert (
+        oss.layer_features(0).sinks
+        and oss.layer_features(0).window == 128
+        and oss.layer_features(1).window is None
+    )
     following = read("Qwen/Qwen3-Next-80B-A3B-Instruct")
     assert following.cached_layers == tuple(range(3, 48, 4)) and block_size(following) == 1024
-    assert following.facts(0).linear and not following.facts(3).linear
+    assert following.layer_features(0).linear and not following.layer_features(3).linear
     assert read("zai-org/GLM-4.6").rotary_dim == 64
-    assert read("mistralai/Devstral-Small-2505").facts(0).window is None
+    assert read("mistralai/Devstral-Small-2505").layer_features(0).window is None
 
 
 def test_the_page_of_models_is_current() -> None:

@@ -36,7 +36,12 @@ from etude.engine.kernels.attention import (
     _rotated,
     group_rows,
 )
-from etude.engine.kernels.fused import INVARIANT_CAN, ForwardContext, FusedForward, expert_parts
+from etude.engine.kernels.fused import (
+    INVARIANT_SUPPORTED,
+    ForwardContext,
+    FusedForward,
+    expert_parts,
+)
 from etude.engine.kernels.linear import GemmConfig
 from etude.model.experts import SparseMoE
 from etude.model.fp8 import Quantised
@@ -285,7 +290,7 @@ def router_logits(x_NE: Tensor, layer: SparseMoE, pdl: bool = False) -> Tensor:
 class BatchInvariantForward(FusedForward):
     """The forward pass on batch-invariant kernels."""
 
-    can = INVARIANT_CAN
+    supported = INVARIANT_SUPPORTED
 
     def hidden(
         self,

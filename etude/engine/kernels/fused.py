@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from etude.core.errors import EtudeError
 from etude.engine.kernels import attention, experts, fp8, head, linear, norm
 from etude.engine.kernels.lora import CudaAdapters
-from etude.model.config import Can
+from etude.model.config import SupportedFeatures
 from etude.model.experts import SparseMoE
 from etude.model.fp8 import Quantised
 from etude.model.heads import GroupedQueryAttention
@@ -50,8 +50,8 @@ class ForwardContext:
 
 
 class _Wildcard(Collection[Any]):
-    """A collection that contains every value: in a `Can` table, which names the model features that
-    kernels support, any value of a feature. It has no length: do not iterate over it."""
+    """A collection that contains every value: in `SupportedFeatures`, any value of a feature.
+    It has no length: do not iterate over it."""
 
     def __contains__(self, value: object) -> bool:
         return True
@@ -64,16 +64,20 @@ class _Wildcard(Collection[Any]):
 
 
 ANY = _Wildcard()
-INVARIANT_CAN: Can = {"qkv_bias": (True,), "qk_norm": ("head",), "router": ("softmax",)}
+INVARIANT_SUPPORTED: SupportedFeatures = {
+    "qkv_bias": (True,),
+    "qk_norm": ("head",),
+    "router": ("softmax",),
+}
 """What these kernels, and those of `batch_invariant` and `trainable`, compute beyond a plain
-layer; a model with any other fact is not run on them."""
-CAN: Can = {**INVARIANT_CAN, "window": ANY}
+layer; a model with any other feature is not run on them."""
+SUPPORTED: SupportedFeatures = {**INVARIANT_SUPPORTED, "window": ANY}
 """The same without the batch-invariant ones."""
 
 
-def unsupported(c: ModelConfig, can: Can = CAN) -> list[str]:
+def unsupported(c: ModelConfig, supported: SupportedFeatures = SUPPORTED) -> list[str]:
     """Why these kernels do not run a model, in words; empty if they do."""
-    return c.beyond(can) + odd_heads(c)
+    return c.unsupported_features(supported) + odd_heads(c)
 
 
 def odd_heads(c: ModelConfig) -> list[str]:
@@ -97,12 +101,12 @@ class LayerWeights:
 class FusedForward:
     """The forward pass of a `Transformer` on Triton kernels, on the parameters of that model."""
 
-    can = CAN
+    supported = SUPPORTED
     adapters: CudaAdapters | None = None
 
     def __init__(self, model: Transformer) -> None:
         c = model.config
-        if found := unsupported(c, self.can):
+        if found := unsupported(c, self.supported):
             raise EtudeError(
                 f"the kernels cannot run {c.model_type} with {', '.join(found)}; `select_runner` "
                 f"finds one that can"

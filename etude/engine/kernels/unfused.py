@@ -20,7 +20,7 @@ from etude.model.recurrence import Recur
 from etude.model.scoring import Scoring
 from etude.model.transformer import Block, ModelConfig, Transformer
 
-CAN = {
+SUPPORTED = {
     **dict.fromkeys(
         ("linear", "gated_attention", "qkv_bias", "out_bias", "sinks", "partial_rotary"), ANY
     ),
@@ -36,7 +36,11 @@ def unsupported(c: ModelConfig) -> list[str]:
     """Why a model is not run so, in words; empty if it is."""
     # A loop over experts, whose lengths the host would have to know.
     loops = c.experts is not None and c.hidden_act != "silu"
-    return c.beyond(CAN) + odd_heads(c) + (["experts with hidden_act"] if loops else [])
+    return (
+        c.unsupported_features(SUPPORTED)
+        + odd_heads(c)
+        + (["experts with hidden_act"] if loops else [])
+    )
 
 
 class _UnfusedLayer:
