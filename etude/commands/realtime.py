@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def decide(run: Run, make: Callable[[Change], Change], console: Console) -> int:
         except ValueError as e:
             raise EtudeError(str(e)) from e
         if log.append(change):
-            console.print(described(change), highlight=False, markup=False, soft_wrap=True)
+            _print(console, described(change))
             return 0
     raise EtudeError(f"{run.objects.url}: others change the traffic all the time; try again")
 
@@ -95,22 +96,26 @@ def pin(run: Run, console: Console, version: int | None) -> int:
 
 
 def status(run: Run, console: Console) -> int:
-    """What holds, how it came to that, and what became of the sessions."""
+    """What holds, how it came to that, what is next, and what became of the sessions."""
+    config = run.config()
+    realtime_settings(config)
     changes = TrafficLog(run.objects).changes()
     for change in changes[-SHOWN:]:
-        console.print(described(change), highlight=False, markup=False, soft_wrap=True)
+        _print(console, described(change))
+    with contextlib.suppress(EtudeError):  # the file of production mode may be on another machine
+        _print(console, f"next: {in_words(open_loop(run, config).next())}")
     ledger = Ledger(run.ledger.records())
     dropped = ", ".join(f"{count} {why}" for why, count in sorted(ledger.dropped.items()))
-    console.print(
+    _print(
+        console,
         f"{ledger.issued} sessions = {ledger.trained} trained + {ledger.dropped.total()} dropped "
         f"({dropped or 'none'}) + {ledger.in_flight} pending",
-        highlight=False,
     )
     log = UpdateLog(run)
     bases = {step: record.base for step, record in log.records().items()}
     for forgotten in log.forgotten():
         seen = ", ".join(map(str, versions_that_saw(forgotten.steps, bases))) or "none"
-        console.print(f"deleted user {forgotten.user}: seen by versions {seen}", highlight=False)
+        _print(console, f"deleted user {forgotten.user}: seen by versions {seen}")
     return 0
 
 

@@ -99,7 +99,8 @@ class RealtimeConfig(Config):
     per_user: Count = 4
     """Sessions of one user in a batch, at most."""
     per_organisation_share: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of a batch that comes from one organisation, at most."""
+    """Share of a batch that comes from one organisation, at most: with 0.2 a batch needs five of
+    them, or users without one. 1: no cap."""
     simulated_share: Share = 0.0
     """Weight of rollouts of tasks (`tasks.train`) in a batch, beside what users did. The live
     version makes them when the batch is due: `groups_per_step` of the stage, `group_size` each."""

@@ -150,8 +150,9 @@ def realtime_programs(
 
 
 async def show_changes(run: Run, console: Console) -> None:
-    """Prints each change when it comes, until it is cancelled."""
-    log, shown = TrafficLog(run.objects), 0
+    """Prints the change that holds, and each other when it comes, until it is cancelled."""
+    log = TrafficLog(run.objects)
+    shown = max(0, len(await asyncio.to_thread(log.changes)) - 1)
     while True:
         changes = await asyncio.to_thread(log.changes)
         for change in changes[shown:]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Coroutine
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from etude.cli import INTERRUPTED, main
 from etude.commands import realtime
 from etude.commands.run_file import read_run_file
 from etude.core import traffic
+from etude.core.config import parse
 from etude.core.errors import EtudeError
+from etude.core.ledger import Dropped, Issued
 from etude.core.traffic import Change
 from etude.launch.launcher import RESTARTS
+from etude.launch.local import in_background
 from etude.launch.place import RunPlace
-from etude.launch.realtime import check_realtime, realtime_programs
+from etude.launch.realtime import check_realtime, realtime_programs, show_changes
 from etude.serve.tokens import SECRET_VARIABLE
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
@@ -170,6 +175,48 @@ def test_what_is_next_is_told_in_words(product: Path, capsys: pytest.CaptureFixt
     assert log.append(traffic.hold(FIRST, 1.0, "stopped by hand"))
     assert main(["realtime", "run.toml", "--dry-run"]) == 0
     assert "next: nothing, until `etude realtime resume`: stopped" in capsys.readouterr().out
+
+
+def test_status_says_what_is_next_in_lines_that_stay_whole(
+    product: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["realtime", "run.toml"])
+    run = Run.open(f"file:{product}/runs/shop")
+    told(run, FIRST)
+    samples = tuple(f"{'0' * 32}.{n:013d}-{'0' * 32}" for n in range(5))
+    run.ledger.append(
+        Issued(group="0" * 32, task="", samples=samples, version=0),
+        *(
+            Dropped(samples=samples[n : n + 1], reason=reason)
+            for n, reason in enumerate(("censored", "stale", "heldout", "deleted"))
+        ),
+    )
+    capsys.readouterr()
+    assert main(["realtime", "status", "runs/shop"]) == 0
+    started, following, sessions = capsys.readouterr().out.splitlines()
+    assert "start 0 (live 0)" in started
+    assert following.startswith("next: sessions are collected for version 1")
+    assert sessions == (
+        "5 sessions = 0 trained + 4 dropped (1 censored, 1 deleted, 1 heldout, 1 stale) + 1 pending"
+    )
+
+
+def test_status_of_a_run_without_users_is_refused(run: Run) -> None:
+    run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
+    with pytest.raises(EtudeError, match="has no table"):
+        realtime.status(run, Console(quiet=True))
+
+
+async def test_a_start_shows_the_change_that_holds_and_those_that_come(run: Run) -> None:
+    log, console = told(run, FIRST, TRYING), Console(record=True, file=StringIO(), width=200)
+    async with in_background(show_changes(run, console)):
+        async with asyncio.timeout(60):
+            while "canary 1" not in console.export_text(clear=False):
+                await asyncio.sleep(0.01)
+            assert log.append(LIVE)
+            while "promote 1" not in console.export_text(clear=False):
+                await asyncio.sleep(0.01)
+    assert len(console.export_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
