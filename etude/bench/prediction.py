@@ -1,32 +1,40 @@
-"""What the simulator predicts, beside what a run then does: the rl of the demo, whole, on this
-machine. Its first steps say how long the parts take (a session, a step of the trainer, weights on
-their way) and how many groups have signal; the simulator plays the rest from those alone.
+"""What the simulator predicts, beside what a run does: the rl of the demo, whole, on this machine.
+The run says how long the parts take (a session, a step of the trainer, weights on their way) and
+how many groups have signal; the simulator plays the run from those alone.
 
-`steps_per_hour` is of the rest of the run, `predicted` the simulator's, `error` their difference as
-a share of the former; wanted is 0.15 at most. `parts.*` are what went in. Nothing else may run
-beside it. Takes as long as `etude demo`."""
+`steps_per_hour` is of the run, `predicted` the simulator's, `error` their difference as a share of
+the former; wanted is 0.15 at most. `early.*` is the same with the parts of the first steps, for the
+rest of the run: what could be told while it runs, and is off by what the policy learns meanwhile.
+`parts.*` are what went in. Nothing else may run beside it. Takes as long as `etude demo`."""
 
 from __future__ import annotations
 
 import math
 import tempfile
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, pvariance
 
 from etude.bench.loop import events, execute
 from etude.core.config import RunConfig, parse
 from etude.core.events import AttemptDone, Event, GroupDone, StepDone, WeightsLive
 from etude.core.stages import RolloutStageConfig
+from etude.run.journal import group_of
 from etude.simulate.faults import play
 from etude.simulate.scenario import Scenario
 from etude.store.codec import Stamped
 
 FIRST = 15
-"""Steps that the parts are measured over."""
+"""The first steps, of `early`."""
 SEEDS = 10
+ROUNDS = 8
+"""Pieces of a session: each takes as long as the sessions at its beginning let it."""
+EVEN = math.sqrt(3)
+"""Half the width of an even distribution over its standard deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +42,13 @@ class Parts:
     """What a part of the loop takes, by measurement."""
 
     session_s: float
+    at_once: float
+    """Sessions under way at a time, on average over the sessions: all share the cores."""
     session_spread: float
-    """Half the width of the even distribution that varies as much, as a share of the mean."""
+    """Half the width of the even distribution in which sessions of one group vary, as a share of
+    the mean."""
+    task_spread: float
+    """The same of what the sessions of a group have in common."""
     train_s: float
     live_s: float
     """From the end of a step until every request is begun with its weights."""
@@ -46,46 +59,89 @@ def run() -> dict[str, float]:
     text = resources.files("etude.commands").joinpath("demo.toml").read_text()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         told = events(execute(Path(scratch) / "demo", text))
-    config = parse(text)
+    return figures(parse(text), told)
+
+
+def figures(config: RunConfig, told: Sequence[Stamped[Event]]) -> dict[str, float]:
     stage = next(each for each in config.stage if isinstance(each, RolloutStageConfig))
     lived = {e.record.version: e.t for e in told if isinstance(e.record, WeightsLive)}
     last = max(lived)
     first = last - stage.steps + FIRST
-    parts = parts_of([each for each in told if each.t <= lived[first]])
-    real = 3600 * (last - first) / (lived[last] - lived[first])
-    predicted = predict(scenario_of(config, stage, parts), FIRST)
+    parts = parts_of(told)
+    early = parts_of([each for each in told if each.t <= lived[first]])
+    begin = min(began for began, _, _ in _sessions(told))
+    return {
+        **_compared(
+            3600 * stage.steps / (lived[last] - begin),
+            predict(scenario_of(config, stage, parts)),
+        ),
+        **{
+            f"early.{name}": value
+            for name, value in _compared(
+                3600 * (last - first) / (lived[last] - lived[first]),
+                predict(scenario_of(config, stage, early), FIRST),
+            ).items()
+        },
+        **{f"parts.{name}": value for name, value in asdict(parts).items()},
+        "early.with_signal": early.with_signal,
+    }
+
+
+def _compared(real: float, predicted: float) -> dict[str, float]:
     return {
         "steps_per_hour": real,
         "predicted": predicted,
         "error": abs(predicted - real) / real,
-        **{f"parts.{name}": value for name, value in asdict(parts).items()},
     }
 
 
-def parts_of(told: Sequence[Stamped[Event]]) -> Parts:
-    sessions = [
-        e.record.seconds
+def _sessions(told: Sequence[Stamped[Event]]) -> list[tuple[float, float, str]]:
+    """Begin, seconds and group of each."""
+    return [
+        (e.t - e.record.seconds, e.record.seconds, group_of(e.record.id))
         for e in told
         if isinstance(e.record, AttemptDone) and e.record.split == "train"
     ]
+
+
+def parts_of(told: Sequence[Stamped[Event]]) -> Parts:
+    sessions = _sessions(told)
+    begins = sorted(began for began, _, _ in sessions)
+    ends = sorted(began + seconds for began, seconds, _ in sessions)
+    session_s = fmean(seconds for _, seconds, _ in sessions)
+    at_once = [
+        fmean(
+            bisect(begins, t) - bisect(ends, t)
+            for t in (began + seconds * (piece + 0.5) / ROUNDS for piece in range(ROUNDS))
+        )
+        for began, seconds, _ in sessions
+    ]
+    # What a session would take if it were alone, as a share of the mean, by groups.
+    alone_s = session_s / fmean(at_once)
+    paces = defaultdict[str, list[float]](list)
+    for (_, seconds, group), others in zip(sessions, at_once, strict=True):
+        paces[group].append(seconds / others / alone_s)
     steps = {e.record.step: (e.t, e.record.seconds) for e in told if isinstance(e.record, StepDone)}
-    groups = [e.record.kept for e in told if isinstance(e.record, GroupDone)]
     on_their_way = [
         e.t - steps[e.record.version][0]
         for e in told
         if isinstance(e.record, WeightsLive) and e.record.version in steps
     ]
     return Parts(
-        session_s=fmean(sessions),
-        session_spread=min(1.0, math.sqrt(3) * stdev(sessions) / fmean(sessions)),
+        session_s=session_s,
+        at_once=fmean(at_once),
+        session_spread=EVEN * math.sqrt(fmean(map(pvariance, paces.values()))),
+        task_spread=EVEN * pstdev(map(fmean, paces.values())),
         train_s=fmean(seconds for _, seconds in steps.values()),
         live_s=max(0.0, fmean(on_their_way)),
-        with_signal=fmean(groups),
+        with_signal=fmean(e.record.kept for e in told if isinstance(e.record, GroupDone)),
     )
 
 
 def scenario_of(config: RunConfig, stage: RolloutStageConfig, parts: Parts) -> Scenario:
-    """Turns and tools are taken together: how they share the cores is in what was measured."""
+    """Turns and tools are taken together. The workers share the cores, so that a session at one of
+    them is slowed down by those of all."""
+    workers = len(config.engine.regions)
     return Scenario(
         steps=stage.steps,
         groups_per_step=stage.groups_per_step,
@@ -93,12 +149,12 @@ def scenario_of(config: RunConfig, stage: RolloutStageConfig, parts: Parts) -> S
         max_lag=stage.max_lag,
         reorder_window=stage.reorder_window,
         concurrency=config.harness.concurrency,
-        regions=len(config.engine.regions),
+        regions=workers,
         workers_per_region=1,
-        max_num_seqs=config.engine.max_num_seqs,
+        max_num_seqs=1,
         heartbeat_timeout_s=config.heartbeat_timeout_s,
-        turns=1,
-        turn_s=parts.session_s,
+        turns=ROUNDS,
+        turn_s=parts.session_s / parts.at_once * workers / ROUNDS,
         tool_s=0.0,
         train_s=parts.train_s,
         publish_s=parts.live_s,
@@ -106,14 +162,17 @@ def scenario_of(config: RunConfig, stage: RolloutStageConfig, parts: Parts) -> S
         swap_s=0.0,
         delta_bytes=0,
         with_signal=parts.with_signal,
-        spread=parts.session_spread,
+        # The pieces of a session vary by more than their sum.
+        spread=min(1.0, parts.session_spread * math.sqrt(ROUNDS)),
+        task_spread=min(1.0, parts.task_spread),
     )
 
 
-def predict(scenario: Scenario, first: int) -> float:
-    """Steps an hour after the `first` ones, whose start is empty."""
+def predict(scenario: Scenario, first: int = 0) -> float:
+    """Steps an hour after the `first` ones."""
     seconds = [
-        play(scenario, seed).seconds - play(replace(scenario, steps=first), seed).seconds
+        play(scenario, seed).seconds
+        - (play(replace(scenario, steps=first), seed).seconds if first else 0.0)
         for seed in range(SEEDS)
     ]
     return 3600 * (scenario.steps - first) / fmean(seconds)

@@ -36,7 +36,7 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Times are means; each is varied by `spread`."""
+    """Times are means; each is varied by `spread`, those of turns by `task_spread`, too."""
 
     steps: int
     groups_per_step: int
@@ -72,6 +72,8 @@ class Scenario:
     with_signal: float = 1.0
     """Share of the groups that there is something to learn from."""
     spread: float = 0.3
+    task_spread: float = 0.0
+    """What the turns of one group have in common: a long task is long for all of its sessions."""
     faults: Faults = field(default_factory=Faults)
 
 

@@ -90,7 +90,10 @@ class Simulation:
         self.after(seconds, again)
 
     def vary(self, seconds: float) -> float:
-        return seconds * self.rng.uniform(1.0 - self.s.spread, 1.0 + self.s.spread)
+        return seconds * self._factor(self.s.spread)
+
+    def _factor(self, spread: float) -> float:
+        return self.rng.uniform(1.0 - spread, 1.0 + spread)
 
     def run(self) -> Outcome:
         s = self.s
@@ -174,7 +177,8 @@ class Simulation:
             self._write(
                 Issued(group=str(slot), task="t", samples=samples, version=self.window.live)
             )
-            self.groups[slot] = GroupState(self.window.live, set(samples))
+            pace = self._factor(self.s.task_spread) if self.s.task_spread else 1.0
+            self.groups[slot] = GroupState(self.window.live, set(samples), pace)
             self.queued.extend(Session(sample, slot, self.s.turns) for sample in samples)
         while self.queued and len(self.running) < self.s.concurrency:
             session = self.queued.popleft()
@@ -380,7 +384,8 @@ class Simulation:
             if self.rng.random() < self.s.faults.duplicate:
                 answer()
 
-        self.after(self.vary(self.s.turn_s * load), answer)
+        pace = self.groups[session.group].pace
+        self.after(self.vary(self.s.turn_s * load * pace), answer)
 
     def _check_served(self, session: Session, process: Process) -> None:
         """The worker refuses what wants newer weights than it has, as `/generate` does."""

@@ -43,6 +43,8 @@ class Session:
 class GroupState:
     admitted: int
     open: set[str]
+    pace: float = 1.0
+    """How much longer its turns take than others."""
     oldest: int = 1 << 60
     failed: tuple[str, ...] = ()
 

@@ -53,6 +53,20 @@ def test_without_faults_the_slower_side_is_always_busy() -> None:
     assert sampling.trainer_busy_s / sampling.seconds < 0.05
 
 
+def test_the_slowest_session_of_a_group_counts_unless_its_task_makes_all_slow() -> None:
+    one_by_one = replace(
+        QUIET, steps=400, groups_per_step=1, group_size=1, max_lag=0, reorder_window=1,
+        max_num_seqs=16, tool_s=0.0, train_s=0.1,
+    )  # fmt: skip
+
+    def longer_in_groups(**spread: float) -> float:
+        alone = replace(one_by_one, **spread)
+        return play(replace(alone, group_size=8), 0).seconds / play(alone, 0).seconds
+
+    assert longer_in_groups(spread=0.6) > 1.2
+    assert longer_in_groups(task_spread=0.6) == pytest.approx(1.0, abs=0.1)
+
+
 def test_a_stopped_worker_does_not_stop_the_run() -> None:
     def hung_forever() -> Outcome:
         simulation = Simulation(QUIET, 0)
