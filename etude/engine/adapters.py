@@ -111,7 +111,8 @@ class TorchAdapters:
 
 class AdapterManager:
     """The LoRA manager of an engine: loads the adapter that comes with the weights, and those that
-    requests name, into the slots of its runner."""
+    requests name, into the slots of its runner. It evicts nothing: when all slots are taken, a load
+    is refused."""
 
     def __init__(self, limits: AdapterLimits | None, runner: ModelRunner) -> None:
         self._limits = limits

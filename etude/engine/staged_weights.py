@@ -28,7 +28,7 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
-class _Scatter:
+class _SparseWrite:
     """A sparse write: single elements of `target` and their new bits."""
 
     target: Tensor
@@ -45,7 +45,7 @@ class _Scatter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _DenseWrite:
     """A dense write: a chunk of `target` that is copied whole."""
 
     target: Tensor
@@ -74,9 +74,9 @@ def stage_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> Callable
     return put_in_place
 
 
-def _writes(view: Tensor, new: Tensor) -> Iterator[_Scatter | _Copy]:
+def _writes(view: Tensor, new: Tensor) -> Iterator[_SparseWrite | _DenseWrite]:
     if not view.is_contiguous():
-        yield _Copy(view, new)
+        yield _DenseWrite(view, new)
         return
     target, source = view.view(-1), new.reshape(-1)
     for begin in range(0, target.numel(), CHUNK):
@@ -85,7 +85,7 @@ def _writes(view: Tensor, new: Tensor) -> Iterator[_Scatter | _Copy]:
             yield write
 
 
-def _difference(target: Tensor, source: Tensor) -> _Scatter | _Copy | None:
+def _difference(target: Tensor, source: Tensor) -> _SparseWrite | _DenseWrite | None:
     # Bits are compared, not numbers: 0.0 and -0.0 differ, and a NaN is like itself.
     bits = BITS[target.element_size()]
     staged = source.to(target.device, target.dtype).view(bits)
@@ -93,8 +93,8 @@ def _difference(target: Tensor, source: Tensor) -> _Scatter | _Copy | None:
     if len(places) == 0:
         return None
     if len(places) > MOST_DIFFERENT * len(target):
-        return _Copy(target, source)
-    return _Scatter(target.view(bits), places.int(), staged[places])
+        return _DenseWrite(target, source)
+    return _SparseWrite(target.view(bits), places.int(), staged[places])
 
 
 def _beside_serving(device: torch.device) -> AbstractContextManager[object]:

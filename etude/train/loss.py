@@ -43,7 +43,8 @@ from etude.train.packing import PackedMicrobatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The inputs of a policy loss: the sampled tokens of some whole rows, N of them."""
+    """The inputs of a policy loss: the N sampled tokens of some whole rows. The KL penalty is in
+    the advantages already."""
 
     logp_N: Tensor
     """Log-probs under the new policy, with gradient."""

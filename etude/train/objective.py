@@ -77,7 +77,8 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlObjective:
-    """The RL objective: KL penalty, importance-sampling correction, policy loss and aggregation.
+    """The RL objective: KL penalty (on the advantages), importance-sampling correction, policy loss
+    and aggregation.
     The default is `reinforce` with truncated importance weights and a mean over tokens."""
 
     loss: PolicyLoss = LOSS["reinforce"]

@@ -60,6 +60,7 @@ class TokenSequence:
 
     @property
     def length(self) -> int:
+        """The tokens that are read: all before the last one that the loss counts."""
         return int(self.loss_positions[-1]) if len(self.loss_positions) else 0
 
     @property

@@ -84,8 +84,8 @@ class BatchInvariantTransformer(Transformer):
 
 
 class _PagedCausalAttention:
-    """Causal attention within whole sequences, one layer at a time, over keys and values in the
-    pages that the kernels read. Each sequence has as many pages as the longest."""
+    """Causal attention within whole sequences: the values are those of the engine's paged kernel,
+    the gradients those of plain attention. Each sequence has as many pages as the longest."""
 
     def __init__(self, model: Transformer, lengths: Sequence[int], positions_N: Tensor) -> None:
         c = model.config

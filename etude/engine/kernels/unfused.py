@@ -43,8 +43,8 @@ def unsupported(c: ModelConfig) -> list[str]:
     )
 
 
-class _UnfusedLayer:
-    """The attention config of one layer, under the name that `LayerWeights` has it by."""
+class _LayerAttention:
+    """The attention config of one layer, where a runner looks for it: as in `LayerWeights`."""
 
     def __init__(self, heads: GroupedQueryAttention, eps: float) -> None:
         size = heads.head_dim
@@ -79,7 +79,7 @@ class UnfusedForward:
         self.config = c
         self._model = model
         self.layers = [
-            _UnfusedLayer(block.self_attn, c.rms_norm_eps)
+            _LayerAttention(block.self_attn, c.rms_norm_eps)
             for block in model.model.layers
             if isinstance(block, Block) and isinstance(block.self_attn, GroupedQueryAttention)
         ]
