@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
 from etude.core.sandbox import Limits, Service
+from etude.core.sandbox_config import SandboxConfig
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Limits)])
@@ -29,3 +31,20 @@ def test_a_service_is_named_as_a_host_may_be(name: str) -> None:
     with pytest.raises(ValueError, match="letters, digits and hyphens only"):
         Service(name=name, argv=("serve",), port=1)
     assert Service(name="Db-2", argv=("serve",), port=1).name == "Db-2"
+
+
+def test_the_limits_of_a_run_are_in_bytes() -> None:
+    assert SandboxConfig().limits == Limits()
+    config = SandboxConfig(cpus=1.5, memory_mib=2, disk_mib=3, max_processes=4)
+    assert config.limits == Limits(
+        cpus=1.5, memory_bytes=2 * 1024**2, disk_bytes=3 * 1024**2, processes=4
+    )
+
+
+@pytest.mark.parametrize(
+    "more", [{"mounts": ("/opt",)}, {"network_log": "log"}, {"mirrors": {"pypi.org": "h:1"}}]
+)
+def test_what_is_of_this_machine_is_not_for_hosts(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(more))} .* hosts are others"):
+        SandboxConfig(hosts=("http://h:1",), **more)
+    SandboxConfig(**more)
