@@ -363,3 +363,19 @@ def test_files_were_written_over_a_year(tmp_path: Path) -> None:
         written.append({name: each.st_mtime for name, each in found.items()})
     assert written[0] == written[1], "the same ones at the same distance"
     assert len(set(written[0].values())) == 5
+
+
+def test_scripts_name_the_python_of_the_image(tmp_path: Path) -> None:
+    """And what only happens to hold the path stays as it is."""
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    (scripts / "pytest").write_text(f"#!{tmp_path}/bin/python\nimport pytest  # {tmp_path}\n")
+    others = {"tool": b"#!/bin/sh\necho hi\n", "data": f"\x7f {tmp_path}".encode()}
+    for name, content in others.items():
+        (scripts / name).write_bytes(content)
+    (scripts / "python").symlink_to("/usr/bin/python3")
+    (scripts / "inner").mkdir()
+    images._retarget(tmp_path)
+    told = (scripts / "pytest").read_text()
+    assert told == f"#!{images.VENV}/bin/python\nimport pytest  # {images.VENV}\n"
+    assert {name: (scripts / name).read_bytes() for name in others} == others
