@@ -182,3 +182,14 @@ def test_dpo_compares_answers_to_the_same_prompt() -> None:
     hidden = stripped(bad, [Redaction(4, 5, "email")], STAND_IN, exact_before=True)
     (session,) = put_together([good, hidden]).sessions
     assert dpo_lines([session], feedback).dropped == {"redacted_answer": 1}
+
+
+def test_pairs_of_answers_that_were_liked_alike_do_not_depend_on_their_order() -> None:
+    first, second, worse, worst = (turn(n, 0, n) for n in range(4))
+    feedback = liked(first, 0.5) | liked(second, 0.5) | liked(worse, -1.0) | liked(worst, -1.0)
+    told = [
+        dpo_lines(put_together(order).sessions, feedback).made
+        for order in ([first, second, worse, worst], [worst, worse, second, first])
+    ]
+    assert told[0] == told[1] and len(told[0]) == 2
+    assert {line["completions"][0] for line in told[0]} == {second.completion}

@@ -448,3 +448,12 @@ def test_a_bucket_is_written_less_often_and_tells_what_it_was_asked(
     monkeypatch.undo()
     log.flush(last=True)
     assert len(EventReader(run).new()) == 2, "of a directory there is nothing to tell"
+
+
+def test_a_run_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Run.open(f"file:{tmp_path}/runs/mine").place == "runs/mine"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert Run.open(f"file:{tmp_path}/runs/mine").place == f"{tmp_path}/runs/mine"
+    assert Run.open("memory:").place == "memory:"
