@@ -34,3 +34,10 @@ def test_it_trains_in_the_last_stage() -> None:
     with pytest.raises(EtudeError, match=r"\[realtime\] trains in the last stage"):
         parse(RUN.format(top="") + last)
     parse(RUN.format(top=last))
+
+
+@pytest.mark.parametrize("ramp", ["[0.2, 0.5]", "[0.5, 0.2, 1.0]", "[0.2, 0.2, 1.0]", "[0.0, 1.0]"])
+def test_a_canary_grows_until_it_is_everybody(ramp: str) -> None:
+    with pytest.raises(EtudeError, match="growing shares that end with 1"):
+        parse(RUN.format(top=""), [f"realtime.canary.ramp={ramp}"])
+    parse(RUN.format(top=""), ["realtime.canary.ramp=[0.2, 1.0]"])

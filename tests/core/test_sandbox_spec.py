@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from etude.core.sandbox import Limits, Service
+from etude.core.sandbox import Limits, Service, close_on_failure
 from etude.core.sandbox_config import SandboxConfig
 
 
@@ -48,3 +49,21 @@ def test_what_is_of_this_machine_is_not_for_hosts(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(more))} .* hosts are others"):
         SandboxConfig(hosts=("http://h:1",), **more)
     SandboxConfig(**more)
+
+
+async def test_a_sandbox_that_is_half_made_is_closed() -> None:
+    closed = []
+
+    class Half:
+        async def close(self) -> None:
+            closed.append(self)
+
+    sandbox: Any = Half()
+    async with close_on_failure(sandbox):
+        pass
+    assert closed == []
+    for error in (ZeroDivisionError, asyncio.CancelledError):
+        with pytest.raises(error):
+            async with close_on_failure(sandbox):
+                raise error
+    assert closed == [sandbox, sandbox]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from etude.store.codec import pack
 from etude.store.objects import Missing, Objects
 from etude.store.rollouts import RolloutLog, RolloutReader, group_rows
 from etude.store.runs import Run
@@ -66,3 +67,10 @@ def test_verdicts_of_many_at_once_are_all_kept(run: Run) -> None:
 def test_a_verdict_that_says_nothing(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="verdict"):
         Verdict(**({"session": "s", "verdict": "cheat", "who": "w"} | fields))  # type: ignore[arg-type]
+
+
+def test_what_an_older_run_did_not_write_is_nothing(run: Run) -> None:
+    told = {"id": "old", "task": "t", "group": "g", "score": None, "status": "failed"}
+    run.objects.put_sealed("evals/000002.heldout.sessions", pack([told | {"segments": []}]))
+    reader, key = SessionReader(run), "evals/000002.heldout.sessions"
+    assert reader.conversations(key) == [reader.session(key, "old")]
