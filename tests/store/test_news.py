@@ -101,3 +101,10 @@ def test_old_news_is_swept_and_the_rest_stays(objects: Objects, clock: Clock, ne
     news.sweep()
     left = objects.list(NEWS)
     assert len(left) == 2 and not any(ALICE in key for key in left)
+
+
+def test_entries_lie_where_readers_of_other_versions_look(objects: Objects, clock: Clock) -> None:
+    clock.now = 1_700_000_000.25
+    News(objects, clock).tell(ALICE)
+    (key,) = objects.list(NEWS)
+    assert key.startswith(f"production/news/2833333/1700000000250-{ALICE}-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -203,18 +204,23 @@ def test_feedback_is_joined_to_answers_within_its_horizon(
 def test_sessions_with_a_secret_are_dropped_however_it_is_spelled(store: ProductionStore) -> None:
     secret = 'p"w\nß'
     for number, (user, text) in enumerate(
-        [(ALICE, f"it is {secret}"), (ALICE, "nothing"), (BOB, f"it is {secret}")]
+        [
+            (ALICE, f"it is {secret}"),
+            (ALICE, f"it is {secret[1:]}"),
+            (BOB, f"it is {secret}"),
+            (ALICE, f"as JSON {json.dumps(secret)}"),
+        ]
     ):
         told = ({"role": "user", "content": text}, {"role": "assistant", "content": "ok"})
         session = name(900.0 + number)
         store.put_turn(replace(turn(0, 0, user=user, session=session), messages=told))
     assert store.drop_sessions_with(ALICE, []) == 0
-    assert store.drop_sessions_with(ALICE, [secret]) == 1
+    assert store.drop_sessions_with(ALICE, [secret]) == 2
     assert [(s.user, s.session) for s in store.sessions().sessions] == [
         (ALICE, name(901.0)),
         (BOB, name(902.0)),
     ]
-    assert store.dropped() == {"sessions late_secret": 1}
+    assert store.dropped() == {"sessions late_secret": 2}
 
 
 def test_consents_are_read_from_a_time_on(store: ProductionStore, clock: Clock) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
+from etude.core.types import PromptPart
 from etude.store.codec import pack
 from etude.store.objects import Missing, Objects
 from etude.store.rollouts import RolloutLog, RolloutReader, group_rows
@@ -74,3 +76,20 @@ def test_what_an_older_run_did_not_write_is_nothing(run: Run) -> None:
     run.objects.put_sealed("evals/000002.heldout.sessions", pack([told | {"segments": []}]))
     reader, key = SessionReader(run), "evals/000002.heldout.sessions"
     assert reader.conversations(key) == [reader.session(key, "old")]
+
+
+def test_a_conversation_is_all_of_a_session_but_its_tokens(run: Run) -> None:
+    told: dict[str, Any] = {
+        "error": "e",
+        "traceback": "t",
+        "messages": [{"role": "user"}],
+        "diff": "+x",
+        "score": None,
+    }
+    parts = (PromptPart(name="files", text="a.py", role="user", priority=1),)
+    whole = replace(DONE, status="failed", prompt_parts=parts, **told)
+    left_out = {each.name for each in fields(whole) if not getattr(whole, each.name)}
+    assert left_out == {"score"}, "what is not given here would be missed by nobody"
+    run.put_eval_sessions("000003.heldout", [whole, DONE])
+    found = SessionReader(run).conversations("evals/000003.heldout.sessions")
+    assert found == [replace(whole, segments=()), replace(DONE, segments=())]
