@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from etude.core.sampling import VersionSpan
 from etude.core.types import Credit, Part, Score, Segment, Trajectory
+from etude.dash.detail import tokens
 from etude.dash.session import (
     LONG,
     LONG_LINE,
@@ -125,3 +127,21 @@ def test_a_score_says_what_it_is_made_of() -> None:
         "credit 0.5 for segment 1",
         "credit -1 for segment 0, turn 2",
     ]
+
+
+def test_some_tokens_of_a_segment_are_told_with_their_place() -> None:
+    segment = Segment(
+        prompt=(1, 2, 1), tokens=(5, 6, 5), mask=(True, False, True), logprobs=(-1.0, 0.0, -2.0),
+        versions=(VersionSpan(3, 1), VersionSpan(4, 1)),
+    )  # fmt: skip
+    whole = tokens(segment, str, [-1.5, -2.5], offset=0, limit=99)
+    assert (whole["offset"], whole["total"]) == (0, 6)
+    assert whole["pieces"] == ["1", "2", "5", "6"] and whole["tokens"] == [0, 1, 0, 2, 3, 2]
+    assert whole["mask"] == [[0, 3], [1, 1], [0, 1], [1, 1]]
+    assert (whole["logprobs"], whole["trainer"]) == ([-1.0, -2.0], [-1.5, -2.5])
+    assert whole["versions"] == [[3, 1], [4, 1]]
+    part = tokens(segment, str, [-1.5, -2.5], offset=4, limit=2)
+    assert (part["offset"], part["total"], part["pieces"]) == (4, 6, ["6", "5"])
+    assert (part["mask"], part["logprobs"], part["trainer"]) == ([[0, 1], [1, 1]], [-2.0], [-2.5])
+    assert part["versions"] == [[4, 1]]
+    assert tokens(segment, str, None, offset=0, limit=1)["trainer"] is None

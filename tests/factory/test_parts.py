@@ -125,6 +125,11 @@ def test_changed_tests_come_in_the_order_of_their_files() -> None:
     changed, others = _changed_tests(before, after, set(paths))
     assert changed == tuple(f"{path}::test_new" for path in paths)
     assert others == tuple(f"{path}::test_old" for path in paths)
+    new = {"tests/test_new.py": b"def test_it():\n    pass\n", paths[0]: b"def test_x(:\n"}
+    told = _changed_tests(before, after | new, {*new, paths[1]})
+    assert told == ((f"{paths[1]}::test_new",), (f"{paths[1]}::test_old",)), (
+        "of what can be compared"
+    )
 
 
 def test_a_commit_in_two_halves() -> None:
