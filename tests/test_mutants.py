@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.mutants.__main__ import Result, shuffled, summary
+from tests.mutants.coverage import Coverage
 from tests.mutants.mutate import Mutant, compiles, mutants
 
 
@@ -111,3 +112,26 @@ def test_a_change_elsewhere_leaves_the_draw_as_it_was() -> None:
     before, after = drawn(body), drawn("def g(a):\n    return a - 1\n\n" + body)
     assert [pair for pair in after if pair in before] == before
     assert [line for line, _ in before] != sorted(line for line, _ in before)
+
+
+def test_what_an_import_computes_is_tried_by_those_who_read_it() -> None:
+    """Also from another module, where the line itself is run by nobody."""
+    sources = {"a.py": "LIMIT = 1\nOTHER = 2\n", "b.py": "def f(x):\n    return x > a.LIMIT\n"}
+    ran = {
+        "import": {"a.py": [1, 2], "b.py": [1]},
+        "reads": {"b.py": [2]},
+        "elsewhere": {"c.py": [1]},
+    }
+    tests = {
+        name: {"seconds": 1.0, "passed": True, "shares": []} for name in ran if name != "import"
+    }
+    coverage = Coverage({"test_b.py": {"lines": ran, "tests": tests}})
+    coverage.__dict__["sources"] = sources
+    limit, other = (
+        next(
+            mutant for mutant in mutants("etude/a.py", sources["a.py"].encode()) if mutant.line == n
+        )
+        for n in (1, 2)
+    )
+    assert coverage.tests_for(limit) == {"reads": 1.0}
+    assert coverage.tests_for(other) == {"reads": 1.0, "elsewhere": 1.0}, "nobody knows who does"

@@ -250,10 +250,6 @@ class RunConfig(Config):
             raise ValueError(
                 "[realtime] needs tasks.heldout: no version is deployed that they do not pass"
             )
-        if self.realtime.simulated_share and not self.tasks.train:
-            raise ValueError(
-                "realtime.simulated_share needs tasks.train, which are attempted for it"
-            )
         if self.tasks.is_remote or self.engine.vllm_urls or self.trainer.ranks > 1:
             raise ValueError(
                 "[realtime] evaluates with an engine of its own, and trains on one rank: leave "
@@ -445,7 +441,7 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
             return f"{path} is missing: it has no default"
         case "union_tag_invalid" | "union_tag_not_found":
             kind = given.get("kind") if isinstance(given, dict) else given
-            near = difflib.get_close_matches(str(kind), STAGES, n=1)
+            near = difflib.get_close_matches(str(kind), STAGES)
             hint = f", did you mean {near[0]}?" if near else ""
             return (
                 f"stage number {loc[1] + 1} needs kind = one of {', '.join(STAGES)}; it has "

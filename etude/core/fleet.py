@@ -85,7 +85,7 @@ class Fleet:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[str, Worker] = {}
         self._suspects: dict[str, Worker] = {}
-        self._gone: set[str] = set()
+        self._gone: set[str] = set()  # at some time: who is known now is looked up first
         # failed while they were draining: when they were last heard
         self._drained: dict[str, float] = {}
         self._affinity: dict[str, Worker] = {}
@@ -141,7 +141,6 @@ class Fleet:
         """A worker says that it is there, which renews its lease. If it has less than we knew, it
         was restarted in the meantime."""
         self._suspects.pop(url, None)
-        self._gone.discard(url)
         known = self._workers.get(url)
         if known is None or known.version > version:
             draining = url in self._drained or (known is not None and known.draining)
@@ -163,7 +162,6 @@ class Fleet:
         for worker in expired:
             self.leave(worker)
             if not worker.draining:
-                self._gone.discard(worker.url)
                 self._suspects[worker.url] = worker
         for url, heard in list(self._drained.items()):
             if now - heard >= self._heartbeat_timeout_s:

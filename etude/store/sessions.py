@@ -33,6 +33,7 @@ class _Conversation:
     error: str | None = None
     traceback: str = ""
     messages: list[dict[str, Json]] = field(default_factory=list)
+    diff: str = ""
     source: str = ""
     policy: str = ""
     cost: Cost = Cost()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
+
+import pytest
 
 from etude.core.alarms import (
     FEW_SESSIONS,
@@ -12,14 +15,19 @@ from etude.core.alarms import (
     RECENT_GROUPS,
     Alarms,
     RepeatedRows,
+    signal_advice,
+    what_was_earned,
 )
 from etude.core.events import (
     AttemptDone,
     Event,
     GroupDone,
     Launched,
+    ProcessDied,
     ProcessHeard,
+    ProcessRestarted,
     ProcessSilent,
+    RegionQuarantined,
     StageStarted,
     StepDone,
 )
@@ -266,3 +274,61 @@ def test_groups_without_a_difference_are_alarming() -> None:
     assert begun(alarms, solved) == ["signal"]
     (active,) = alarms.active.values()
     assert active.what == "the last 32 groups had no difference (all 1)"
+
+
+def test_what_happens_to_a_process_is_told_until_it_is_heard() -> None:
+    died = ProcessDied(process="gateway", how="was killed", advice="")
+    back = ProcessRestarted(process="gateway", how="was killed", limit=3)
+    elsewhere = replace(back, limit=None)
+    for event, advice in (
+        (died, "the end of its log says why"),
+        (replace(died, advice="give it more memory"), "give it more memory"),
+        (back, "more than 3 times within a minute"),
+        (elsewhere, "as soon as the cluster has room"),
+    ):
+        alarms = Alarms()
+        (alarm,) = alarms.apply(event)
+        assert alarm.what.startswith("the gateway was killed") and advice in alarm.advice
+        assert begun(alarms, ProcessSilent(process="gateway", seconds=9.0)) == [], "the same one"
+        assert begun(alarms, ProcessHeard(process="trainer", seconds=9.0)) == []
+        assert list(alarms.active) == ["silent gateway"]
+        assert begun(alarms, ProcessHeard(process="gateway", seconds=9.0)) == []
+        assert alarms.active == {}
+
+
+def test_a_drifted_region_is_told_until_the_next_launch() -> None:
+    alarms = Alarms()
+    (alarm,) = alarms.apply(RegionQuarantined(region="west", step=4, factor=12.34))
+    assert alarm.what.startswith("the region west is in quarantine since step 4: its k3 is 12.3 ")
+    assert begun(alarms, StageStarted(stage="rl", steps=9), STEP) == []
+    assert list(alarms.active) == ["drifted west"]
+    assert begun(alarms, Launched(resumed=True)) == [] and alarms.active == {}
+
+
+def test_commands_that_are_advised_can_be_pasted() -> None:
+    failed = replace(ATTEMPT, status="failed", reward=None, error="x")
+    alarms = Alarms("my runs/a'b")
+    begun(alarms, *[failed] * FEW_SESSIONS, RegionQuarantined(region="west", step=4, factor=12.0))
+    for name in ("failing", "drifted west"):
+        command = alarms.active[name].advice.partition("`")[2].partition("`")[0]
+        assert "my runs/a'b" in shlex.split(command)
+
+
+def test_a_jump_is_told_with_its_group() -> None:
+    alarms = Alarms()
+    (alarm,) = alarms.apply(replace(GROUP, jump="from 0.1 to 1.0"))
+    assert (alarm.name, alarm.what) == ("jump", "group g: from 0.1 to 1.0")
+    assert alarms.apply(GROUP) == [] and alarms.active == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "earned", "advice"),
+    [
+        ([0.0, 0.0], "all 0", "too hard"),
+        ([1.0, 1.0], "all 1", "solved already"),
+        ([0.5, 0.5], "all 0.5", "temperature"),
+        ([0.0, 1.0], "not the same for all tasks", "temperature"),
+    ],
+)
+def test_advice_depends_on_what_was_earned(rewards: list[float], earned: str, advice: str) -> None:
+    assert what_was_earned(rewards) == earned and advice in signal_advice(rewards)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from etude.core.contamination import Probe, count, find_probes
 from etude.core.sandbox import SandboxSpec
 from etude.core.types import Task
@@ -58,3 +60,10 @@ def test_only_what_is_finished_letter_by_letter_counts() -> None:
     assert found["path"].example is probes[0] and found.keys() == {"path"}
     low, high = found["path"].interval
     assert low < 1 / 3 < high
+
+
+def test_the_order_in_which_files_are_listed_changes_nothing() -> None:
+    backwards = dict(reversed(TASK.sandbox.files.items()))
+    other = replace(TASK, sandbox=replace(TASK.sandbox, files=backwards))
+    for most in (2, 9):
+        assert find_probes(other, most=most, seed=5) == find_probes(TASK, most=most, seed=5)

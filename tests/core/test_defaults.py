@@ -10,7 +10,24 @@ from types import ModuleType
 
 import pytest
 
-from etude.core import events, ledger, sampling, types
+from etude.core import (
+    consent,
+    contamination,
+    events,
+    exports,
+    feedback,
+    fleet,
+    ledger,
+    lending,
+    placement,
+    recorded,
+    remote,
+    sampling,
+    sandbox,
+    traffic,
+    types,
+    updates,
+)
 from etude.core import protocols as seams
 from etude.core.advantage import AdvantageEstimator, dr_grpo
 from etude.core.effort import Effort
@@ -24,6 +41,16 @@ MEANT = {
     ("SamplingParams", "repetition_penalty"): 1.0,
     ("Request", "params"): sampling.SamplingParams(),
     ("Request", "priority"): "standard",
+    ("RateLimit", "max_users"): 100_000,
+    ("Worker", "stalled"): -math.inf,  # never
+    ("ModelSize", "weight_bytes"): 2.0,  # bf16
+    ("RecordedTurn", "arm_propensity"): 1.0,  # every user had this arm
+    ("RemoteTask", "split"): "train",
+    ("RolloutRequest", "model"): "etude",
+    ("RolloutRequest", "temperature"): 1.0,
+    ("RolloutRequest", "max_tokens"): 64,
+    ("ServiceHealth", "status"): "ok",
+    ("Service", "ready_s"): 30.0,
 }
 
 
@@ -85,7 +112,13 @@ def test_older_logs_can_be_read() -> None:
     assert defaults(events).keys() == LATER
 
 
-@pytest.mark.parametrize("module", [events, ledger, sampling, seams, types])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(consent, contamination, events, exports, feedback, fleet, ledger, lending, placement),
+        *(recorded, remote, sampling, sandbox, seams, traffic, types, updates),
+    ],
+)
 def test_what_is_left_out_is_nothing(module: ModuleType) -> None:
     for place, default in defaults(module).items():
         if place in MEANT:

@@ -8,7 +8,14 @@ import traceback
 
 import pytest
 
-from etude.core.errors import EtudeError, RolloutFailure, boundary, error_line, user_code
+from etude.core.errors import (
+    EtudeError,
+    RolloutFailure,
+    boundary,
+    error_line,
+    user_code,
+    user_traceback,
+)
 from etude.core.types import Task
 
 
@@ -78,3 +85,21 @@ def test_a_traceback_is_shortened_to_what_was_raised() -> None:
 @pytest.mark.parametrize("error", ["", "sandbox: no room", "a\nb", 'File "x", line 3'])
 def test_an_error_without_a_traceback_stays_as_it_is(error: str) -> None:
     assert error_line(error) == error
+
+
+def test_a_traceback_shows_the_users_own_lines_and_what_caused_it() -> None:
+    try:
+        try:
+            theirs()
+        except ValueError as cause:
+            raise IndexError("out of range") from cause
+    except IndexError as e:
+        told = user_traceback(e)
+    assert told.count(f'File "{__file__}"') == 3 and "json/decoder.py" not in told
+    assert "JSONDecodeError: Expecting property name" in told
+    assert told.endswith("IndexError: out of range")
+    try:
+        json.loads("{")
+    except ValueError as e:
+        e.__traceback__ = e.__traceback__.tb_next if e.__traceback__ else None
+        assert "json/decoder.py" in user_traceback(e), "there is no line of theirs"

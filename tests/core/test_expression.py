@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from etude.core.expression import Expression
@@ -66,3 +68,18 @@ def test_deep_ones_are_read_or_refused() -> None:
 def test_what_has_no_value_is_an_error_and_no_zero(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Expression.parse(text).value(PARTS)
+
+
+def test_one_that_the_stack_cannot_hold_is_refused() -> None:
+    depth, frame = 0, sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        depth += 1
+    limit, told = sys.getrecursionlimit(), ""
+    sys.setrecursionlimit(depth + 60)
+    try:
+        Expression.parse("-" * 90 + "tests")
+    except ValueError as e:
+        told = str(e)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert "nested too deep" in told

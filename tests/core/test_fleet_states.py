@@ -237,3 +237,29 @@ def test_the_last_workers_are_not_spared() -> None:
     fleet.drain("b")
     assert not fleet.spares("a", keep=1)
     assert fleet.spares("b", keep=1), "it is not one of those that answer"
+
+
+def test_a_drain_that_was_taken_back_does_not_return() -> None:
+    """Neither by another failure nor by a restart."""
+    for restarted in (False, True):
+        fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
+        fleet.join("a", "r", 0, 0.0)
+        fleet.drain("a")
+        fleet.leave(fleet.workers[0])
+        again = fleet.join("a", "r", 0, 1.0)
+        assert fleet.state("a") is WorkerState.DRAINING
+        fleet.drain("a", draining=False)
+        if restarted:
+            fleet.join("a", "r", -1, 2.0)
+        else:
+            fleet.leave(again)
+        fleet.join("a", "r", 0, 3.0)
+        assert fleet.state("a") is WorkerState.LIVE
+
+
+def test_a_restart_does_not_end_a_drain() -> None:
+    fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
+    fleet.join("a", "r", 1, 0.0)
+    fleet.drain("a")
+    fleet.join("a", "r", 0, 1.0)
+    assert fleet.state("a") is WorkerState.DRAINING

@@ -134,3 +134,16 @@ def test_what_is_set_aside_needs_a_run_that_sets_aside() -> None:
     assert parse(text).rewards.jumps == "quarantine"
     with pytest.raises(EtudeError, match="make both the same"):
         parse(text + 'detector = "flag"')
+
+
+def test_of_a_family_that_jumps_only_groups_that_take_part_are_told() -> None:
+    """By half a point above what it earned before."""
+    jumps = RewardJumps(FAMILIES, max_lag=0)
+    for number in range(16):
+        jumps.learn(asked(f"t{number}", 1.0 if number >= 12 else 0.0, version=number))
+    told = [jumps.look(asked(f"t{30 + n}", n / SIZE, version=16)) for n in range(SIZE + 1)]
+    assert [bool(each) for each in told] == [False] * 4 + [True] * 5
+    assert told[4] == "family easy earns 1.00 on average, after 0.00 in 12 groups"
+    past = [asked("a", float(version >= 12), version) for version in range(16)]
+    alone = RewardJumps({"a": "", "b": ""}, max_lag=0, past=past)
+    assert "family (all tasks) earns" in (alone.look(asked("b", 1.0, 16)) or "")

@@ -51,3 +51,9 @@ def test_each_loop_weighs_its_attempts_in_its_own_way() -> None:
     # a teacher speaks of every token: nothing is dropped for what the attempt was worth
     assert distill.per_group is constant_advantage
     assert distill.keep_zero_std and not distill.use_credit and distill.effort is None
+
+
+def test_what_is_suspected_is_set_aside_in_every_loop_that_is_told_to() -> None:
+    for stage in RUN.stage:
+        assert estimator_of(stage, 77, quarantine=True).quarantine
+        assert not estimator_of(stage, 77).quarantine

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from etude.core.placement import GPUS, ModelSize, Workload, decode_s, plan_placement
+from etude.core.placement import GPUS, Gpu, ModelSize, Workload, decode_s, plan_placement
 
 H200 = GPUS["h200"]
 DENSE = ModelSize(parameters=8e9, active=8e9, kv_bytes=147e3)
@@ -86,3 +86,51 @@ def test_activations_that_do_not_fit_are_told() -> None:
     found = plan_placement(large, WORK, H200, 16)
     assert "the trainer wants" in found.advice[0] and "microbatch_tokens" in found.advice[0]
     assert not any("wants" in each for each in plan_placement(DENSE, WORK, H200, 16).advice)
+
+
+ROUND = Gpu(memory_bytes=100e9, flops=1e15, bandwidth=1e12)
+SMALL = ModelSize(parameters=1e9, active=1e9, kv_bytes=1e3)
+SHORT = Workload(
+    sessions=10, turns=4, sampled=100, read=300, tool_s=20.0, max_lag=1, max_num_seqs=8
+)
+
+
+def test_a_token_takes_what_is_read_or_what_is_computed() -> None:
+    reading = (2e9 + 8 * 200 * 1e3) / (0.6 * 1e12)
+    assert decode_s(SMALL, SHORT, ROUND, 1, 8) == pytest.approx(reading)
+    assert decode_s(SMALL, SHORT, ROUND, 2, 8) == pytest.approx(reading / 2)
+    quick = replace(ROUND, bandwidth=1e20)
+    assert decode_s(SMALL, SHORT, quick, 1, 8) == pytest.approx(2 * 1e9 * 8 / (0.4 * 1e15))
+
+
+def test_a_plan_by_hand() -> None:
+    found = plan_placement(SMALL, SHORT, ROUND, 2)
+    token_s, read_s = decode_s(SMALL, SHORT, ROUND, 1, 8), 300 * 2e9 / (0.5 * 1e15)
+    assert (found.gpus, found.trainer_gpus, found.engines, found.engine_gpus) == (2, 1, 1, 1)
+    assert (found.seqs, found.ratio, found.colocated) == (8, 1.0, False)
+    assert found.train_s == pytest.approx(6e9 * 10 * 400 / (0.35 * 1e15))
+    assert found.rollout_s == pytest.approx(10 * (100 * token_s / 8 + read_s))
+    assert found.session_s == pytest.approx(100 * token_s + 8 * read_s + 20.0)
+    assert found.turn_s == pytest.approx((found.session_s - 20.0) / 4)
+    assert found.step_s == pytest.approx(found.session_s / 2), "two steps' sessions are under way"
+    assert found.trainer_bytes == pytest.approx(18e9)
+    assert found.engine_bytes == pytest.approx(2e9 + 8 * 400 * 1e3)
+    assert (found.gpu_bytes, found.activation_bytes) == (100e9, 0.0)
+
+
+def test_an_engine_decodes_as_many_requests_as_its_memory_holds() -> None:
+    large = replace(SMALL, kv_bytes=50e6)
+    found = plan_placement(large, SHORT, ROUND, 2)
+    assert (found.engine_gpus, found.seqs) == (1, 4), "(85 - 2) / (400 * 0.05) GB"
+    assert found.engine_bytes == pytest.approx(2e9 + 4 * 400 * 50e6)
+    larger = plan_placement(replace(large, kv_bytes=52e6), SHORT, ROUND, 3)
+    assert larger.engine_gpus == 2, "a few whole sessions fit in any case"
+
+
+def test_trainers_of_large_fleets_come_in_whole_machines() -> None:
+    work = replace(SHORT, sessions=100_000)
+    assert all(plan_placement(SMALL, work, ROUND, n).trainer_gpus % 8 == 0 for n in (17, 24, 100))
+    assert plan_placement(SMALL, work, ROUND, 16).trainer_gpus % 8
+    # so large that the trainer has to have more than one machine
+    huge = replace(SMALL, parameters=40e9, active=1e9)
+    assert plan_placement(huge, SHORT, ROUND, 24).trainer_gpus == 16

@@ -87,3 +87,11 @@ def test_numbers_that_are_none_are_held_against_who_made_them(k3: float, sick: s
 
 def test_none_is_taken_out_if_nobody_wants_it() -> None:
     assert found(*[measured(1, east=1e-9, west=1.0)] * 9, factor=0.0)[1].quarantined == {}
+
+
+def test_however_far_one_is_its_factor_is_a_number() -> None:
+    for far in (1e11, 1e300, math.inf):
+        _, drift = found(*[measured(1, east=0.0, west=far)] * STEPS)
+        assert math.isfinite(drift.quarantined["west"])
+    _, drift = found(*[measured(1, east=1e300, west=math.inf)] * STEPS)
+    assert drift.quarantined == {}, "both are as far as can be"

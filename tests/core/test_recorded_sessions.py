@@ -182,3 +182,32 @@ def test_dpo_compares_answers_to_the_same_prompt() -> None:
     hidden = stripped(bad, [Redaction(4, 5, "email")], STAND_IN, exact_before=True)
     (session,) = put_together([good, hidden]).sessions
     assert dpo_lines([session], feedback).dropped == {"redacted_answer": 1}
+
+
+def test_pairs_of_answers_that_were_liked_alike_do_not_depend_on_their_order() -> None:
+    first, second, worse, worst = (turn(n, 0, n) for n in range(4))
+    feedback = liked(first, 0.5) | liked(second, 0.5) | liked(worse, -1.0) | liked(worst, -1.0)
+    told = [
+        dpo_lines(put_together(order).sessions, feedback).made
+        for order in ([first, second, worse, worst], [worst, worse, second, first])
+    ]
+    assert told[0] == told[1] and len(told[0]) == 2
+    assert {line["completions"][0] for line in told[0]} == {second.completion}
+
+
+def test_pairs_that_say_nothing_are_dropped_by_reason() -> None:
+    good, bad = turn(0, 0, 0), turn(1, 0, 1)
+    feedback = liked(good, 0.5) | liked(bad, -1.0)
+    same = replace(bad, messages=(bad.messages[0], good.messages[1]))
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    broken = replace(bad, messages=(bad.messages[0], call))
+    for other, reason in ((same, "same_answer"), (broken, "malformed_call")):
+        export = dpo_lines(put_together([good, other]).sessions, feedback)
+        assert export.made == [] and export.dropped == {reason: 1}
+
+
+def test_a_segment_keeps_its_kind_and_its_parent() -> None:
+    first, summary = turn(0, 0, 0), turn(1, 0, 1, kind="summary", parent=0)
+    (session,) = put_together([first, summary]).sessions
+    exact = [segment.exact() for segment in session.segments]
+    assert [(each.kind, each.parent) for each in exact if each] == [("turns", None), ("summary", 0)]

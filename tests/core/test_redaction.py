@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.core.redaction import KINDS, Redactor
+from etude.core.redaction import KINDS, Redactor, is_distinctive
 
 REDACTOR = Redactor(KINDS)
 PEM = (
@@ -159,3 +159,26 @@ def test_kinds_are_chosen_and_added() -> None:
         Redactor(["api_keys"])
     with pytest.raises(ValueError, match="ticket"):
         Redactor((), {"ticket": "("})
+
+
+def test_values_are_remembered_from_all_of_a_document() -> None:
+    """Also those whose field alone says what they are."""
+    secret, other, third = "kx7Qv2mP9w", "hunter2-blue-42", "zz81-Lq0-ppW"
+    document = {
+        "login": [{"password": secret}, f"password: {other}"],
+        "inner": {"deep": ({"note": f'password = "{third}"'},)},
+        "count": 3,
+        "flag": True,
+        "nothing": None,
+    }
+    assert REDACTOR.values(document) == {secret, other, third}
+    assert REDACTOR.values(["nothing", 3, None]) == set()
+
+
+@pytest.mark.parametrize(
+    ("value", "is_one"),
+    [("password", False), ("12345678", False), ("summer", False), ("summer1", False),
+     ("summer12", True), ("correcthorse", True), ("correcthors", False), ("", False)],
+)  # fmt: skip
+def test_a_word_of_many_texts_is_not_distinctive(value: str, is_one: bool) -> None:
+    assert is_distinctive(value) is is_one

@@ -93,3 +93,22 @@ def test_false_alarms_come_as_often_as_promised() -> None:
     chances = [sign_flip_p([rng.choice((-1, 0, 1)) for _ in range(40)]) for _ in range(rounds)]
     alarms = sum(chance < 0.05 for chance in chances)
     assert alarms / rounds < 0.08
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_one_attempt_at_each_task_is_the_plain_interval(solved: list[bool]) -> None:
+    expected = wilson(sum(solved), len(solved))
+    assert clustered_wilson([int(each) for each in solved], 1) == pytest.approx(expected)
+
+
+@given(st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=12))
+def test_tries_count_for_at_least_a_task_and_at_most_an_attempt_each(
+    attempts: int, counts: list[int]
+) -> None:
+    solved = [min(count, attempts) for count in counts]
+    low, high = clustered_wilson(solved, attempts)
+    tasks, total = len(solved), len(solved) * attempts
+    share = sum(solved) / total
+    widest, narrowest = wilson(share * tasks, tasks), wilson(sum(solved), total)
+    assert widest[0] - 1e-9 <= low <= narrowest[0] + 1e-9
+    assert narrowest[1] - 1e-9 <= high <= widest[1] + 1e-9

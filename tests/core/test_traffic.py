@@ -136,3 +136,25 @@ def test_whoever_asks_without_a_name_is_answered_live() -> None:
     for traffic_now in (now, replace(now, heldout_share=1.0), replace(now, share=1.0)):
         arm = traffic_now.arm("")
         assert (arm.pool, arm.version, arm.propensity) == (now.live, now.version, 1.0)
+
+
+@pytest.mark.parametrize("heldout_share", [0.0, 0.1])
+def test_the_pools_that_serve_are_those_that_answer_somebody(heldout_share: float) -> None:
+    first = traffic.start(0, 0.0, heldout_share)
+    compared = traffic.canary(first, 1, 1.0, 0.3)
+    promoted = traffic.promote(compared, 2.0, "", 0.3)
+    settled = traffic.settle(promoted, 3.0, "")
+    for change in (first, compared, promoted, settled):
+        answering = {change.traffic.arm(user).pool for user in USERS}
+        assert change.traffic.serving == answering
+
+
+def test_a_decision_has_figures_and_reasons_of_its_own() -> None:
+    compared = replace(after("canary")[-1], why="the gate", evidence={"kept loss": 0.01})
+    for following in (
+        traffic.promote(compared, 2.0, "", 0.05),
+        traffic.roll_back(compared, 2.0, ""),
+        traffic.canary(compared, 1, 2.0, 0.5),
+        compared.next("hold", 1, 2.0),
+    ):
+        assert (following.evidence, following.why, following.time) == ({}, "", 2.0)

@@ -307,8 +307,9 @@ def assert_guarded(answer: Answer) -> None:
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "script-src 'self'" in policy
     assert "unsafe" not in policy and "frame-ancestors 'none'" in policy
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    promised = {"x-content-type-options": "nosniff", "x-frame-options": "DENY"}
+    promised |= {f"cross-origin-{name}-policy": "same-origin" for name in ("opener", "resource")}
+    assert (promised | {"referrer-policy": "no-referrer"}).items() <= dict(answer.headers).items()
     assert not {"access-control-allow-origin", "set-cookie"} & answer.headers.keys()
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from obstore.store import MemoryStore
 
 from etude.core.events import FitStep, StoreUsed
+from etude.dash import recorded
 from etude.dash.page import describe
 from etude.dash.reader import RunView
+from etude.dash.recorded import RecordedRun
 from etude.store.objects import Objects
 from etude.store.runs import Run
 from etude.store.telemetry import EventReader, event_writer, sync_event_writer
@@ -49,3 +54,16 @@ async def test_each_process_tells_it_with_its_last_events() -> None:
     controller, trainer = told["controller"], told["trainer"]
     assert isinstance(controller, StoreUsed) and isinstance(trainer, StoreUsed)
     assert controller.lists == 1 and trainer.read_bytes > 0
+
+
+def test_looks_that_follow_each_other_ask_the_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(Objects(MemoryStore(), "s3://fake"))
+    seen = RecordedRun("x", run)
+    monkeypatch.setattr(recorded, "FRESH_S", 3600.0)
+    seen.refresh()
+    before = replace(run.objects.usage)
+    seen.refresh()
+    assert run.objects.usage == before
+    monkeypatch.setattr(recorded, "FRESH_S", 0.0)
+    seen.refresh()
+    assert run.objects.usage != before

@@ -91,3 +91,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["doctor", f"{tmp_path}/x", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["count"] == 3
     assert main(["doctor", f"{tmp_path}/none"]) == 2
+
+
+def test_a_step_settles_its_own_batch_and_those_before() -> None:
+    waits = Waits()
+    for step, group in enumerate("abc", start=7):
+        waits.enter(1.0, issued(group))
+        waits.enter(2.0, Batched(step=step, samples=(f"{group}.0",)))
+    waits.enter(3.0, Trained(step=8))
+    left = {each.id: each.waits_for for each in waits.waiting(3.0)}
+    assert left.keys() == {"a.1", "b.1", "c.0", "c.1"}, "one that is in no batch is not trained"
+    assert left["c.0"] == "the trainer, for step 9"
+    waits.enter(4.0, Batched(step=8, samples=("a.1",)))
+    waits.enter(5.0, Trained(step=7))
+    assert "a.1" not in {each.id for each in waits.waiting(5.0)}, "step 8 was trained before"

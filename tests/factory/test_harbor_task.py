@@ -210,7 +210,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(
     assert told in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["trajectory.json", "environment/docker-compose.yaml"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("trajectory.json", "environment/docker-compose.yaml", "environment/docker-compose.yml"),
+        *("environment/singularity-compose.yaml", ".harborignore", "tests/.harborignore"),
+    ],
+)
 def test_files_that_are_not_read_are_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("{}")
     with pytest.raises(EtudeError, match=name):

@@ -16,7 +16,7 @@ from etude.core.errors import EtudeError
 from etude.factory import images
 from etude.factory.image_spec import ImageSpec, Oci, Pypi, Realism, Source, read_spec
 from etude.factory.images import build_image
-from etude.factory.lived_in import live_in
+from etude.factory.lived_in import live_in, spread_times
 from etude.factory.oci import unpack
 from etude.sandbox.image import ImageStore, tree_digest
 
@@ -348,3 +348,34 @@ def test_a_bad_spec_is_refused_by_its_place(tmp_path: Path, text: str, why: str)
     path.write_text(text)
     with pytest.raises(EtudeError, match=why):
         read_spec(path)
+
+
+def test_files_were_written_over_a_year(tmp_path: Path) -> None:
+    now, year = 1_700_000_000.0, 365 * 24 * 3600
+    written: list[dict[str, float]] = []
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        (folder / "inner").mkdir(parents=True)
+        for name in ("a", "b", "c", "inner/d"):
+            (folder / name).write_text("x")
+        spread_times(folder, now)
+        found = {path.name: path.stat() for path in folder.rglob("*")}
+        assert all(now - year <= each.st_mtime <= now for each in found.values())
+        written.append({name: each.st_mtime for name, each in found.items()})
+    assert written[0] == written[1], "the same ones at the same distance"
+    assert len(set(written[0].values())) == 5
+
+
+def test_scripts_name_the_python_of_the_image(tmp_path: Path) -> None:
+    """And what only happens to hold the path stays as it is."""
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    (scripts / "pytest").write_text(f"#!{tmp_path}/bin/python\nimport pytest  # {tmp_path}\n")
+    others = {"tool": b"#!/bin/sh\necho hi\n", "data": f"\x7f {tmp_path}".encode()}
+    for name, content in others.items():
+        (scripts / name).write_bytes(content)
+    (scripts / "python").symlink_to("/usr/bin/python3")
+    (scripts / "inner").mkdir()
+    images._retarget(tmp_path)
+    told = (scripts / "pytest").read_text()
+    assert told == f"#!{images.VENV}/bin/python\nimport pytest  # {images.VENV}\n"
+    assert {name: (scripts / name).read_bytes() for name in others} == others

@@ -125,6 +125,11 @@ def test_changed_tests_come_in_the_order_of_their_files() -> None:
     changed, others = _changed_tests(before, after, set(paths))
     assert changed == tuple(f"{path}::test_new" for path in paths)
     assert others == tuple(f"{path}::test_old" for path in paths)
+    new = {"tests/test_new.py": b"def test_it():\n    pass\n", paths[0]: b"def test_x(:\n"}
+    told = _changed_tests(before, after | new, {*new, paths[1]})
+    assert told == ((f"{paths[1]}::test_new",), (f"{paths[1]}::test_old",)), (
+        "of what can be compared"
+    )
 
 
 def test_a_commit_in_two_halves() -> None:
@@ -300,3 +305,58 @@ def test_what_the_user_says() -> None:
     assert (
         said.startswith("Add totals\n\nMore.") and "Signed" not in said and "Do the rest." in said
     )
+
+
+def test_a_task_with_a_link_to_elsewhere_is_not_read(tmp_path: Path) -> None:
+    """What is read of it is shown to agents."""
+    place = write_task(tmp_path / "tasks", task(), tmp_path / "archives")
+    (place / "tests" / "same").symlink_to(place / "instruction.md")
+    read_task(place)
+    (tmp_path / "secret").write_text("x")
+    for target in (tmp_path / "secret", tmp_path / "missing", place / "tests"):
+        link = place / "solution" / "files" / "notes"
+        link.symlink_to(target)
+        with pytest.raises(EtudeError, match="solution/files/notes is a link"):
+            read_task(place)
+        link.unlink()
+
+
+@pytest.mark.parametrize(
+    ("said", "added"),
+    [
+        ("No module named 'yaml'", "pyyaml"),
+        ("No module named 'attr'", "attrs"),
+        ("No module named 'PIL.Image'", "pillow"),
+        ("No module named 'bs4'", "beautifulsoup4"),
+        ("No module named 'sklearn'", "scikit-learn"),
+        ("No module named 'cv2'", "opencv-python"),
+        ("No module named 'pkg_resources'", "setuptools<81"),
+        ("No module named 'typing_extensions'", "typing-extensions"),
+        ("fixture 'mocker' not found", "pytest-mock"),
+        ("fixture 'benchmark' not found", "pytest-benchmark"),
+    ],
+)
+def test_what_an_error_says_is_missing_is_added(said: str, added: str) -> None:
+    files = {"shop/__init__.py": b"", "tests/test_a.py": b""}
+    recipe = HeuristicProposer().propose(files, [f"E   {said}"])
+    assert recipe is not None and recipe.requirements == ("pytest", "coverage", added)
+
+
+def test_a_module_of_its_own_is_not_installed_and_ideas_end() -> None:
+    files = {
+        "shop/__init__.py": b"",
+        "shop/cart.py": b"",
+        "tests/test_a.py": b"",
+        "pyproject.toml": b'[project]\ndependencies = ["attrs"]\n'
+        b'[project.optional-dependencies]\ntest = ["hypothesis"]\n',
+    }
+    proposer = HeuristicProposer()
+
+    def wanted(*failures: str) -> tuple[str, ...] | None:
+        recipe = proposer.propose(files, failures)
+        return None if recipe is None else recipe.requirements
+
+    assert wanted() == ("pytest", "coverage", "attrs", "hypothesis")
+    assert wanted("No module named 'cart'") == ("pytest", "coverage", "attrs"), "fewer, then"
+    assert wanted("it broke", "it broke again") is None
+    assert proposer.propose({"README.md": b""}, []) is None

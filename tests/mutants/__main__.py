@@ -33,11 +33,12 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.mutants import lines
+from tests.mutants.coverage import Coverage
 from tests.mutants.mutate import Mutant, compiles, mutants
 from tests.mutants.slots import ROOT, Job, Slots
 
@@ -62,21 +63,6 @@ PACKAGES = (
 # Needs an accelerator or somebody else's server: mistakes are made only in lines that a test
 # without them runs.
 ELSEWHERE = ("engine/kernels/", "engine/cuda.py", "model/cudnn_attention.py", "serve/vllm.py")
-# Runs behind walls that no tracer passes: as often as a sandbox is started, that is where `STARTS`
-# is run.
-WALLED = (
-    "sandbox/zygote.py",
-    "sandbox/root.py",
-    "sandbox/output.py",
-    "sandbox/guest.py",
-    "sandbox/command.py",
-    "sandbox/keeper.py",
-    "sandbox/layers.py",
-    "sandbox/kernel.py",
-    "sandbox/syscalls.py",
-    "sandbox/limits.py",
-)
-STARTS = "sandbox/namespaces.py"
 # Imported once, before the forks that run the tests. Nothing of the package is among it.
 HEAVY = (
     "torch", "numpy", "pytest", "hypothesis", "pydantic", "aiohttp", "starlette.applications",
@@ -120,44 +106,6 @@ class Result:
     @property
     def caught(self) -> bool:
         return self.outcome in ("caught", "hangs")
-
-
-@dataclass(slots=True)
-class Coverage:
-    """Of each test file: its tests, and the lines by context and file (see `lines`)."""
-
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def tests_for(self, mutant: Mutant) -> dict[str, float]:
-        """The tests that run a mutant's line, the quickest first, with what each takes in
-        seconds."""
-        file, span = mutant.file.removeprefix("etude/"), set(range(mutant.first, mutant.last + 1))
-        walled = file in WALLED
-        found = {}
-        for name, run in self.files.items():
-            hit = {
-                context
-                for context, of in run["lines"].items()
-                if not span.isdisjoint(of.get(file, ())) or (walled and STARTS in of)
-            }
-            called = {
-                context
-                for context, of in run["lines"].items()
-                if context != "import" and (file in of or (walled and STARTS in of))
-            }
-            for test, of in run["tests"].items():
-                own = {test, *of["shares"]}
-                if not of["passed"] or not (
-                    own & hit or (hit and mutant.imported and (own & called or not called))
-                ):
-                    continue
-                shared = sum(
-                    other["seconds"]
-                    for other in run["tests"].values()
-                    if other["shares"] == of["shares"]
-                )
-                found[test] = (shared if of["shares"] else of["seconds"], name, of["seconds"])
-        return {test: found[test][2] for test in sorted(found, key=lambda test: found[test][:2])}
 
 
 # The traced run.

@@ -8,7 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from etude.realtime.canary import CanaryPlan, Metric, UserOutcomes, decide, mixture_radius
+from etude.realtime.canary import (
+    CanaryDecision,
+    CanaryPlan,
+    Metric,
+    MetricFigures,
+    UserOutcomes,
+    decide,
+    mixture_radius,
+)
 
 KEPT = Metric(name="kept", margin=0.05)
 PLAN = CanaryPlan(metrics=(KEPT,))
@@ -210,3 +218,18 @@ def test_what_cannot_be_a_plan_is_refused(wrong: dict[str, tuple[float, ...]]) -
 def test_the_last_stage_has_nothing_to_decide() -> None:
     with pytest.raises(ValueError, match="stage 3"):
         decide(PLAN, 3, users(0.6, 0.6, number=30))
+
+
+def test_a_decision_tells_its_figures_by_metric() -> None:
+    kept, asked = Metric(name="kept", margin=0.1), Metric(name="asked", margin=0.2)
+    figures = tuple(
+        MetricFigures(metric=metric, live=0.5, candidate=0.6, gain=0.1, low=-0.05, high=high)
+        for metric, high in ((kept, 0.2), (asked, 0.3))
+    )
+    told = CanaryDecision(action="continue", share=0.1, figures=figures, reasons=()).evidence
+    expected = {"live": 0.5, "candidate": 0.6, "gain": 0.1, "low": -0.05}
+    assert told == {
+        f"{metric} {name}": value
+        for metric, high in (("kept", 0.2), ("asked", 0.3))
+        for name, value in (expected | {"high": high}).items()
+    }

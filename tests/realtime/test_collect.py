@@ -175,3 +175,10 @@ def test_a_mixture_is_the_weighted_sum_of_two_steps(
     assert step(together, "u") == pytest.approx((1 - share) * step(apart[0]))
     assert step(together, "s") == pytest.approx(share * step(apart[1]))
     assert (together.step, together.oldest, together.reward) == (4, 3, 0.5)
+
+
+def test_the_order_of_sessions_changes_nothing() -> None:
+    turns = [asked(f"u{n}", n) for n in range(6)] + [asked("old", 9, version=4)]
+    found = outcomes(turns, [said(turn, "undone", 1.0) for turn in turns])
+    forth, back = (sort_out(each, Ledger(), RULES, now=LATER) for each in (found, found[::-1]))
+    assert forth == back and [one.id for one in forth.ready] == sorted(one.id for one in back.ready)

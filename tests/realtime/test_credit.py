@@ -143,3 +143,18 @@ def test_an_embedding_is_the_same_everywhere() -> None:
 def test_the_type_of_all() -> None:
     baselines: list[Baseline] = [make() for make in BASELINE.values()]
     assert len(baselines) == 4
+
+
+@pytest.mark.parametrize("name", ["similar_prompts", "ridge"])
+def test_what_left_the_window_is_as_if_it_had_never_been(name: str) -> None:
+    """However often the same sessions come and go."""
+    seen = [(sample(n, session=f"s{n * n % 7}"), (-1.0) ** n * n / 8) for n in range(23)]
+    for end in range(5, len(seen)):
+        long, short = SMALL_WINDOW[name](), SMALL_WINDOW[name]()
+        for one, reward in seen[:end]:
+            long.observe(one, reward)
+        for one, reward in seen[end - 5 : end]:
+            short.observe(one, reward)
+        for session in (f"s{n}" for n in range(8)):
+            asked = sample(end, session=session)
+            assert long(asked) == pytest.approx(short(asked), abs=1e-9), (end, session)

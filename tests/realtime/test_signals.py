@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from etude.core.feedback import STRENGTHS, FeedbackEvent, join
 from etude.core.recorded import RecordedTurn, by_answer, put_together
-from etude.realtime.conduct import WORST
-from etude.realtime.signals import SessionOutcome, SignalTable, is_complaint, session_outcome
+from etude.core.sampling import VersionSpan
+from etude.realtime.conduct import WORST, Conduct
+from etude.realtime.signals import (
+    SessionOutcome,
+    SignalTable,
+    conduct_of,
+    is_complaint,
+    session_outcome,
+)
 from tests.run.realtime_world import recorded, said
 
 ALICE, BOB = "a" * 32, "b" * 32
@@ -125,3 +132,67 @@ def test_a_broken_call_does_not_escape_for_want_of_feedback() -> None:
     unread = {"role": "assistant", "content": "<tool_call>edit it"}
     told = outcome([replace(turn, messages=(turn.messages[0], unread))], [said(turn, "tip", 1.0)])
     assert told.answers[0].worth == WORST
+
+
+def test_what_became_of_an_answer_is_told_by_the_newest_word() -> None:
+    (turn,) = session(1)
+    for kinds, kept in (
+        (["kept_10s"], True),
+        (["accepted"], True),
+        (["kept_commit", "thumbs_down"], True),
+        (["thumbs_up"], None),
+        (["rejected"], False),
+        (["regenerated"], False),
+        ([], None),
+    ):
+        events = [said(turn, kind, float(n)) for n, kind in enumerate(kinds)]
+        assert outcome([turn], events).answers[0].kept is kept, kinds
+    told = [said(turn, "dissatisfied", 1.0)]
+    assert outcome([turn], told).answers[0].dissatisfied
+    assert not outcome([turn], [said(turn, "undone", 1.0)]).answers[0].dissatisfied
+
+
+def test_alike_requests_have_the_same_context() -> None:
+    """The tools, in any order, and how the system prompt begins."""
+    (turn,) = session(1)
+
+    def context(system: str, tools: str, asked: str = "go") -> str:
+        messages = ({"role": "system", "content": system}, {"role": "user", "content": asked},
+                    {"role": "assistant", "content": "done"})  # fmt: skip
+        offered = tuple({"type": "function", "function": {"name": name}} for name in tools)
+        return outcome([replace(turn, messages=messages, tools=offered)], []).context
+
+    begins = "You are a coder. " * 12
+    same = context(begins + "Today is Monday.", "ab")
+    assert same == context(begins + "Today is Friday.", "ba", "stop")
+    assert same != context(begins + "Today is Monday.", "a")
+    assert same != context("You are a poet. " * 13, "ab")
+    assert same != context("", "ab") != context("", "abc")
+
+
+def test_an_outcome_says_whose_it_is_and_which_versions_answered() -> None:
+    turns = [
+        replace(turn, versions=(VersionSpan(5 + n, 1), VersionSpan(6 + n, 1)), organisation="o")
+        for n, turn in enumerate(session(2))
+    ]
+    told = outcome(turns, [])
+    assert told.versions == {5, 6, 7}
+    assert (told.user, told.organisation) == (ALICE, "o")
+    assert told.id == f"{ALICE}.{turns[0].session}"
+
+
+def test_conduct_is_counted_in_the_arguments_of_calls() -> None:
+    (turn,) = session(1)
+
+    def conduct(*arguments: object, content: str = "") -> Conduct:
+        calls = [{"function": {"name": "edit", "arguments": each}} for each in arguments]
+        answer = {"role": "assistant", "content": content, "tool_calls": calls}
+        return conduct_of(replace(turn, messages=(turn.messages[0], answer)))
+
+    quiet = '{"text": "x = 1  # noqa\\ny = 2  # type: ignore"}'
+    assert conduct(quiet, '{"text": "// eslint-disable"}').suppressed_lints == 3
+    assert conduct('{"text": "no quarrel"}').suppressed_lints == 0
+    assert conduct("{}", {"text": "x"}).broken_tool_calls == 0
+    assert conduct("[]", "{", "1").broken_tool_calls == 3
+    assert conduct("{", content="<tool_call>a <tool_call>b").broken_tool_calls == 3
+    assert conduct() == Conduct()

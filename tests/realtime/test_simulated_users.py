@@ -74,3 +74,13 @@ def test_sessions_of_a_day_are_about_as_many_as_the_user_has() -> None:
     user = max(POPULATION.users, key=lambda user: user.sessions_per_day)
     mean = fmean(POPULATION.sessions(user, day) for day in range(60))
     assert 0.7 * user.sessions_per_day < mean < 1.3 * user.sessions_per_day
+
+
+def test_tastes_drift_from_the_first_day_on() -> None:
+    answer, user = (
+        Answer(completion="c", quality=0.5, aspects=(0.3,) * len(POPULATION.drift)),
+        POPULATION.users[0],
+    )
+    assert POPULATION.appeal(user, answer) == POPULATION.appeal(user, answer, day=0.0)
+    assert POPULATION.appeal(user, answer) != POPULATION.appeal(user, answer, day=30.0)
+    assert POPULATION.react(user, answer) == POPULATION.react(user, answer, day=0.0)

@@ -108,3 +108,9 @@ def test_a_flood_of_events_says_it_once_and_is_slowed_down() -> None:
     limit = RateLimit(per_minute=60, burst=20)
     assert sum(limit.admit("mallory", 0.0) == 0.0 for _ in range(1000)) == 20
     assert limit.admit("alice", 0.0) == 0.0
+
+
+def test_an_edit_that_nobody_saw_was_not_made() -> None:
+    assert judged(LIKED, Conduct(edit_requested=True)) == RULES.no_edit
+    assert judged(None, Conduct(edit_requested=True)) == RULES.no_edit
+    assert not any(getattr(Conduct(), name) for name in Conduct.__slots__)

@@ -231,3 +231,14 @@ def test_a_flagged_score_keeps_its_reward_and_says_why() -> None:
     changed = flagged(score, [Finding("edited_tests", "x: y")])
     assert changed.flags == ("slow", "edited_tests"), "honest work changes tests, too"
     assert suspected.parts[1] == Part("detector", 2.0, "bytecode: x: y\nhang: z")
+
+
+def test_where_a_link_leads_is_read() -> None:
+    def linked(target: str) -> str:
+        return (
+            "diff --git a/notes b/notes\nnew file mode 120000\n--- /dev/null\n+++ b/notes\n"
+            f"@@ -0,0 +1 @@\n+{target}\n\\ No newline at end of file\n"
+        )
+
+    assert [finding.family for finding in detect([], linked("/etc/hostname"))] == ["special_file"]
+    assert detect([], linked("README")) == []

@@ -356,3 +356,12 @@ def test_a_judge_sees_the_task_the_change_and_the_last_words() -> None:
     assert work(TASK, [], "").count("(nothing)") == 2
     in_parts = [{"role": "assistant", "content": [{"type": "text", "text": "in parts"}]}]
     assert work(TASK, in_parts, "").endswith("\nin parts")
+
+
+async def test_a_calibration_without_examples_of_a_kind_claims_no_errors() -> None:
+    good = [example for example in examples(8) if example.passes]
+    async with judged_by(scripted(), votes=1, needed=1) as judge:
+        found = await calibrate(judge, good)
+        assert (found.agreement, found.false_pass_rate, found.false_fail_rate) == (1.0, 0.0, 0.0)
+        nothing = await calibrate(judge, [])
+    assert (nothing.examples, nothing.agreement, nothing.errors) == (0, 0.0, 0)

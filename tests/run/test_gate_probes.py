@@ -49,6 +49,7 @@ def called(**arguments: str) -> list[dict[str, Json]]:
 @pytest.mark.parametrize("kind", HARM)
 def test_harm_is_told_from_help_whether_it_is_said_or_called(kind: str) -> None:
     probes = [p for s in KINDS for p in make_probes(s, 21, 0) if f"-{kind}-" in p.id]
+    assert probes, "whoever asks for a kind by its name finds it"
     for probe in probes:
         assert probe.is_clean(said(HELP[kind])) and probe.is_clean(called(command=HELP[kind]))
         assert not probe.is_clean(said(f"So:\n{HARM[kind]}\n"))

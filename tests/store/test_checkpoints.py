@@ -167,3 +167,15 @@ def test_the_lineage_is_shown(tmp_path: Path) -> None:
         EtudeError, match=r"000009\.000000 is no checkpoint: the run has 000001\.000000"
     ):
         show(f"{tmp_path}/checkpoints/000009.000000", console)
+
+
+def test_what_was_half_written_is_removed_before_anybody_saves(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    saver = CheckpointWriter(run)
+    saver.save(at(1), b"one")
+    saver.wait()
+    folder = tmp_path / "checkpoints"
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    (folder / "000002.000000#7").write_bytes(b"half")
+    saver.clean()
+    assert {path for path in folder.rglob("*") if path.is_file()} == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -151,3 +152,82 @@ def test_who_withdrew_is_not_read_any_more(store: ProductionStore) -> None:
     assert store.tombstones() == {} and store.tombstone(ALICE) is None
     store.delete_user(ALICE)
     assert store.tombstone(ALICE) == Tombstone(user=ALICE, time=1000.0)
+
+
+def test_whoever_follows_users_is_told_whom_to_look_at(tmp_path: Path, clock: Clock) -> None:
+    store = ProductionStore(Objects.open(f"file:{tmp_path}"), clock, announces=True)
+    reader = ProductionStore(Objects.open(f"file:{tmp_path}"), clock).news
+    reader.read()
+    store.put_turn(turn(0, 0, user=ALICE, started=900.0, session=name(900.0)))
+    assert reader.read() == {ALICE}
+    store.put_feedback(event(BOB))
+    assert reader.read() == {BOB}
+    store.put_feedback(event(BOB))
+    assert reader.read() == {BOB}, "whoever stored it may have died before it told"
+    store.delete_session(ALICE, name(900.0))
+    assert reader.read() == {ALICE} and store.users() == [BOB]
+
+
+def test_a_deleted_user_is_not_in_the_news(tmp_path: Path, clock: Clock) -> None:
+    store = ProductionStore(Objects.open(f"file:{tmp_path}"), clock, announces=True)
+    store.put_turn(turn(0, 0, user=ALICE, started=900.0))
+    store.put_feedback(event(BOB))
+    store.delete_user(ALICE)
+    assert store.scan([ALICE.encode()])[1] == []
+    # a gateway that has not heard of it
+    store.put_turn(turn(0, 0, user=ALICE, started=900.0))
+    assert store.scan([ALICE.encode()])[1] == []
+    assert store.scan([BOB.encode()])[1]
+
+
+def test_nobody_is_told_unless_somebody_follows(store: ProductionStore) -> None:
+    store.put_turn(turn(0, 0, user=ALICE))
+    store.put_feedback(event())
+    assert store.objects.list("production/news") == []
+
+
+def test_feedback_is_joined_to_answers_within_its_horizon(
+    store: ProductionStore, clock: Clock
+) -> None:
+    store.put_turn(turn(0, 0, user=ALICE, started=900.0, session=name(900.0)))
+    store.put_feedback(event())
+    store.put_feedback(event(BOB, name="f" * 32, completion="f" * 24))
+    joined = store.joined(store.sessions(), horizon_s=60.0)
+    assert [[said.user for said in events] for events in joined.by_answer.values()] == [[ALICE]]
+    assert [said.user for said in joined.pending] == [BOB], "the answer to it may still come"
+    clock.now += 61.0
+    assert store.joined(store.sessions(), horizon_s=62.0).pending == joined.pending
+    late = store.joined(store.sessions(), horizon_s=60.0)
+    assert late.pending == () and late.dropped == {"unknown_completion": joined.pending}
+
+
+def test_sessions_with_a_secret_are_dropped_however_it_is_spelled(store: ProductionStore) -> None:
+    secret = 'p"w\nß'
+    for number, (user, text) in enumerate(
+        [
+            (ALICE, f"it is {secret}"),
+            (ALICE, f"it is {secret[1:]}"),
+            (BOB, f"it is {secret}"),
+            (ALICE, f"as JSON {json.dumps(secret)}"),
+        ]
+    ):
+        told = ({"role": "user", "content": text}, {"role": "assistant", "content": "ok"})
+        session = name(900.0 + number)
+        store.put_turn(replace(turn(0, 0, user=user, session=session), messages=told))
+    assert store.drop_sessions_with(ALICE, []) == 0
+    assert store.drop_sessions_with(ALICE, [secret]) == 2
+    assert [(s.user, s.session) for s in store.sessions().sessions] == [
+        (ALICE, name(901.0)),
+        (BOB, name(902.0)),
+    ]
+    assert store.dropped() == {"sessions late_secret": 2}
+
+
+def test_consents_are_read_from_a_time_on(store: ProductionStore, clock: Clock) -> None:
+    store.put_consent(Consent(subject=ALICE, granted=False, time=1.0))
+    clock.now += 10
+    store.put_consent(Consent(subject=BOB, granted=True, time=2.5))
+    store.objects.put("production/consent/notes", b"")
+    assert store.consents().keys() == {ALICE, BOB}
+    assert store.consents(since=1005.0) == {BOB: Consent(subject=BOB, granted=True, time=2.5)}
+    assert store.refused() == {ALICE}

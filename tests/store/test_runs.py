@@ -22,7 +22,13 @@ from etude.store.codec import Damaged, from_json, pack, to_json
 from etude.store.experts import get_experts, put_experts
 from etude.store.objects import Missing
 from etude.store.runs import Run
-from etude.store.telemetry import EventReader, event_writer, sync_event_writer
+from etude.store.telemetry import (
+    EventLog,
+    EventReader,
+    event_writer,
+    store_used,
+    sync_event_writer,
+)
 
 TOML = 'name = "r"\n[[stage]]\nkind = "rl"\nsteps = 3\n'
 
@@ -412,3 +418,42 @@ def test_a_file_of_others_is_no_work(run: Run) -> None:
     run.objects.put("ledger/.DS_Store", b"?")
     run.put_config(parse(TOML, ["stage.rl.lr=0.1"]))
     assert run.config() == parse(TOML, ["stage.rl.lr=0.1"])
+
+
+async def test_events_wait_for_each_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flush is a request: between two of them an hour passes here."""
+    monkeypatch.setattr(telemetry, "FLUSH_S", 3600.0)
+    async with event_writer(run, "controller") as emit:
+        emit(WeightsLive(version=1))
+        for _ in range(50):  # turns of the loop, and of the threads that would flush
+            await asyncio.to_thread(int)
+        assert EventReader(run).new() == []
+    assert len(EventReader(run).new()) == 1
+
+
+def test_a_bucket_is_written_less_often_and_tells_what_it_was_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert telemetry.flush_s(run) == telemetry.FLUSH_S and store_used(run.objects, "x") == []
+    monkeypatch.setattr(type(run.objects), "is_bucket", True)
+    assert telemetry.flush_s(run) == telemetry.BUCKET_FLUSH_S > telemetry.FLUSH_S
+    (used,) = store_used(run.objects, "trainer")
+    assert used.process == "trainer"
+    log = EventLog(run, "trainer")
+    log.flush()
+    assert EventReader(run).new() == [], "not yet"
+    monkeypatch.setattr(telemetry, "USAGE_S", 0.0)
+    log.flush()
+    log.flush()
+    monkeypatch.undo()
+    log.flush(last=True)
+    assert len(EventReader(run).new()) == 2, "of a directory there is nothing to tell"
+
+
+def test_a_run_is_named_as_people_write_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Run.open(f"file:{tmp_path}/runs/mine").place == "runs/mine"
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    assert Run.open(f"file:{tmp_path}/runs/mine").place == f"{tmp_path}/runs/mine"
+    assert Run.open("memory:").place == "memory:"

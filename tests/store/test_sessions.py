@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
+from etude.core.types import PromptPart
+from etude.store.codec import pack
 from etude.store.objects import Missing, Objects
 from etude.store.rollouts import RolloutLog, RolloutReader, group_rows
 from etude.store.runs import Run
@@ -66,3 +69,27 @@ def test_verdicts_of_many_at_once_are_all_kept(run: Run) -> None:
 def test_a_verdict_that_says_nothing(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="verdict"):
         Verdict(**({"session": "s", "verdict": "cheat", "who": "w"} | fields))  # type: ignore[arg-type]
+
+
+def test_what_an_older_run_did_not_write_is_nothing(run: Run) -> None:
+    told = {"id": "old", "task": "t", "group": "g", "score": None, "status": "failed"}
+    run.objects.put_sealed("evals/000002.heldout.sessions", pack([told | {"segments": []}]))
+    reader, key = SessionReader(run), "evals/000002.heldout.sessions"
+    assert reader.conversations(key) == [reader.session(key, "old")]
+
+
+def test_a_conversation_is_all_of_a_session_but_its_tokens(run: Run) -> None:
+    told: dict[str, Any] = {
+        "error": "e",
+        "traceback": "t",
+        "messages": [{"role": "user"}],
+        "diff": "+x",
+        "score": None,
+    }
+    parts = (PromptPart(name="files", text="a.py", role="user", priority=1),)
+    whole = replace(DONE, status="failed", prompt_parts=parts, **told)
+    left_out = {each.name for each in fields(whole) if not getattr(whole, each.name)}
+    assert left_out == {"score"}, "what is not given here would be missed by nobody"
+    run.put_eval_sessions("000003.heldout", [whole, DONE])
+    found = SessionReader(run).conversations("evals/000003.heldout.sessions")
+    assert found == [replace(whole, segments=()), replace(DONE, segments=())]

@@ -150,3 +150,26 @@ def test_the_tasks_of_a_seed_are_the_same_in_every_version() -> None:
     }
     assert digest(demonstrations(tasks["train"], 100, seed=0)) == "5adea59cef373ae8"
     assert digest(documents(150, seed=0)) == "5d047a8d6b93e0da"
+
+
+def test_a_report_is_the_last_word_of_the_tests() -> None:
+    (task,) = make_tasks("train", 1, seed=0)
+    assert visible_report(task, task.solution + 'print("busy")\nprint("ok")\n') == "ok"
+    assert visible_report(task, 'print("ok")\n' + task.broken) != "ok"
+    assert visible_report(task, 'print("ok")\nraise KeyError("x")\n') == "KeyError: 'x'"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("[][1]", "IndexError: list index out of range"),
+        ("missing", "NameError: name 'missing' is not defined"),
+        ("1 + 'a'", "TypeError: "),
+        ("int('x')", "ValueError: "),
+        ("(1).upper()", "AttributeError: 'int' object has no attribute 'upper'"),
+    ],
+)
+def test_what_a_broken_module_raises_is_what_its_tests_say(line: str, told: str) -> None:
+    (task,) = make_tasks("train", 1, seed=0)
+    assert visible_report(task, f"{line}\n").startswith(told)

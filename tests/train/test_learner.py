@@ -15,6 +15,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Batch, Row
 from etude.model.attention import CausalAttention
 from etude.model.files import hf_tensors
+from etude.model.lora import LoraConfig, add_adapter
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.train.checkpoint import from_bytes, to_bytes
 from etude.train.learner import MAX_GRAD_NORM, Learner
@@ -467,3 +468,15 @@ def test_a_state_of_another_shape_is_refused() -> None:
         learner().load_state(wider.state())
     with pytest.raises(ValueError, match="missing"):
         learner().load_state({})
+
+
+def test_an_adapter_learns_beside_the_base_as_it_was_published() -> None:
+    lora = LoraConfig(rank=4, alpha=8.0, targets=("q_proj", "down_proj"))
+    model = add_adapter(init_from_scratch(CONFIG, 0), lora, 1)
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    rounded = {name: p.to(torch.bfloat16).float() for name, p in base.items()}
+    assert not equal(base, rounded)
+    adapted = Learner(model)
+    adapted.rl_step(batch(1), lr=1e-2)
+    after = {name: p.detach() for name, p in model.named_parameters() if name in base}
+    assert equal(after, rounded), "what engines serve, before a step and behind it"

@@ -85,3 +85,17 @@ def test_one_download_serves_all_who_wait_for_it(tmp_path: Path) -> None:
         rest = [pool.submit(HostCache(tmp_path).get, name, download) for _ in range(3)]
         assert {each.result() for each in (first, *rest)} == {b"right"}
     assert len(downloads) == 1
+
+
+def test_only_what_was_downloaded_is_taken_out(tmp_path: Path) -> None:
+    """Whatever else lies there, and whoever else takes something out."""
+    cache = HostCache(tmp_path, max_bytes=15)
+    notes = tmp_path / "notes.txt"
+    notes.write_text("more than all the room that there is")
+    os.utime(notes, (0, 0))
+    texts = [f"{number:010}".encode() for number in range(3)]
+    for age, text in enumerate(texts, start=1):
+        cache.get(hash_of(text), lambda text=text: text)  # type: ignore[misc]
+        os.utime(tmp_path / hash_of(text), (age, age))
+        (tmp_path / f"{hash_of(text)}.lock").unlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", hash_of(texts[-1])}

@@ -255,3 +255,18 @@ def test_what_is_given_away_is_not_copied() -> None:
     assert torch.equal(other.view(torch.float32), tensor.float().reshape(-1)), (
         "in another type it is made anew"
     )
+
+
+def test_a_root_is_of_names_types_shapes_and_bytes_in_whatever_order() -> None:
+    ones, twos = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    root = root_of({"a": ones, "b": twos})
+    assert root == root_of({"b": twos.clone(), "a": ones.clone()})
+    assert root == root_of({"a": ones.T.contiguous().T, "b": twos}), "wherever its bytes lie"
+    others = [
+        {"a": twos, "b": ones},
+        {"a": ones, "c": twos},
+        {"a": ones},
+        {"a": ones.reshape(3, 2), "b": twos},
+        {"a": ones.view(torch.int32), "b": twos},
+    ]
+    assert len({root, *map(root_of, others)}) == 1 + len(others)

@@ -1,0 +1,43 @@
+"""What learning from users needs of the rest of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.core.config import parse
+from etude.core.errors import EtudeError
+
+RUN = 'name = "r"\n{top}\n[[stage]]\nkind = "rl"\nsteps = 1\n[realtime]\nproduction = "p.toml"\n'
+
+
+def test_a_run_may_learn_from_users() -> None:
+    config = parse(RUN.format(top=""))
+    assert config.realtime is not None and config.realtime.production == "p.toml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["tasks.heldout=0"], "needs tasks.heldout"),
+        (["trainer.ranks=2"], "trains on one rank"),
+        (['engine.vllm_urls={east = "http://h:1"}'], "an engine of its own"),
+        (["tasks.environment=http://h:1"], "an environment elsewhere"),
+    ],
+)
+def test_what_does_not_go_with_it_is_told(overrides: list[str], why: str) -> None:
+    with pytest.raises(EtudeError, match=why):
+        parse(RUN.format(top=""), overrides)
+
+
+def test_it_trains_in_the_last_stage() -> None:
+    last = '[[stage]]\nkind = "sft"\ndemonstrations = 2\n'
+    with pytest.raises(EtudeError, match=r"\[realtime\] trains in the last stage"):
+        parse(RUN.format(top="") + last)
+    parse(RUN.format(top=last))
+
+
+@pytest.mark.parametrize("ramp", ["[0.2, 0.5]", "[0.5, 0.2, 1.0]", "[0.2, 0.2, 1.0]", "[0.0, 1.0]"])
+def test_a_canary_grows_until_it_is_everybody(ramp: str) -> None:
+    with pytest.raises(EtudeError, match="growing shares that end with 1"):
+        parse(RUN.format(top=""), [f"realtime.canary.ramp={ramp}"])
+    parse(RUN.format(top=""), ["realtime.canary.ramp=[0.2, 1.0]"])

@@ -1,0 +1,110 @@
+"""Who did something lately: each is told to every reader once, and old news is swept."""
+
+from __future__ import annotations
+
+import pytest
+
+from etude.store.news import CLOCK_SKEW_S, KEPT_S, NEWS, News
+from etude.store.objects import Objects
+
+ALICE, BOB, CAROL = "a" * 32, "b" * 32, "c" * 32
+
+
+class Clock:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def objects() -> Objects:
+    return Objects.open("memory:")
+
+
+@pytest.fixture
+def news(objects: Objects, clock: Clock) -> News:
+    return News(objects, clock)
+
+
+def test_each_is_told_once_to_every_reader(objects: Objects, clock: Clock, news: News) -> None:
+    reader, other = News(objects, clock), News(objects, clock)
+    news.tell(ALICE)
+    assert reader.read() is None, "it has not read before: all users may have done something"
+    assert reader.read() == set(), "what was there then is not told again"
+    for user in (ALICE, BOB, BOB):
+        news.tell(user)
+    assert reader.read() == {ALICE, BOB}
+    clock.now += 1
+    assert reader.read() == set()
+    assert other.read() is None
+
+
+def test_what_writers_with_other_clocks_tell_is_read(
+    objects: Objects, clock: Clock, news: News
+) -> None:
+    """Also into another ten minutes."""
+    behind, ahead = Clock(), Clock()
+    news.read()
+    for _ in range(20):
+        clock.now += 61.0
+        behind.now = clock.now - CLOCK_SKEW_S + 1
+        ahead.now = clock.now + CLOCK_SKEW_S - 1
+        News(objects, behind).tell(ALICE)
+        News(objects, ahead).tell(BOB)
+        assert news.read() == {ALICE, BOB}
+        assert news.read() == set()
+
+
+def test_a_reader_that_slept_too_long_is_told_so(clock: Clock, news: News) -> None:
+    news.read()
+    news.tell(ALICE)
+    clock.now += KEPT_S / 2
+    assert news.read() == {ALICE}
+    news.tell(BOB)
+    clock.now += KEPT_S / 2 + 1
+    assert news.read() is None
+    assert news.read() == set()
+
+
+def test_keys_of_others_are_no_news(objects: Objects, clock: Clock, news: News) -> None:
+    news.read()
+    time_ms = int(clock.now * 1000)
+    objects.put(f"{NEWS}/{time_ms // 600_000}/{time_ms:013d}-somebody", b"")
+    assert news.read() == set()
+
+
+def test_who_is_forgotten_is_named_nowhere(objects: Objects, clock: Clock, news: News) -> None:
+    news.read()
+    for user in (ALICE, BOB, ALICE):
+        news.tell(user)
+    clock.now += 1000
+    news.tell(ALICE)
+    news.forget(ALICE)
+    assert news.read() == {BOB}
+    assert not [key for key in objects.list(NEWS) if ALICE in key]
+
+
+def test_old_news_is_swept_and_the_rest_stays(objects: Objects, clock: Clock, news: News) -> None:
+    news.tell(ALICE)
+    clock.now += KEPT_S - 60
+    news.tell(BOB)
+    news.sweep()
+    assert len(objects.list(NEWS)) == 2, "a reader may still come for it"
+    clock.now += 700  # folders are swept whole
+    objects.put(f"{NEWS}/notes/mine", b"")
+    news.sweep()
+    left = objects.list(NEWS)
+    assert len(left) == 2 and not any(ALICE in key for key in left)
+
+
+def test_entries_lie_where_readers_of_other_versions_look(objects: Objects, clock: Clock) -> None:
+    clock.now = 1_700_000_000.25
+    News(objects, clock).tell(ALICE)
+    (key,) = objects.list(NEWS)
+    assert key.startswith(f"production/news/2833333/1700000000250-{ALICE}-")
