@@ -1,8 +1,20 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
-from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Trained, Unbalanced
+from etude.core.ledger import (
+    MEANINGS,
+    Batched,
+    Dropped,
+    Entry,
+    Issued,
+    Ledger,
+    Reason,
+    Trained,
+    Unbalanced,
+)
 
 
 def issued(*samples: str, group: str = "g") -> Issued:
@@ -81,3 +93,7 @@ def test_training_does_not_go_back() -> None:
         ledger.apply(Trained(step=1))
     with pytest.raises(Unbalanced, match="step 2 has a batch already"):
         ledger.apply(Batched(step=2, samples=()))
+
+
+def test_every_reason_is_told_in_words() -> None:
+    assert MEANINGS.keys() == set(get_args(Reason)) and all(MEANINGS.values())

@@ -118,6 +118,7 @@ def test_a_worker_goes_when_it_was_calm_for_long_and_comes_back_when_users_do() 
     assert not policy.recalls(now + 122.0, UsersLoad(1, 8))
     assert policy.recalls(now + 122.0, UsersLoad(1, 9))
     assert policy.recalls(now + 122.0, UsersLoad(0, 0)), "nobody is left"
+    assert not policy.recalls(now + 122.0, UsersLoad(1, 1, ttft_p99_s=1.0)), "as was promised"
     assert policy.recalls(now + 122.0, UsersLoad(1, 1, ttft_p99_s=1.1))
     assert policy.recalls(now + 122.0, None), "nobody knows"
 

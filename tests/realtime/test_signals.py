@@ -196,3 +196,14 @@ def test_conduct_is_counted_in_the_arguments_of_calls() -> None:
     assert conduct("[]", "{", "1").broken_tool_calls == 3
     assert conduct("{", content="<tool_call>a <tool_call>b").broken_tool_calls == 3
     assert conduct() == Conduct()
+
+
+def test_the_answer_of_a_turn_is_its_last_message() -> None:
+    (turn,) = session(1)
+    shown = {"role": "tool", "content": "<tool_call> of another"}
+    answer = {"role": "assistant", "content": "done"}
+    for before in ((), (shown,), (shown, shown)):
+        told = replace(turn, messages=(turn.messages[0], *before, answer))
+        assert conduct_of(told) == Conduct()
+        broken = replace(told, messages=(*told.messages[:-1], answer | {"content": "<tool_call>"}))
+        assert conduct_of(broken).broken_tool_calls == 1
