@@ -7,6 +7,7 @@ import re
 from collections.abc import Coroutine
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,7 +162,12 @@ def test_a_start_from_another_folder_names_the_run_that_is_there(
     assert capsys.readouterr().out.startswith(f"begins anew in {product}/elsewhere/runs/shop; ")
 
 
-def test_what_is_next_is_told_in_words(product: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_next_is_told_in_words(
+    product: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # other tests are about it, and each takes seconds
+    found = SimpleNamespace(tasks={"heldout": 2})
+    monkeypatch.setattr("etude.commands.realtime.check_start", lambda *_, **__: found)
     assert main(["realtime", "run.toml", "--dry-run"]) == 0
     place = product / "runs" / "shop"
     assert capsys.readouterr().out.startswith(f"{place}: nothing was given to users yet\n")

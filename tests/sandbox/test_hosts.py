@@ -8,6 +8,7 @@ import base64
 import contextlib
 import json
 import struct
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,12 +243,13 @@ async def test_mounts_that_a_host_does_not_show_are_told_by_name(
 
 async def test_a_command_that_nobody_waits_for_is_ended(remote: RemoteSandboxPool) -> None:
     async with remote.open(SandboxSpec()) as sandbox:
-        command = ["sh", "-c", "echo on > went; exec sleep 1000"]
+        seconds = str(uuid.uuid4().int % 10**9 + 1000)  # other tests have sleeping commands, too
+        command = ["sh", "-c", f"echo on > went; exec sleep {seconds}"]
         running = asyncio.ensure_future(sandbox.run(command, timeout_s=LONG_S))
         while "went" not in await sandbox.diff():
             await asyncio.sleep(0.02)
         running.cancel()
-        looking = "ps -o args= -C sleep | grep -c 1000"
+        looking = f"ps -o args= -C sleep | grep -c {seconds}"
         while (await sandbox.run(["sh", "-c", looking], timeout_s=LONG_S)).output != "0\n":
             await asyncio.sleep(0.05)
 

@@ -234,7 +234,7 @@ def test_kvm_is_used_only_where_a_guest_boots(
     """A QEMU that boots with software alone, as where the calls of KVM work and guests hang."""
     program = tmp_path / "qemu"
     program.write_text(
-        f'#!/bin/sh\ncase "$*" in *"-accel kvm"*) sleep 1000;; *) echo {vm_boot.UP};; esac\n'
+        f'#!/bin/sh\ncase "$*" in *"-accel kvm"*) exec sleep 1000;; *) echo {vm_boot.UP};; esac\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
