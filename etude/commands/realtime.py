@@ -22,6 +22,7 @@ from etude.launch.check import check_start
 from etude.launch.launcher import is_stopped
 from etude.launch.place import RunPlace
 from etude.launch.realtime import check_realtime, described, execute
+from etude.launch.screen import print_line
 from etude.realtime.cycle import (
     AwaitVersion,
     Collect,
@@ -55,7 +56,7 @@ def decide(run: Run, make: Callable[[Change], Change], console: Console) -> int:
         except ValueError as e:
             raise EtudeError(str(e)) from e
         if log.append(change):
-            _print(console, described(change))
+            print_line(console, described(change))
             return 0
     raise EtudeError(f"{run.objects.url}: others change the traffic all the time; try again")
 
@@ -64,10 +65,6 @@ def _not_started(run: Run) -> EtudeError:
     return EtudeError(
         f"{run.objects.url}: no version was given to users yet: start `etude realtime` first"
     )
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def stop(run: Run, console: Console) -> int:
@@ -101,12 +98,12 @@ def status(run: Run, console: Console) -> int:
     realtime_settings(config)
     changes = TrafficLog(run.objects).changes()
     for change in changes[-SHOWN:]:
-        _print(console, described(change))
+        print_line(console, described(change))
     with contextlib.suppress(EtudeError):  # the file of production mode may be on another machine
-        _print(console, f"next: {in_words(open_loop(run, config).next())}")
+        print_line(console, f"next: {in_words(open_loop(run, config).next())}")
     ledger = Ledger(run.ledger.records())
     dropped = ", ".join(f"{count} {why}" for why, count in sorted(ledger.dropped.items()))
-    _print(
+    print_line(
         console,
         f"{ledger.issued} sessions = {ledger.trained} trained + {ledger.dropped.total()} dropped "
         f"({dropped or 'none'}) + {ledger.in_flight} pending",
@@ -115,7 +112,7 @@ def status(run: Run, console: Console) -> int:
     bases = {step: record.base for step, record in log.records().items()}
     for forgotten in log.forgotten():
         seen = ", ".join(map(str, versions_that_saw(forgotten.steps, bases))) or "none"
-        _print(console, f"deleted user {forgotten.user}: seen by versions {seen}")
+        print_line(console, f"deleted user {forgotten.user}: seen by versions {seen}")
     return 0
 
 
@@ -139,7 +136,7 @@ def compare(run: Run, console: Console) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Of a start, as the command line has them."""
+    """The options of a start, as the command line has them."""
 
     dir: str | None
     set: Sequence[str]
@@ -165,6 +162,7 @@ def start(file: Path, options: Options, console: Console, *, resume: str) -> int
 
 
 def in_words(action: Next) -> str:
+    """The next action of the loop, for people."""
     match action:
         case AwaitVersion(version):
             return f"version {version} is trained"
@@ -195,21 +193,21 @@ def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
         findings = check_start(config, place, look=True)
         assert findings is not None
         if (there := findings.tasks["heldout"]) < config.tasks.heldout:
-            _print(
+            print_line(
                 console,
                 f"look: there are {there} held-out tasks, of {config.tasks.heldout} that are asked "
                 f"for: with few, nothing is deployed (docs/realtime.md)",
             )
     run = place.find()
     if run is None or TrafficLog(run.objects).newest() is None:
-        _print(console, f"{place.absolute}: nothing was given to users yet")
+        print_line(console, f"{place.absolute}: nothing was given to users yet")
     else:
         loop = open_loop(run, config)
         action = loop.next()
-        _print(console, f"next: {in_words(action)}")
+        print_line(console, f"next: {in_words(action)}")
         if isinstance(action, Collect):
             found = loop.sort_out(action.base, loop.last.traffic)
-            _print(console, loop.settled(action.step, found))
+            print_line(console, loop.settled(action.step, found))
             for entry in found.dropped:
                 console.print(f"to be dropped: {entry.label} {len(entry.samples)}", highlight=False)
     canary = realtime.canary

@@ -28,6 +28,7 @@ from etude.launch.launcher import (
 )
 from etude.launch.local import in_background, open_launcher, run_until_told, tell_launch
 from etude.launch.place import RunPlace
+from etude.launch.screen import print_line
 from etude.run.realtime_probes import probe_splits
 from etude.serve.production.config import ProductionConfig, read_production, read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, read_secret
@@ -52,7 +53,7 @@ def execute(
         run.put_config(config)
         launcher = open_launcher(config, place, resume, lock)
         logs = launcher.logs.absolute()
-        _print(console, f"run {config.name} in {place.absolute}; logs in {logs}")
+        print_line(console, f"run {config.name} in {place.absolute}; logs in {logs}")
 
         async def program() -> None:
             tell_launch(run, resume)
@@ -60,12 +61,12 @@ def execute(
                 preparing = python("etude.trainer.prepare", "--store", place.store)
                 await launcher.run_to_end(Program("preparation", preparing))
             programs, url = realtime_programs(config, config.realtime, place, once=once)
-            _print(console, f"gateway for users: {url} (it answers when its workers are up)")
+            print_line(console, f"gateway for users: {url} (it answers when its workers are up)")
 
             def told(event: Event) -> None:
                 tell(event)
                 if isinstance(event, ProcessRestarted):
-                    _print(console, f"the {event.process} {event.how} and is started again")
+                    print_line(console, f"the {event.process} {event.how} and is started again")
 
             async with (
                 event_writer(run, "launcher") as tell,
@@ -156,13 +157,9 @@ async def show_changes(run: Run, console: Console) -> None:
     while True:
         changes = await asyncio.to_thread(log.changes)
         for change in changes[shown:]:
-            _print(console, described(change))
+            print_line(console, described(change))
         shown = len(changes)
         await asyncio.sleep(LOOK_S)
-
-
-def _print(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def described(change: Change) -> str:

@@ -57,12 +57,12 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
         view.apply(stamped.t, stamped.record)
     if not console.is_terminal:
         teller = Teller()
-        _print(console, f"{title}: {beginning(view)}")
+        print_line(console, f"{title}: {beginning(view)}")
         while True:
             for stamped in await asyncio.to_thread(events.new):
                 begun = view.apply(stamped.t, stamped.record)
                 for line in teller.tell(stamped.t, stamped.record, view, begun):
-                    _print(console, line)
+                    print_line(console, line)
             _tell_damage(events, console)
             await asyncio.sleep(flush_s(run))
     with Live(console=console, auto_refresh=False, transient=True) as live:
@@ -76,10 +76,11 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
 
 def _tell_damage(events: EventReader, console: Console) -> None:
     while events.damaged:
-        _print(console, f"alarm: {events.damaged.pop(0)}: what it told is left out")
+        print_line(console, f"alarm: {events.damaged.pop(0)}: what it told is left out")
 
 
-def _print(console: Console, line: str) -> None:
+def print_line(console: Console, line: str) -> None:
+    """Print a line that stays whole, so that what stands in it can be pasted."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -6,20 +6,16 @@ import pytest
 
 from etude.store.news import CLOCK_SKEW_S, KEPT_S, NEWS, News
 from etude.store.objects import Objects
+from tests.store.test_production_store import Clock
 
 ALICE, BOB, CAROL = "a" * 32, "b" * 32, "c" * 32
 
 
-class Clock:
-    now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    clock = Clock()
+    clock.now = 1_000_000.0
+    return clock
 
 
 @pytest.fixture
