@@ -28,7 +28,7 @@ import aiohttp
 from etude.core.errors import EtudeError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Of a pod."""
+"""The folder in which a pod finds the account that it has at its own cluster."""
 NO_CLUSTER = "export KUBECONFIG=FILE"
 _VIEW = ("kubectl", "config", "view", "--raw", "--minify", "--flatten", "--output=json")
 _USER_REFUSED = ("exec", "auth-provider", "username", "as")
@@ -38,28 +38,28 @@ _ANSWER_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The API server of a cluster, a namespace in it, and who we are to it."""
+    """The API server of a cluster, a namespace in it, and our credentials."""
 
     url: str
     namespace: str
     authority: bytes = b""
-    """Certificates that its own is checked by; empty: those of this machine."""
+    """The CA certificates that verify the server's; empty: those of this machine."""
     insecure: bool = False
-    """Whether it is not checked at all."""
+    """True: the certificate of the server is not verified."""
     server_name: str = ""
-    """In its certificate, where that is not the host of the URL."""
+    """The name in the certificate of the server, if it is not the host of the URL."""
     identity: bytes = b""
-    """A certificate of ours and its key."""
+    """The client certificate and its key."""
     token: str = ""
     token_file: str = ""
-    """Whose content changes: one of a service account lasts for an hour."""
+    """A file that is read for each request, since a service account's token lasts for an hour."""
 
     def headers(self) -> dict[str, str]:
         token = Path(self.token_file).read_text().strip() if self.token_file else self.token
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def connection(self) -> dict[str, Any]:
-        """What aiohttp is to be told of TLS."""
+        """The TLS settings, as aiohttp takes them."""
         if not self.url.startswith("https:"):
             return {}
         try:
@@ -108,7 +108,7 @@ def _time_of(date: str | None) -> float:
 
 
 def find_cluster(variables: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> Cluster:
-    """The one that kubectl would ask. Raises EtudeError if there is none."""
+    """The cluster that kubectl would ask. Raises EtudeError if there is none."""
     named = variables.get("KUBECONFIG", "")
     file = Path(named or Path(variables.get("HOME", "/"), ".kube", "config"))
     if named or file.exists():

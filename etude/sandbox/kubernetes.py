@@ -42,12 +42,12 @@ INSTALL = (
     "sandbox.yaml"
 )
 IMAGE = "python:3.12-slim"
-"""Of sandboxes that name none."""
+"""The image of sandboxes that name none."""
 _LIMITS = ("cpus", "memory_bytes", "disk_bytes", "processes")
 _CONTAINER = "sandbox"
 _PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _STDIN, _STDOUT, _STDERR, _STATUS = range(4)
-"""The first byte of a message says what it is of."""
+"""The channels of a message: its first byte."""
 _AGAIN_S = 0.1
 _WAITING = ["python3", "-c", "import signal as s; s.signal(s.SIGCHLD, s.SIG_IGN); s.pause()"]
 """What a pod does until a process is started in it; whatever that leaves, it takes away."""
@@ -64,11 +64,11 @@ _WALLS = {
     "procMount": "Unmasked",
 }
 _PLACES = {PROGRAM.rpartition("/")[0]: 4 * MIB, "/tmp": 4 * MIB}
-"""What can be written to in a pod, and how much; a working copy is in memory of its own."""
+"""The writable folders of a pod and their sizes; a working copy has memory of its own."""
 
 
 class KubernetesSandboxPool(ServicePool):
-    """A `core.sandbox.SandboxPool`."""
+    """A sandbox pool (`core.sandbox.SandboxPool`) in pods of a Kubernetes cluster."""
 
     def __init__(
         self, reply_timeout_s: float = REPLY_TIMEOUT_S, cluster: Cluster | None = None
@@ -90,7 +90,7 @@ class KubernetesSandboxPool(ServicePool):
         return replace(spec, image="", limits=limits_within(spec.limits))
 
     def lease_end(self) -> str:
-        """Of a lease that begins now, by the clock of the cluster, whatever ours says."""
+        """The end of a lease that begins now, by the clock of the cluster."""
         end = datetime.fromtimestamp(time.time() + self._ahead_s + LEASE_S, UTC)
         return end.strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -100,8 +100,8 @@ class KubernetesSandboxPool(ServicePool):
 
 
 def check_cluster(cluster: Cluster) -> float:
-    """How many seconds its clock is ahead of ours. Raises EtudeError if it cannot have
-    sandboxes."""
+    """How many seconds the clock of the cluster is ahead of ours. Raises EtudeError if it has no
+    agent-sandbox."""
     found, its_time = cluster.look(f"/apis/{API}")
     if "sandboxes" not in {each["name"] for each in (found or {}).get("resources", ())}:
         raise EtudeError(
@@ -112,7 +112,7 @@ def check_cluster(cluster: Cluster) -> float:
 
 
 def manifest(name: str, spec: SandboxSpec, *, lease_end: str) -> dict[str, Any]:
-    """The Sandbox that one of ours is in."""
+    """The Sandbox resource in which a sandbox of ours runs."""
     limits = {"memory": str(machine_bytes(spec.limits))}
     if spec.limits.cpus is not None:
         limits["cpu"] = f"{spec.limits.cpus:.3f}"
@@ -212,7 +212,7 @@ class _Sandbox(ServiceMachine):
             ) from e
 
     async def _watch(self, sandbox: dict[str, Any]) -> dict[str, Any]:
-        """What is known of it when it is ready, or when the cluster says no more."""
+        """The Sandbox resource when it is ready, or as it was when the cluster ended the watch."""
         pool = self._cluster_pool
         url = pool.cluster.url + self._all
         which = {"watch": "true", "fieldSelector": f"metadata.name={self._name}"}
@@ -242,7 +242,7 @@ class _Sandbox(ServiceMachine):
         return sandbox
 
     async def _why_the_pod_waits(self) -> str:
-        """Such as for an image that cannot be had, of which its Sandbox says nothing."""
+        """Why the pod is not ready: its Sandbox says nothing of an image that is not there."""
         with contextlib.suppress(RolloutFailure):
             pod = await self._cluster_pool.api("GET", self._pod)
             states = [each["state"] for each in pod["status"].get("containerStatuses", ())]
@@ -250,7 +250,7 @@ class _Sandbox(ServiceMachine):
         return "it has no pod"
 
     async def converse(self, started: asyncio.Future[Send]) -> None:
-        """By Kubernetes' protocol of channels."""
+        """Start the process and exchange messages with it, by Kubernetes' protocol of channels."""
         pool = self._cluster_pool
         has_image = bool(self._spec.image)
         told = {"mounts": [], "image": has_image, "probe": False}

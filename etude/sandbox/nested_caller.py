@@ -42,7 +42,7 @@ def python_arguments(program: str, *, sent_bytes: int = 0, **told: Any) -> list[
 
 
 def machine_name() -> str:
-    """Nobody else's, since what has the machines may have those of others."""
+    """A name for a machine that no other user of the same service has."""
     return f"etude-{secrets.token_hex(8)}"
 
 

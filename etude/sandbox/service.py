@@ -30,32 +30,32 @@ from etude.sandbox.machines import Machines
 from etude.sandbox.nested_caller import NestedCaller, open_nested
 
 PROGRAM = "/run/etude/program.zip"
-"""Where it is in a machine: commands are not shown /run."""
+"""The place of this package in a machine, under /run, which commands do not see."""
 FULL_S = 600.0
-"""So long a machine is waited for at a service that has no room."""
+"""How long to wait for a machine at a service that has no room."""
 _RENEW_S = LEASE_S / 6
 _ROOM_S = 1.0
 _IDLE_S = 1.0
-"""So long a connection waits for the next request. A service that gives it up at the very moment of
-one loses that, and may be asked for it no second time; most give up after 5 seconds or more."""
+"""How long an idle connection is kept. It must be shorter than the service keeps it (most: 5 s or
+more): a request on a connection that is just being closed is lost, and must not be repeated."""
 _INPUT_BYTES = 1 << 18
-"""Of one message to the process."""
+"""The size of one message to the process, at most."""
 _WORDS_CHARS = 500
 _STARTING = 16
-"""Machines in the making at once: it is not this machine that makes them."""
+"""Machines that are created at once: the service creates them, not this machine."""
 
 Send = Callable[[bytes], Awaitable[None]]
 
 
 class NoRoom(RolloutFailure):
-    """No machine more, for now."""
+    """The service has no room for another machine now."""
 
 
 class ServicePool(ABC):
-    """A `core.sandbox.SandboxPool`."""
+    """A sandbox pool (`core.sandbox.SandboxPool`) on machines of a service, one a sandbox."""
 
     tier: Tier = "namespaces"
-    """What we put up in there ourselves; what is around it, only the service knows."""
+    """The isolation within a machine; that of the machine itself is the service's."""
 
     def __init__(self, kind: str, reply_timeout_s: float) -> None:
         self.reply_timeout_s = reply_timeout_s
