@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import secrets
 import shlex
 import shutil
 import sys
@@ -77,6 +78,7 @@ def read_task(folder: Path) -> RepositoryTask:
         venv=own["venv"],
         requirements=tuple(own["requirements"]),
         pythonpath=tuple(own["pythonpath"]),
+        processor_s=own.get("processor_s"),
         solve_rate=own.get("solve_rate"),
         facts=own.get("facts", {}),
     )
@@ -138,8 +140,9 @@ def _settings(task: RepositoryTask) -> str:
         "pass_to_pass": task.pass_to_pass,
         "requirements": task.requirements,
     }
-    if task.solve_rate is not None:
-        own["solve_rate"] = task.solve_rate
+    for name in ("processor_s", "solve_rate"):
+        if (value := getattr(task, name)) is not None:
+            own[name] = value
     told: dict[str, Mapping[str, Any]] = {
         "task": {
             "name": f"etude/{task.id}",
@@ -240,8 +243,8 @@ def _archived(archives: Path, files: Files) -> Path:
 
 
 def pack(place: Path, files: Files) -> None:
-    """Write files as an archive."""
-    half = place.with_suffix(".part")
+    """Write files as an archive. Tasks that share them are written at the same time."""
+    half = place.with_suffix(f".{secrets.token_hex(8)}.part")
     with tarfile.open(half, "w:gz", compresslevel=3) as archive:
         for path, content in sorted(files.items()):
             info = tarfile.TarInfo(path)

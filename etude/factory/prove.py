@@ -153,9 +153,7 @@ class _Found:
 
 async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool) -> _Found:
     """Which tests notice the change."""
-    known = all(test in repository.survey.seconds for test in candidate.tests)
-    expected_s = repository.survey.estimate_s(candidate.tests)
-    processor_s = 4 + 4 * expected_s if known else _UNKNOWN_S
+    processor_s = _processor_s(candidate, repository)
     tests = set(candidate.tests)
     if candidate.test_files:
         files = {**candidate.base, **candidate.broken, **candidate.solution, **candidate.test_files}
@@ -169,6 +167,13 @@ async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool)
     if any(not each & set(failing) for each in candidate.noticed_by):
         raise Rejected("a change goes unnoticed")
     return _Found(failing, tuple(sorted(tests - set(failing))), _error_of(failing[0], report))
+
+
+def _processor_s(candidate: Candidate, repository: Repository) -> float:
+    """What its tests may take."""
+    survey = repository.survey
+    known = all(test in survey.seconds for test in candidate.tests)
+    return 4 + 4 * survey.estimate_s(candidate.tests) if known else _UNKNOWN_S
 
 
 async def _outcomes(
@@ -251,6 +256,7 @@ def _assembled(
         venv=repository.name,
         requirements=repository.requirements,
         pythonpath=repository.recipe.pythonpath,
+        processor_s=_processor_s(candidate, repository),
         facts={
             name: told for name, told in candidate.facts.items() if name not in ("head", "message")
         },

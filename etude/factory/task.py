@@ -17,6 +17,7 @@ Files = Mapping[str, bytes]
 
 LIMITS = Limits(memory_bytes=2 << 30, disk_bytes=128 << 20, processes=64)
 GRADING_S = 180.0
+"""The most by the clock. It is long since machines are busy at times."""
 
 PYTEST = (
     "python -m pytest -q -p no:cacheprovider -o addopts= -o console_output_style=classic "
@@ -58,6 +59,9 @@ class RepositoryTask:
     """What is installed in there, with versions."""
     pythonpath: tuple[str, ...] = ("",)
     """Folders of the working copy that modules are found in."""
+    processor_s: float | None = None
+    """How long the grader's tests may keep a processor busy: an answer that never ends does not
+    hold a group up for GRADING_S. None: so long by the clock alone."""
     solve_rate: float | None = None
     """How often a given policy solved it: its difficulty. None: not measured."""
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +84,8 @@ class RepositoryTask:
     @property
     def argv(self) -> list[str]:
         """The command of the grader."""
-        return pytest_argv((*self.fail_to_pass, *self.pass_to_pass))
+        tests = (*self.fail_to_pass, *self.pass_to_pass)
+        return pytest_argv(tests, processor_s=self.processor_s)
 
     def as_task(self) -> Task:
         """The half that an agent may see."""

@@ -20,7 +20,7 @@ from etude.factory.build import Options, Status, open_workshop
 from etude.factory.check import check, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
-from etude.factory.task import RepositoryTask
+from etude.factory.task import GRADING_S, RepositoryTask
 from etude.harness.code.agent import CodeAgent
 from etude.run.task_folder import TaskFolder
 from tests.factory.tiny import build_tiny, make_repository
@@ -52,6 +52,13 @@ def test_tasks_of_many_kinds_are_kept(built: tuple[Path, Status]) -> None:
 def test_a_flaky_test_is_in_no_task(built: tuple[Path, Status]) -> None:
     for task in tasks_of(built[0]):
         assert not any("flaky" in test for test in (*task.fail_to_pass, *task.pass_to_pass))
+
+
+def test_the_grader_waits_for_what_the_tests_take_and_not_for_minutes(
+    built: tuple[Path, Status],
+) -> None:
+    for task in tasks_of(built[0]):
+        assert task.processor_s is not None and 4 < task.processor_s < GRADING_S
 
 
 def test_what_shows_the_bug_is_not_in_the_working_copy(built: tuple[Path, Status]) -> None:

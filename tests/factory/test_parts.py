@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import signal
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 
@@ -14,7 +21,7 @@ from etude.core.errors import EtudeError
 from etude.factory import install
 from etude.factory.candidates import _changed_tests, split_change
 from etude.factory.check import stats
-from etude.factory.harbor import read_task, write_solve_rate, write_task
+from etude.factory.harbor import pack, read_task, unpack, write_solve_rate, write_task
 from etude.factory.hiding import functions_of, without_functions
 from etude.factory.install import write_files
 from etude.factory.instruct import instruct
@@ -192,6 +199,7 @@ def task() -> RepositoryTask:
         sources=("shop/*",),
         venv="shop",
         requirements=("pytest==9.0",),
+        processor_s=8.5,
         facts={"mutations": "constant", "quoted": 'a "b" \\ c'},
     )
 
@@ -205,6 +213,37 @@ def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert {each.name for each in place.iterdir()} == {
         "task.toml", "instruction.md", "environment", "tests", "solution"
     }  # fmt: skip
+
+
+class _MetByTwo(dict[str, bytes]):
+    """Files that two threads begin to write before either goes on."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files)
+        self.both = Barrier(2)
+
+    def items(self) -> Any:
+        self.both.wait(timeout=60)
+        return super().items()
+
+
+def test_tasks_that_share_files_are_written_at_the_same_time(tmp_path: Path) -> None:
+    files, place = _MetByTwo({"a.py": b"x = 1\n"}), tmp_path / "shared.tar.gz"
+    with ThreadPoolExecutor(2) as threads:
+        for writing in [threads.submit(pack, place, files) for _ in range(2)]:
+            writing.result()
+    assert unpack(place) == {"a.py": b"x = 1\n"}
+    assert [*tmp_path.iterdir()] == [place]
+
+
+def test_an_answer_that_never_ends_is_ended_by_what_it_computes(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_a.py").write_text("def test_a():\n    while True:\n        pass\n")
+    looping = replace(task(), pass_to_pass=(), processor_s=1.0)
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(looping.argv, cwd=tmp_path, env={**env, "ETUDE_REPORT": "report.xml"})
+    assert done.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+    assert not (tmp_path / "report.xml").exists()
 
 
 def test_a_task_of_others_is_told_to_need_a_container(
