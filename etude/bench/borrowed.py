@@ -5,7 +5,8 @@ A gateway and one worker with a small model, as processes. Users come at random 
 day: a quiet night, a busy day, and bursts beyond what the worker can do. The day is cut into
 slices, and each is replayed twice in a row with the same requests, once with RL beside it and once
 without, so that both see the same machine. RL has always more sessions to sample than there are
-slots.
+slots. The worker has a processor of its own, as one of a fleet has its own GPU: an engine that is
+never idle takes nothing from gateway and users there.
 
     idle_used               slot-seconds that RL held, over those that users left, with RL
     users_ttft_p99_ms       time to first token of users, and alone_: without RL
@@ -30,12 +31,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import random
 import re
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -238,16 +240,29 @@ def make_store(folder: Path, max_ttft_s: float | None) -> tuple[str, int]:
     return store, int(shape["vocab_size"])
 
 
+@contextlib.contextmanager
+def on_processors(chosen: set[int]) -> Iterator[None]:
+    """What the block starts runs on these alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, chosen)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 @contextlib.asynccontextmanager
 async def served(folder: Path, max_ttft_s: float | None) -> AsyncIterator[Replay]:
     """`max_ttft_s`: the worker lends, within this bound."""
     store, vocabulary = make_store(folder, max_ttft_s)
-    with contextlib.ExitStack() as stack:
+    *others, own = sorted(os.sched_getaffinity(0))
+    with contextlib.ExitStack() as stack, on_processors({*others} or {own}):
         gateway: Started = start_gateway(stack, store)
-        worker = start(
-            stack, "etude.serve.worker", "--store", store, "--region", "here", "--port", 0,
-            "--gateway", gateway.url, "--version", 0,
-        )  # fmt: skip
+        with on_processors({own}):
+            worker = start(
+                stack, "etude.serve.worker", "--store", store, "--region", "here", "--port", 0,
+                "--gateway", gateway.url, "--version", 0,
+            )  # fmt: skip
         async with ready([gateway]):
             yield Replay(gateway.url, worker.url, vocabulary)
 
