@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from tests.e2e.runs import TINY, Etude, check_books
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 OBJECT_STORE = 80 << 20
+DEMO = files("etude.commands") / "demo.toml"
 
 
 @pytest.fixture
@@ -49,9 +53,27 @@ def node_of(cluster: Any, etude: Etude, module: str) -> Any:  # noqa: F811
 def test_nodes_are_killed_and_the_run_goes_on(cluster: Any, etude: Etude) -> None:  # noqa: F811
     """First that of the gateway and the controller, then that of the trainer."""
     etude.write(TINY.read_text().replace("steps = 4", "steps = 10"))
+    run_and_kill(cluster, etude, {"etude.serve.gateway": 2, "etude.trainer.trainer": 8})
+
+
+@pytest.mark.skipif("ETUDE_RAY_DEMO" not in os.environ, reason="a quarter of an hour")
+def test_the_demo_learns_on_a_cluster(cluster: Any, etude: Etude) -> None:  # noqa: F811
+    """Its trainer's node is killed after a third of its groups, its gateway's after two."""
+    etude.write(DEMO.read_text())
+    given = etude.argv.index("--set")
+    del etude.argv[given : given + 2]  # a model that half knows its tasks: the demo makes its own
+    out = run_and_kill(cluster, etude, {"etude.trainer.trainer": 160, "etude.serve.gateway": 320})
+    told = json.loads(out.splitlines()[-1])
+    print(json.dumps(told))
+    assert told["solve_rate"]["rl"] > told["solve_rate"]["sft"]
+
+
+def run_and_kill(cluster: Any, etude: Etude, victims: dict[str, int]) -> str:  # noqa: F811
+    """A run, of which the nodes of these programs are killed after so many groups. Returns what it
+    printed."""
     etude.argv += ["--ray", cluster.address]
     running = etude.start()
-    for victim, groups in (("etude.serve.gateway", 2), ("etude.trainer.trainer", 8)):
+    for victim, groups in victims.items():
         etude.wait_for_groups(groups, running)
         while not any(victim in line for line in etude.processes().values()):
             assert running.poll() is None, running.communicate()[1]
@@ -70,6 +92,7 @@ def test_nodes_are_killed_and_the_run_goes_on(cluster: Any, etude: Etude) -> Non
     while etude.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert etude.processes() == {}
+    return out
 
 
 def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
