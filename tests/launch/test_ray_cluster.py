@@ -56,7 +56,7 @@ def test_nodes_are_killed_and_the_run_goes_on(cluster: Any, etude: Etude) -> Non
     run_and_kill(cluster, etude, {"etude.serve.gateway": 2, "etude.trainer.trainer": 8})
 
 
-@pytest.mark.skipif("ETUDE_RAY_DEMO" not in os.environ, reason="a quarter of an hour")
+@pytest.mark.skipif("ETUDE_CLUSTER_DEMO" not in os.environ, reason="a quarter of an hour")
 def test_the_demo_learns_on_a_cluster(cluster: Any, etude: Etude) -> None:  # noqa: F811
     """Its trainer's node is killed after a third of its groups, its gateway's after two."""
     etude.write(DEMO.read_text())

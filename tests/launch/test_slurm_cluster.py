@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,14 @@ import pytest
 from etude.cli import main
 from etude.launch.launcher import free_ports
 from etude.run.audit import audit
+from etude.run.evaluate import reports
 from etude.store.runs import Run
 from tests.e2e.conftest import isolation, policy  # noqa: F401
 from tests.e2e.runs import TINY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
+
+DEMO = files("etude.commands") / "demo.toml"
 
 # Both nodes are this machine, so they are called by two names that it has. `config_overrides`: they
 # have as many processors as they say.
@@ -115,6 +120,33 @@ def test_a_run_is_preempted_and_goes_on(
     policy: Path,  # noqa: F811
     isolation: str,  # noqa: F811
 ) -> None:
+    added = f'[model]\npath = "{policy}"\n[sandbox]\nisolation = "{isolation}"\n'
+    text = TINY.read_text().replace("steps = 4", "steps = 10").replace("[tasks]", added + "[tasks]")
+    run_and_preempt(text, 2, tmp_path, monkeypatch)
+
+
+@pytest.mark.skipif("ETUDE_CLUSTER_DEMO" not in os.environ, reason="half an hour")
+@pytest.mark.timeout(3600)
+def test_the_demo_learns_on_a_cluster(
+    slurm: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    isolation: str,  # noqa: F811
+) -> None:
+    """The jobs of the gateway's node are preempted after a third of its groups."""
+    added = f'[sandbox]\nisolation = "{isolation}"\n'
+    text = DEMO.read_text().replace("[tasks]", added + "[tasks]")
+    solved = run_and_preempt(text, 160, tmp_path, monkeypatch)
+    print(solved)
+    assert solved["rl"] > solved["sft"]
+
+
+def run_and_preempt(
+    text: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, float]:
+    """A run, on whose gateway's node something urgent comes after so many groups. Returns what it
+    solves after each stage."""
+    name = tomllib.loads(text)["name"]
     programs = tmp_path / "bin"
     programs.mkdir()
     for name, module in (("torchrun", "torch.distributed.run"), ("etude", "etude")):
@@ -124,8 +156,6 @@ def test_a_run_is_preempted_and_goes_on(
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     store = f"file:{tmp_path / 'run'}"
-    added = f'[model]\npath = "{policy}"\n[sandbox]\nisolation = "{isolation}"\n'
-    text = TINY.read_text().replace("steps = 4", "steps = 10").replace("[tasks]", added + "[tasks]")
     (tmp_path / "run.toml").write_text(f'store = "{store}"\n{text}')
     nodes = ("--trainer-nodes", "2", "--trainer-gpus", "0", "--worker-gpus", "0")
     target = tmp_path / "files"
@@ -133,23 +163,27 @@ def test_a_run_is_preempted_and_goes_on(
     subprocess.run(["bash", str(target / "submit.sh")], check=True)
 
     def wait_for(count: int) -> None:
-        groups = tmp_path / "run" / "groups"
-        while not groups.exists() or len(list(groups.iterdir())) < count:
+        made = tmp_path / "run" / "groups"
+        while not made.exists() or len(list(made.iterdir())) < count:
             assert "FAILED" not in str(jobs()), jobs()
             time.sleep(0.5)
 
-    wait_for(2)
-    where = said("squeue", "--noheader", "--format=%N", "--name=tiny-gateway").strip()
+    wait_for(groups)
+    where = said("squeue", "--noheader", "--format=%N", f"--name={name}-gateway").strip()
     urgent = ("--partition=urgent", f"--nodelist={where}", "--exclusive", "--output=/dev/null")
     said("sbatch", *urgent, "--job-name=urgent", "--wrap=sleep 5")
-    while not jobs()["tiny-gateway"].endswith(" 1"):
+    while not jobs()[f"{name}-gateway"].endswith(" 1"):
         time.sleep(0.5)
     print(f"preempted: {jobs()}")
-    while not jobs()["tiny-controller"].startswith("COMPLETED"):
+    while not jobs()[f"{name}-controller"].startswith("COMPLETED"):
         assert "FAILED" not in str(jobs()), jobs()
         time.sleep(1)
-    audited = audit(Run.open(store, create=False))
+    run = Run.open(store, create=False)
+    audited = audit(run)
     assert audited.finished and audited.violations == [] and audited.in_flight == 0
     while "RUNNING" in str(jobs()):  # the controller has cancelled them
         time.sleep(0.5)
     print(f"finished: {jobs()}")
+    return {
+        each.stage: each.solved / each.total for each in reports(run) if each.split == "heldout"
+    }
