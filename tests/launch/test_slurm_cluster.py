@@ -149,9 +149,9 @@ def run_and_preempt(
     name = tomllib.loads(text)["name"]
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, module in (("torchrun", "torch.distributed.run"), ("etude", "etude")):
-        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        (programs / name).chmod(0o755)
+    for program, module in (("torchrun", "torch.distributed.run"), ("etude", "etude")):
+        (programs / program).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        (programs / program).chmod(0o755)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
