@@ -16,7 +16,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from etude.bench.realtime import PRODUCTION, RUN, Product
+from etude.bench import realtime as bench
+from etude.bench.realtime import Product
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched
@@ -73,11 +74,17 @@ def realtime(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def write_run(folder: Path) -> str:
     """The files of a run whose updates come quickly; the URL of its gateway."""
     (port,) = free_ports(1)
-    quick = RUN.replace("min_sessions = 600", "min_sessions = 150")
-    quick = quick.replace("margin = 0.1", "margin = 0.3")
-    quick = quick.replace("[realtime.gate]", "simulated_share = 0.2\n[realtime.gate]")
-    (folder / "run.toml").write_text(quick.replace("PORT", str(port)))
-    (folder / "production.toml").write_text(PRODUCTION)
+    bench.write_run(folder, seed=0, port=port)
+    quick = (folder / "run.toml").read_text()
+    for ours, theirs in (
+        ("max_epochs = 1", "max_epochs = 6"),
+        ("min_sessions = 150", "min_sessions = 1500"),
+        ("margin = 0.3", "margin = 0.1"),
+        ("simulated_share = 0.2\n[realtime.gate]", "[realtime.gate]"),
+    ):
+        assert theirs in quick
+        quick = quick.replace(theirs, ours)
+    (folder / "run.toml").write_text(quick)
     return f"http://127.0.0.1:{port}"
 
 
