@@ -75,7 +75,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         const=True,
         help="under virtual time; borrowed: days of users; sandboxes: 100,000 over 200 hosts; "
-        "realtime: in one process, by many seeds",
+        "realtime: in one process, six seeds",
     )
     parser.add_argument(
         "--soak",

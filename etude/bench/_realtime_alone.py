@@ -1,4 +1,4 @@
-"""What saboteurs take of five updates, by many seeds: `etude bench realtime --simulate`.
+"""What saboteurs take of five updates, by several seeds: `etude bench realtime --simulate`.
 
 `etude bench realtime` in one process, without gateway, gate and canary, so that it can be repeated:
 its model, the songs that it was shown, users, signals, caps, credit and training are the same code.
@@ -22,7 +22,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -46,6 +45,7 @@ from etude.core.seeds import derive
 from etude.core.stages import RlConfig, SftConfig
 from etude.engine.engine import Engine, FinishedRequest
 from etude.model.tokenizer import ChatTokenizer
+from etude.model.transformer import Transformer
 from etude.realtime.collect import make_update
 from etude.realtime.credit import BASELINE
 from etude.realtime.population import Answer, Population, SimulatedUser
@@ -65,13 +65,15 @@ MEASURED = 2000
 AT_ONCE = 256
 
 
-def run(steps: int = 5, seeds: int = SEEDS) -> dict[str, float]:
+def run(steps: int, first: int, seeds: int = SEEDS) -> dict[str, float]:
+    """`first`: of the seeds."""
     torch.set_num_threads(1)  # more would wait for each other, with so small a model
     ours: list[float] = []
     clean: list[float] = []
-    for seed in range(seeds):
+    for seed in range(first, first + seeds):
+        singer = Singer(settings(seed))
         for gains, saboteurs in ((ours, SABOTEURS), (clean, 0.0)):
-            gains.append(gain(seed, saboteurs, steps))
+            gains.append(gain(singer, seed, saboteurs, updates=steps))
         told = {"seed": seed, "gain": ours[-1], "clean.gain": clean[-1]}
         print(json.dumps(told), file=sys.stderr, flush=True)
     return {
@@ -83,8 +85,8 @@ def run(steps: int = 5, seeds: int = SEEDS) -> dict[str, float]:
     }
 
 
-def gain(seed: int, saboteurs: float, updates: int) -> float:
-    singer = Singer(settings(seed))
+def gain(singer: Singer, seed: int, saboteurs: float, *, updates: int) -> float:
+    singer.begin()
     users, honest = users_of(seed, saboteurs), honest_ids(seed)
     before = appeal(singer, users, honest, day=updates)
     for step in range(1, updates + 1):
@@ -94,11 +96,6 @@ def gain(seed: int, saboteurs: float, updates: int) -> float:
 
 def settings(seed: int) -> RunConfig:
     return parse(RUN.replace("PORT", "0").replace("SEED", str(seed)))
-
-
-@cache
-def files_of(seed: int) -> dict[str, bytes]:
-    return model_files(settings(seed))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +122,32 @@ class Singer:
         assert config.realtime is not None
         self.stage = stage
         self.realtime = config.realtime
-        self.max_tokens = config.model.max_context
-        files = files_of(config.seed)
-        self.tokenizer = ChatTokenizer(files)
-        self.learner = Learner(initial_model(None, files["config.json"], config.seed))
-        self._imitate(imitate, config.seed)
-        served = initial_model(None, files["config.json"], config.seed)
-        self.engine = Engine(served.requires_grad_(False), max_num_seqs=AT_ONCE)
+        self.config = config
+        self.files = model_files(config)
+        self.tokenizer = ChatTokenizer(self.files)
+        self.learner = Learner(self._fresh())
+        self._imitate(imitate)
+
+    def begin(self) -> None:
+        """With the weights that it had before it learnt anything from users."""
+        self.learner.restore_snapshot()
+        self.learner.begin_stage()
+        self.learner.snapshot()
+        self.engine = Engine(self._fresh().requires_grad_(False), max_num_seqs=AT_ONCE)
         self.engine.load_weights(0, self.learner.weights())
         self.baseline = BASELINE[self.realtime.baseline]()
 
-    def _imitate(self, stage: SftConfig, seed: int) -> None:
+    def _fresh(self) -> Transformer:
+        return initial_model(None, self.files["config.json"], self.config.seed)
+
+    def _imitate(self, stage: SftConfig) -> None:
+        """The learner's snapshot is then the model that was shown songs."""
+        seed, context = self.config.seed, self.config.model.max_context
         with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
             path = Path(folder) / "songs.jsonl"
             path.write_text(sessions_to_imitate(SONGS, seed))
-            shown = read_sessions(str(path), self.tokenizer, self.max_tokens, stage.overlong)
+            shown = read_sessions(str(path), self.tokenizer, context, stage.overlong)
         learning.sft(self.learner, stage, shown.train, shown.heldout, seed=seed)
-        self.learner.begin_stage()
 
     def sing(self, asked: Sequence[str], seed: int) -> list[Song]:
         """One song for each request."""
@@ -183,7 +189,7 @@ class Singer:
                 per_organisation_share=realtime.per_organisation_share,
             ),
             baseline=self.baseline,
-            max_tokens=self.max_tokens,
+            max_tokens=self.config.model.max_context,
         )
         assert made.batch is not None
         self.learner.rl_step(made.batch, lr=self.stage.lr, objective=objective_of(self.stage))

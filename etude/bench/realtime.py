@@ -27,7 +27,8 @@ saboteur is honest.
     shrinks           what saboteurs take of the gain, as a share of clean.gain
     shrinks_error     its standard error by the chance of who is asked, not that of training
 
-With `--simulate` there are no processes, and trainings of many seeds (`bench._realtime_alone`).
+With `--simulate` there are no processes, and trainings of several seeds, from `--seed` on
+(`bench._realtime_alone`).
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def run(steps: int = 5, seed: int = 0, simulate: bool = False) -> dict[str, floa
     if simulate:
         from etude.bench import _realtime_alone
 
-        return _realtime_alone.run(steps)
+        return _realtime_alone.run(steps, first=seed)
     found = {}
     for name, saboteurs in (("saboteurs", SABOTEURS), ("clean", 0.0)):
         with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
