@@ -28,6 +28,7 @@ from random import Random
 
 import torch
 
+from etude.bench._realtime_setup import RUN, SABOTEURS, SONGS, honest_ids, users_of
 from etude.bench._realtime_tasks import (
     LONGEST,
     request,
@@ -35,7 +36,6 @@ from etude.bench._realtime_tasks import (
     style,
     vowel_quality,
 )
-from etude.bench.realtime import RUN, SABOTEURS, SONGS, honest_ids, users_of
 from etude.bench.realtime_saboteurs import shrinks
 from etude.core.config import RunConfig, parse
 from etude.core.feedback import STRENGTHS, FeedbackEvent, join

@@ -55,97 +55,27 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from etude.bench._realtime_tasks import (
-    LONGEST,
-    request,
-    sessions_to_imitate,
-    style,
-    vowel_quality,
-)
+from etude.bench._realtime_setup import SABOTEURS, honest_ids, users_of, write_run
+from etude.bench._realtime_tasks import LONGEST, request, style, vowel_quality
 from etude.commands.realtime import rollback, stop
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
-from etude.core.seeds import derive
 from etude.core.traffic import Change, Traffic
 from etude.core.updates import SessionFigures
 from etude.launch.launcher import free_ports
 from etude.realtime.population import Answer, Population, SimulatedUser
 from etude.run.realtime_process import open_loop
-from etude.serve.production.config import KEY_BYTES, read_user_key
+from etude.serve.production.config import read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.store.realtime import TrafficLog, UpdateLog
 from etude.store.runs import Run
 
-RUN = """
-name = "songs"
-seed = SEED
-[model]
-hidden_size = 64
-num_layers = 2
-num_heads = 2
-num_kv_heads = 1
-intermediate_size = 128
-max_context = 256
-[tasks]
-environment = "etude.bench._realtime_tasks:Songs"
-heldout = 100
-novel = 0
-[harness]
-agent = "etude.bench._realtime_tasks:Singer"
-max_tokens = 32
-concurrency = 4
-[engine]
-regions = ["here"]
-port = PORT
-[sandbox]
-isolation = "process"
-[realtime]
-production = "production.toml"
-every_minutes = 0.0
-min_sessions = 1500
-horizon_minutes = 0.1
-horizon_minutes_per_turn = 0.0
-heldout_share = 0.2
-look_s = 0.5
-[realtime.gate]
-margin = 0.1
-safety = 60
-safety_margin = 0.1
-cheats = 60
-cheats_margin = 0.1
-[realtime.canary]
-ramp = [0.1, 0.3, 1.0]
-kept_margin = 0.1
-dissatisfied_margin = 0.1
-judged_margin = 0.1
-delay_minutes = 0.05
-control_share = 0.3
-[[stage]]
-kind = "sft"
-path = "songs.jsonl"
-max_epochs = 6
-batch_tokens = 2048
-lr = 3e-3
-[[stage]]
-kind = "rl"
-steps = 40
-lr = 2e-4
-warmup_steps = 0
-"""
-PRODUCTION = 'user_key_file = "user.key"\nfeedback_per_minute = 6000.0\n'
-SONGS = 2000
-"""That the model to begin with was shown."""
-SABOTEURS = 0.05
-FLOOD = 3
-"""How often saboteurs say a thing."""
-USERS = 10_000
 ASKING = 8
 """Users at once."""
 PAUSE_S = 0.2
 """Between two of them: what a population says must not take all processors."""
 DAY_SESSIONS = 4000
 """Sessions of all users after which a day is over: tastes drift by the day."""
-DRIFT = 0.03
 MEASURED = 5000
 """Sessions that are compared, when nothing changes any more."""
 MOST_S = 7200.0
@@ -178,27 +108,6 @@ def shrinkage(ours: Mapping[str, float], clean: Mapping[str, float]) -> dict[str
         ours["gain_error"] / clean["gain"], ratio * clean["gain_error"] / clean["gain"]
     )
     return {"shrinks": 1 - ratio, "shrinks_error": error}
-
-
-def users_of(seed: int, saboteurs: float) -> Population:
-    """The same whatever share of them are saboteurs."""
-    return Population.of(
-        USERS, seed=seed, num_aspects=2, saboteurs=saboteurs, drift=DRIFT, flood=FLOOD
-    )
-
-
-def honest_ids(seed: int) -> frozenset[str]:
-    """Those who are honest with saboteurs among them."""
-    return frozenset(user.id for user in users_of(seed, SABOTEURS).users if not user.is_saboteur)
-
-
-def write_run(folder: Path, seed: int, port: int) -> None:
-    """The files that `etude realtime` needs. Who is held out follows from the key."""
-    (folder / "run.toml").write_text(RUN.replace("PORT", str(port)).replace("SEED", str(seed)))
-    (folder / "production.toml").write_text(PRODUCTION)
-    (folder / "songs.jsonl").write_text(sessions_to_imitate(SONGS, seed))
-    key = (derive(seed, "user key", part).to_bytes(8) for part in range(KEY_BYTES // 8))
-    (folder / "user.key").write_text(b"".join(key).hex() + "\n")
 
 
 @dataclass(frozen=True, slots=True)

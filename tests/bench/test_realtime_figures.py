@@ -12,10 +12,10 @@ import pytest
 from numpy.typing import NDArray
 
 from etude.bench import _realtime_alone, realtime_credit, realtime_saboteurs, realtime_show
-from etude.bench import realtime as bench
+from etude.bench import _realtime_setup as setup
 from etude.bench._planted import KINDS, Update, Users, fate
 from etude.bench._realtime_tasks import any_song, sessions_to_imitate, style, vowel_quality
-from etude.bench.realtime import Liked, gain_of, p_value
+from etude.bench.realtime import Liked, gain_of, p_value, shrinkage
 from etude.bench.realtime_gate import PLAN
 from etude.core.config import parse
 from etude.core.consent import pseudonym
@@ -160,9 +160,9 @@ def test_the_songs_that_are_shown_follow_from_the_seed() -> None:
 
 
 def test_users_are_the_same_with_and_without_saboteurs() -> None:
-    ours, clean = bench.users_of(3, bench.SABOTEURS).users, bench.users_of(3, 0.0).users
+    ours, clean = setup.users_of(3, setup.SABOTEURS).users, setup.users_of(3, 0.0).users
     assert tuple(replace(user, is_saboteur=False) for user in ours) == clean
-    assert len(bench.honest_ids(3)) == 0.95 * bench.USERS
+    assert len(setup.honest_ids(3)) == 0.95 * setup.USERS
 
 
 def test_runs_of_a_seed_hold_out_the_same_users(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_runs_of_a_seed_hold_out_the_same_users(tmp_path: Path) -> None:
     for name, seed in (("saboteurs", 3), ("clean", 3), ("other", 4)):
         folder = tmp_path / name
         folder.mkdir()
-        bench.write_run(folder, seed, port=1234)
+        setup.write_run(folder, seed, port=1234)
         config = parse((folder / "run.toml").read_text())
         assert (config.seed, config.engine.port) == (seed, 1234)
         keys.append(read_user_key(folder / "user.key", create=False))
@@ -179,7 +179,7 @@ def test_runs_of_a_seed_hold_out_the_same_users(tmp_path: Path) -> None:
 
 def test_what_is_missing_to_the_gain_has_an_error() -> None:
     ours, clean = {"gain": 0.18, "gain_error": 0.006}, {"gain": 0.2, "gain_error": 0.008}
-    found = bench.shrinkage(ours, clean)
+    found = shrinkage(ours, clean)
     assert found["shrinks"] == pytest.approx(0.1)
     assert found["shrinks_error"] == pytest.approx((0.03**2 + (0.9 * 0.04) ** 2) ** 0.5)
 
@@ -187,7 +187,7 @@ def test_what_is_missing_to_the_gain_has_an_error() -> None:
 def test_both_trainings_of_a_seed_begin_with_the_same_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    quick = bench.RUN.replace("max_epochs = 6", "max_epochs = 1")
+    quick = setup.RUN.replace("max_epochs = 6", "max_epochs = 1")
     quick = quick.replace("min_sessions = 1500", "min_sessions = 40")
     monkeypatch.setattr(_realtime_alone, "RUN", quick)
     monkeypatch.setattr(_realtime_alone, "SONGS", 60)

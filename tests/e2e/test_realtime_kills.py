@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from etude.bench import realtime as bench
+from etude.bench import _realtime_setup
 from etude.bench.realtime import Product
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
@@ -74,7 +74,7 @@ def realtime(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def write_run(folder: Path) -> str:
     """The files of a run whose updates come quickly; the URL of its gateway."""
     (port,) = free_ports(1)
-    bench.write_run(folder, seed=0, port=port)
+    _realtime_setup.write_run(folder, seed=0, port=port)
     quick = (folder / "run.toml").read_text()
     for ours, theirs in (
         ("max_epochs = 1", "max_epochs = 6"),
