@@ -38,6 +38,8 @@ SECRET = "s" * 64
 KILLS = 2
 STATES = {"Collect", "AwaitVersion", "Evaluate", "canary", "promote"}
 ASKING = 4
+FIRST = 2
+"""The version of the first update; the one before it is that of sft."""
 
 
 def opened(store: Path) -> RealtimeLoop | None:
@@ -160,25 +162,25 @@ async def test_a_deleted_user_is_in_no_later_batch_and_status_says_what_has_seen
 
         with realtime(tmp_path) as child:
             asking = [group.create_task(keep_asking()) for _ in range(ASKING)]
-            run = await until_batched(store, 1, child)
+            run = await until_batched(store, FIRST, child)
             key = read_user_key(tmp_path / "user.key", create=False)
             names = {pseudonym(user.id, key): user for user in population.users}
-            gone = run.batch(1).rows[0].sample.partition(".")[0]
+            gone = run.batch(FIRST).rows[0].sample.partition(".")[0]
             left = tuple(user for user in population.users if user is not names[gone])
             users = product(url, replace(population, users=left))
             headers = {"Authorization": f"Bearer {users.token}", "X-Etude-User": names[gone].id}
             async with http.delete(f"{url}/v1/users", headers=headers) as response:
                 assert response.status == 200, await response.text()
-            await until_batched(store, 2, child)
+            await until_batched(store, FIRST + 1, child)
             for task in asking:
                 task.cancel()
-    rows = [row for step in (1, 2) for row in run.batch(step).rows]
+    rows = [row for step in (FIRST, FIRST + 1) for row in run.batch(step).rows]
     assert not any(row.sample.startswith(gone) for row in rows)
-    assert any(row.sample.startswith("s000001-") for row in rows), "no rollout of a task"
+    assert any(row.sample.startswith(f"s{FIRST:06d}-") for row in rows), "no rollout of a task"
     assert [key for key in run.objects.list("production") if gone in key] == [
         f"production/tombstones/{gone}"
     ]
     argv = [sys.executable, "-P", "-m", "etude", "realtime", "status", str(store)]
     said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    assert f"deleted user {gone}: seen by versions 1" in said
+    assert f"deleted user {gone}: seen by versions {FIRST}" in said
     assert not audit(run).violations
