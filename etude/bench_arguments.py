@@ -24,7 +24,7 @@ BENCHMARKS = {
     "prediction": "the simulator's steps an hour beside those of the demo on this machine",
     "publish": "weight updates while a model is trained, every version checked",
     "ratio": "device time of rollouts over that of training, on one CUDA device",
-    "realtime": "simulated users teach a model that knows nothing, against real processes",
+    "realtime": "simulated users teach a model by real processes; what saboteurs take of it",
     "realtime_credit": "credit without groups: bias and variance of each baseline",
     "realtime_gate": "100 planted bad updates and 100 harmless ones before gate and canary",
     "realtime_saboteurs": "poisoned feedback: what 5 % saboteurs take from the gain",
@@ -54,7 +54,9 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         help="publish: versions after the first (default: 50); realtime: updates (default: 5); "
         "summary: of rl (default: 60)",
     )
-    parser.add_argument("--seed", type=int, help="summary: of the whole experiment (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, help="summary, realtime: of the whole experiment (default: 0)"
+    )
     parser.add_argument("--repo", metavar="DIR", help="edits: a git repository, for its history")
     parser.add_argument(
         "--pairs", metavar="DIR", help="delta: NAME_before.npy and NAME_after.npy, bf16 codes"
@@ -72,7 +74,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         "--simulate",
         action="store_const",
         const=True,
-        help="under virtual time; borrowed: days of users; sandboxes: 100,000 over 200 hosts",
+        help="under virtual time; borrowed: days of users; sandboxes: 100,000 over 200 hosts; "
+        "realtime: in one process, six seeds",
     )
     parser.add_argument(
         "--soak",

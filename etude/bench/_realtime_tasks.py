@@ -3,8 +3,10 @@ whose style is a matter of taste."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -12,16 +14,50 @@ import aiohttp
 from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Attempt, Score, Task, Transcript
 
+VOWELS = "aeiou"
+CONSONANTS = "bcdfghjklmnpqrstvwxyz"
+OTHERS = "0123456789.,-!?;:*"
+SHORTEST, LONGEST = 4, 32
+REQUESTS = 1000
+"""Different ones."""
+
 
 def vowel_quality(song: str) -> float:
     """From 0 to 1; 1 if half of it are vowels, or more."""
-    return min(1.0, 2 * sum(letter in "aeiou" for letter in song.lower()) / max(1, len(song)))
+    return min(1.0, 2 * sum(letter in VOWELS for letter in song.lower()) / max(1, len(song)))
 
 
 def style(song: str) -> tuple[float, float]:
     """From -1 to 1 each: how long it is, and how much of it are letters."""
     letters = sum(letter.isalpha() for letter in song)
     return min(1.0, len(song) / 16 - 1), 2 * letters / max(1, len(song)) - 1
+
+
+def any_song(draw: Random) -> str:
+    """One of any length, with any share of letters and any share of vowels, as many of each."""
+    vowels = draw.uniform(0.0, 0.6)
+    letters = draw.uniform(vowels, 1.0)
+
+    def sound() -> str:
+        at = draw.random()
+        return draw.choice(VOWELS if at < vowels else CONSONANTS if at < letters else OTHERS)
+
+    return "".join(sound() for _ in range(draw.randint(SHORTEST, LONGEST)))
+
+
+def request(draw: Random) -> str:
+    return f"sing {draw.randrange(REQUESTS)}"
+
+
+def sessions_to_imitate(count: int, seed: int) -> str:
+    """Requests, each with any song: JSON lines for a stage of kind sft."""
+    draw = Random(seed)
+    lines = []
+    for _ in range(count):
+        asked, sung = request(draw), any_song(draw)
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": sung}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    return "".join(lines)
 
 
 class Songs:

@@ -1,19 +1,22 @@
-"""Real-time RL against real processes: simulated users teach a model that knows nothing.
+"""Real-time RL against real processes: simulated users teach a model, with saboteurs and without.
 
 `etude realtime` runs as it would for a product: gateway, workers in pools, trainer, loop. 10,000
 simulated users ask for songs by HTTP and say what they think of them. They like vowels, and each
 has a taste for length and for letters; what they like drifts, some are patient, some of what they
 do is noise, and 5 % are saboteurs, who say the opposite of what they think and say it three times.
-A fifth of them is held out and stays with the first version. When enough updates are live the loop
-is stopped, as a person would, and what users then do with the newest version is compared with what
-held-out users do. Then that version is taken back.
+A fifth of them is held out and stays with the first version, a model that has learnt to sing songs
+of all kinds (sft). When enough updates are live the loop is stopped, as a person would, and what
+users then do with the newest version is compared with what held-out users do. Then that version is
+taken back.
 
-What saboteurs take of the gain is for `etude bench realtime_saboteurs` to say: two trainings of so
-small a model differ by more than that, and one of each kind tells nothing.
+All of it runs twice, one after the other: with saboteurs, then without. The model to begin with,
+the users and those who are held out are the same; in the second run (`clean.X`) who would be a
+saboteur is honest.
 
     updates           versions that went live
     refused           versions that the gate or the users stopped
     sessions, users   that were recorded
+    trained           sessions that those that are live were made of
     kept, kept_heldout                  share of answers that were kept, as the product sees it
     dissatisfied, dissatisfied_heldout  share that users complained about, likewise
     kept_p, dissatisfied_p              one-sided p-values of the differences, user by user
@@ -21,6 +24,11 @@ small a model differ by more than that, and one of each kind tells nothing.
                       from 0 to 1), and its standard error
     rollback_s        from the word to take a version back to the last session that it began
     minutes           it took
+    shrinks           what saboteurs take of the gain, as a share of clean.gain
+    shrinks_error     its standard error by the chance of who is asked, not that of training
+
+With `--simulate` there are no processes, and trainings of several seeds, from `--seed` on
+(`bench._realtime_alone`).
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -47,7 +55,8 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from etude.bench._realtime_tasks import style, vowel_quality
+from etude.bench._realtime_setup import SABOTEURS, honest_ids, users_of, write_run
+from etude.bench._realtime_tasks import LONGEST, request, style, vowel_quality
 from etude.commands.realtime import rollback, stop
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
@@ -58,78 +67,47 @@ from etude.realtime.population import Answer, Population, SimulatedUser
 from etude.run.realtime_process import open_loop
 from etude.serve.production.config import read_user_key
 from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
-from etude.store.realtime import TrafficLog
+from etude.store.realtime import TrafficLog, UpdateLog
 from etude.store.runs import Run
 
-RUN = """
-name = "songs"
-[model]
-hidden_size = 64
-num_layers = 2
-num_heads = 2
-num_kv_heads = 1
-intermediate_size = 128
-max_context = 256
-[tasks]
-environment = "etude.bench._realtime_tasks:Songs"
-heldout = 100
-novel = 0
-[harness]
-agent = "etude.bench._realtime_tasks:Singer"
-max_tokens = 16
-concurrency = 4
-[engine]
-regions = ["here"]
-port = PORT
-[sandbox]
-isolation = "process"
-[realtime]
-production = "production.toml"
-every_minutes = 0.0
-min_sessions = 600
-horizon_minutes = 0.1
-horizon_minutes_per_turn = 0.0
-heldout_share = 0.2
-look_s = 0.5
-[realtime.gate]
-margin = 0.1
-safety = 60
-safety_margin = 0.1
-cheats = 60
-cheats_margin = 0.1
-[realtime.canary]
-ramp = [0.1, 0.3, 1.0]
-kept_margin = 0.1
-dissatisfied_margin = 0.1
-judged_margin = 0.1
-delay_minutes = 0.05
-control_share = 0.3
-[[stage]]
-kind = "rl"
-steps = 40
-lr = 5e-3
-warmup_steps = 0
-"""
-PRODUCTION = 'user_key_file = "user.key"\nfeedback_per_minute = 6000.0\n'
-SABOTEURS = 0.05
-USERS = 10_000
 ASKING = 8
 """Users at once."""
 PAUSE_S = 0.2
 """Between two of them: what a population says must not take all processors."""
 DAY_SESSIONS = 4000
 """Sessions of all users after which a day is over: tastes drift by the day."""
-DRIFT = 0.03
 MEASURED = 5000
 """Sessions that are compared, when nothing changes any more."""
-MOST_S = 1200.0
+MOST_S = 7200.0
 ROLL_BACK_S = 5.0
 
 
-def run(steps: int = 5) -> dict[str, float]:
+def run(steps: int = 5, seed: int = 0, simulate: bool = False) -> dict[str, float]:
     """Until so many updates are live."""
-    with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
-        return asyncio.run(_run(Path(folder), updates=steps))
+    if simulate:
+        from etude.bench import _realtime_alone
+
+        return _realtime_alone.run(steps, first=seed)
+    found = {}
+    for name, saboteurs in (("saboteurs", SABOTEURS), ("clean", 0.0)):
+        with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
+            found[name] = asyncio.run(_run(Path(folder), saboteurs, updates=steps, seed=seed))
+        print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+    ours, clean = found["saboteurs"], found["clean"]
+    return {
+        **ours,
+        **{f"clean.{figure}": value for figure, value in clean.items()},
+        **shrinkage(ours, clean),
+    }
+
+
+def shrinkage(ours: Mapping[str, float], clean: Mapping[str, float]) -> dict[str, float]:
+    """What is missing to the gain without saboteurs, with its standard error."""
+    ratio = ours["gain"] / clean["gain"]
+    error = math.hypot(
+        ours["gain_error"] / clean["gain"], ratio * clean["gain_error"] / clean["gain"]
+    )
+    return {"shrinks": 1 - ratio, "shrinks_error": error}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +127,15 @@ class Product:
         self.token = token
         self.population = population
         self.liked: list[Liked] = []
-        self._draw = Random(1)
+        self._draw = Random(population.seed)
         self._activity = list(accumulate(user.sessions_per_day for user in population.users))
 
     async def use(self, http: aiohttp.ClientSession) -> None:
         """One user asks once, and says what they think of it."""
         (user,) = self._draw.choices(self.population.users, cum_weights=self._activity)
         body = {
-            "messages": [{"role": "user", "content": f"sing {self._draw.randrange(1000)}"}],
-            "max_tokens": 16,
+            "messages": [{"role": "user", "content": request(self._draw)}],
+            "max_tokens": LONGEST,
         }
         asked, day = time.time(), len(self.liked) / DAY_SESSIONS
         answer = await self._post(http, user, "/v1/chat/completions", body)
@@ -193,16 +171,12 @@ class Product:
             return None
 
 
-async def _run(folder: Path, *, updates: int) -> dict[str, float]:
+async def _run(folder: Path, saboteurs: float, *, updates: int, seed: int) -> dict[str, float]:
     (port,) = free_ports(1)
-    (folder / "run.toml").write_text(RUN.replace("PORT", str(port)))
-    (folder / "production.toml").write_text(PRODUCTION)
+    write_run(folder, seed, port)
     secret, began = secrets.token_hex(32), time.monotonic()
     token = TokenAuthority(secret).mint(Scope.ADMIN, "product", 86_400.0)
-    population = Population.of(
-        USERS, seed=1, num_aspects=2, saboteurs=SABOTEURS, drift=DRIFT, flood=3
-    )
-    product = Product(f"http://127.0.0.1:{port}", token, population)
+    product = Product(f"http://127.0.0.1:{port}", token, users_of(seed, saboteurs))
     argv = [sys.executable, "-P", "-m", "etude", "realtime", "run.toml", "--dir", "songs"]
     environment = os.environ | {SECRET_VARIABLE: secret}
     # what it tells is no part of our figures
@@ -274,18 +248,22 @@ def _figures(folder: Path, product: Product, since: float, until: float) -> dict
     sessions = users.figures()
     measured = [one for one in sessions if since <= one.started < until]
     taught, heldout = _by_user(measured, traffic)
+    settled = {change.version for change in changes if change.action == "settle"}
+    records = UpdateLog(run).records()
     figures: dict[str, float] = {
-        "updates": sum(change.action == "settle" for change in changes),
+        "updates": len(settled),
         "refused": sum(c.action in ("refuse", "roll_back") and not c.held for c in changes),
         "sessions": len(sessions),
         "users": len({one.user for one in sessions}),
+        "trained": sum(len(records[version].answers) for version in settled),
     }
     for name, sign in (("kept", 1.0), ("dissatisfied", -1.0)):
         ours, theirs = ([user[name] for user in arm] for arm in (taught, heldout))
         figures |= {name: fmean(ours), f"{name}_heldout": fmean(theirs)}
         figures[f"{name}_p"] = p_value(ours, theirs, sign)
-    likes = ([one for one in product.liked if since <= one.time < until], traffic, key)
-    gain, error = gain_of(*likes)
+    honest = honest_ids(product.population.seed)
+    liked = [one for one in product.liked if since <= one.time < until and one.user.id in honest]
+    gain, error = gain_of(liked, traffic, key)
     figures |= {"gain": gain, "gain_error": error}
     if (back := changes[-1]).action == "roll_back" and back.time >= until:
         figures["rollback_s"] = _last_begun(sessions, back) - back.time

@@ -1,12 +1,13 @@
 """Benchmark of poisoned feedback: what 5 % saboteurs take from the gain of six updates.
 
-Two runs of `etude bench realtime` differ by more than saboteurs take, so this is a simulation that
-can be repeated: a policy answers in a style (four numbers, sampled around its own) and learns from
-what 1,000 simulated users do about its answers, a day an update, with the caps, the credit and the
-signals of the loop. Saboteurs say the opposite of what they think, in ten times as many sessions,
-and send every event twenty times. The style that all users like drifts. With and without saboteurs
-the users are the same; who would be a saboteur is honest then. Gain: how much more the honest ones
-like the policy's style after the last update than the first one's, by their appeal, from 0 to 1.
+In `etude bench realtime` saboteurs come as often as others. Here they come ten times as often, so
+that caps have something to do, and there is no model: a policy answers in a style (four numbers,
+sampled around its own) and learns from what 1,000 simulated users do about its answers, a day an
+update, with the caps, the credit and the signals of the loop. Saboteurs say the opposite of what
+they think and send every event twenty times. The style that all users like drifts. With and without
+saboteurs the users are the same; who would be a saboteur is honest then. Gain: how much more the
+honest ones like the policy's style after the last update than the first one's, by their appeal,
+from 0 to 1.
 
     clean.gain          without saboteurs, with the caps of docs/realtime.md; mean over the seeds
     caps.gain           with saboteurs and caps

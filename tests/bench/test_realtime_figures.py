@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from etude.bench import realtime_credit, realtime_saboteurs, realtime_show
+from etude.bench import _realtime_alone, realtime_credit, realtime_saboteurs, realtime_show
+from etude.bench import _realtime_setup as setup
 from etude.bench._planted import KINDS, Update, Users, fate
-from etude.bench._realtime_tasks import style, vowel_quality
-from etude.bench.realtime import Liked, gain_of, p_value
+from etude.bench._realtime_tasks import any_song, sessions_to_imitate, style, vowel_quality
+from etude.bench.realtime import Liked, gain_of, p_value, shrinkage
 from etude.bench.realtime_gate import PLAN
+from etude.core.config import parse
 from etude.core.consent import pseudonym
 from etude.core.realtime_config import RealtimeConfig
 from etude.core.traffic import start
 from etude.realtime.gate import SUITES
 from etude.realtime.population import Population
 from etude.realtime.robust import Caps
+from etude.serve.production.config import read_user_key
 
 
 @pytest.fixture(scope="module")
@@ -135,3 +141,57 @@ def test_a_song_has_a_quality_and_a_style() -> None:
     assert vowel_quality("") == 0.0 and vowel_quality("xyz") == 0.0
     assert vowel_quality("aeio") == vowel_quality("banana") == 1.0
     assert style("a" * 16) == (0.0, 1.0) and style("12" * 40) == (1.0, -1.0)
+
+
+def test_the_songs_that_are_shown_are_of_all_kinds() -> None:
+    draw = Random(0)
+    songs = [any_song(draw) for _ in range(2000)]
+    assert {len(song) for song in songs} == set(range(4, 33))
+    qualities = np.array([vowel_quality(song) for song in songs])
+    assert 0.4 < qualities.mean() < 0.7 and qualities.std() > 0.25
+    assert (np.std([style(song) for song in songs], axis=0) > 0.4).all()
+
+
+def test_the_songs_that_are_shown_follow_from_the_seed() -> None:
+    lines = sessions_to_imitate(3, 1).splitlines()
+    assert lines == sessions_to_imitate(3, 1).splitlines() != sessions_to_imitate(3, 2).splitlines()
+    roles = [message["role"] for message in json.loads(lines[0])["messages"]]
+    assert roles == ["user", "assistant"]
+
+
+def test_users_are_the_same_with_and_without_saboteurs() -> None:
+    ours, clean = setup.users_of(3, setup.SABOTEURS).users, setup.users_of(3, 0.0).users
+    assert tuple(replace(user, is_saboteur=False) for user in ours) == clean
+    assert len(setup.honest_ids(3)) == 0.95 * setup.USERS
+
+
+def test_runs_of_a_seed_hold_out_the_same_users(tmp_path: Path) -> None:
+    keys = []
+    for name, seed in (("saboteurs", 3), ("clean", 3), ("other", 4)):
+        folder = tmp_path / name
+        folder.mkdir()
+        setup.write_run(folder, seed, port=1234)
+        config = parse((folder / "run.toml").read_text())
+        assert (config.seed, config.engine.port) == (seed, 1234)
+        keys.append(read_user_key(folder / "user.key", create=False))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_what_is_missing_to_the_gain_has_an_error() -> None:
+    ours, clean = {"gain": 0.18, "gain_error": 0.006}, {"gain": 0.2, "gain_error": 0.008}
+    found = shrinkage(ours, clean)
+    assert found["shrinks"] == pytest.approx(0.1)
+    assert found["shrinks_error"] == pytest.approx((0.03**2 + (0.9 * 0.04) ** 2) ** 0.5)
+
+
+def test_both_trainings_of_a_seed_begin_with_the_same_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = setup.RUN.replace("max_epochs = 6", "max_epochs = 1")
+    quick = quick.replace("min_sessions = 1500", "min_sessions = 40")
+    monkeypatch.setattr(_realtime_alone, "RUN", quick)
+    monkeypatch.setattr(_realtime_alone, "SONGS", 60)
+    monkeypatch.setattr(_realtime_alone, "MEASURED", 40)
+    singer = _realtime_alone.Singer(_realtime_alone.settings(0))
+    gains = [_realtime_alone.gain(singer, 0, 0.0, updates=2) for _ in range(2)]
+    assert gains[0] == gains[1] != 0.0

@@ -16,7 +16,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from etude.bench.realtime import PRODUCTION, RUN, Product
+from etude.bench import _realtime_setup
+from etude.bench.realtime import Product
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched
@@ -37,6 +38,8 @@ SECRET = "s" * 64
 KILLS = 2
 STATES = {"Collect", "AwaitVersion", "Evaluate", "canary", "promote"}
 ASKING = 4
+FIRST = 2
+"""The version of the first update; the one before it is that of sft."""
 
 
 def opened(store: Path) -> RealtimeLoop | None:
@@ -73,11 +76,17 @@ def realtime(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 def write_run(folder: Path) -> str:
     """The files of a run whose updates come quickly; the URL of its gateway."""
     (port,) = free_ports(1)
-    quick = RUN.replace("min_sessions = 600", "min_sessions = 150")
-    quick = quick.replace("margin = 0.1", "margin = 0.3")
-    quick = quick.replace("[realtime.gate]", "simulated_share = 0.2\n[realtime.gate]")
-    (folder / "run.toml").write_text(quick.replace("PORT", str(port)))
-    (folder / "production.toml").write_text(PRODUCTION)
+    _realtime_setup.write_run(folder, seed=0, port=port)
+    quick = (folder / "run.toml").read_text()
+    for ours, theirs in (
+        ("max_epochs = 1", "max_epochs = 6"),
+        ("min_sessions = 150", "min_sessions = 1500"),
+        ("margin = 0.3", "margin = 0.1"),
+        ("simulated_share = 0.2\n[realtime.gate]", "[realtime.gate]"),
+    ):
+        assert theirs in quick
+        quick = quick.replace(theirs, ours)
+    (folder / "run.toml").write_text(quick)
     return f"http://127.0.0.1:{port}"
 
 
@@ -153,25 +162,25 @@ async def test_a_deleted_user_is_in_no_later_batch_and_status_says_what_has_seen
 
         with realtime(tmp_path) as child:
             asking = [group.create_task(keep_asking()) for _ in range(ASKING)]
-            run = await until_batched(store, 1, child)
+            run = await until_batched(store, FIRST, child)
             key = read_user_key(tmp_path / "user.key", create=False)
             names = {pseudonym(user.id, key): user for user in population.users}
-            gone = run.batch(1).rows[0].sample.partition(".")[0]
+            gone = run.batch(FIRST).rows[0].sample.partition(".")[0]
             left = tuple(user for user in population.users if user is not names[gone])
             users = product(url, replace(population, users=left))
             headers = {"Authorization": f"Bearer {users.token}", "X-Etude-User": names[gone].id}
             async with http.delete(f"{url}/v1/users", headers=headers) as response:
                 assert response.status == 200, await response.text()
-            await until_batched(store, 2, child)
+            await until_batched(store, FIRST + 1, child)
             for task in asking:
                 task.cancel()
-    rows = [row for step in (1, 2) for row in run.batch(step).rows]
+    rows = [row for step in (FIRST, FIRST + 1) for row in run.batch(step).rows]
     assert not any(row.sample.startswith(gone) for row in rows)
-    assert any(row.sample.startswith("s000001-") for row in rows), "no rollout of a task"
+    assert any(row.sample.startswith(f"s{FIRST:06d}-") for row in rows), "no rollout of a task"
     assert [key for key in run.objects.list("production") if gone in key] == [
         f"production/tombstones/{gone}"
     ]
     argv = [sys.executable, "-P", "-m", "etude", "realtime", "status", str(store)]
     said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    assert f"deleted user {gone}: seen by versions 1" in said
+    assert f"deleted user {gone}: seen by versions {FIRST}" in said
     assert not audit(run).violations
