@@ -118,3 +118,15 @@ def test_a_long_run_has_fewer_and_wider_intervals_with_the_same_means() -> None:
         (4.0, pytest.approx(0.5), pytest.approx(1.5)),
     ]
     assert [each.version for each in found] == list(range(3, count, 4)), "the newest of each"
+
+
+def test_an_interval_is_of_a_second_at_first() -> None:
+    line = Timeline()
+    for t in (10.0, 10.5, 10.99, 11.0, 12.5, 13.5):
+        line.add(t, WORKER)
+    assert [(each.t, each.count) for each in line.intervals] == [
+        (10.0, 3),
+        (11.0, 1),
+        (12.5, 1),
+        (13.5, 1),
+    ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from etude.core.types import Row
 from etude.model.transformer import ModelConfig, init_from_scratch
-from etude.train.flops import forward_flops, peak_flops, step_flops
+from etude.train import flops
+from etude.train.flops import forward_flops, matrix_flops, peak_flops, step_flops
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 
@@ -106,3 +109,34 @@ def test_to_measure_a_peak_draws_nothing_from_the_generator_of_a_run() -> None:
     before = torch.get_rng_state()
     peak_flops(torch.device("cpu"), torch.float32, size=8, tries=1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "cpu_s", "best_s"),
+    [
+        ((3.0, 2.0, 4.0), (4.0, 9.0, 9.0), 2.0),  # two threads: 4 s of them are 2 s
+        ((3.0, 5.0, 4.0), (9.0, 9.0, 3.0), 1.5),
+        ((3.0, 5.0, 4.0), (0.0, 0.0, 0.0), 3.0),  # a clock too coarse to say
+    ],
+)
+def test_a_measured_peak_is_of_the_best_try(
+    wall_s: tuple[float, ...],
+    cpu_s: tuple[float, ...],
+    best_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And of the time that the cores worked for this process, if that is less."""
+
+    def clock(start: float, spans: tuple[float, ...]) -> Iterator[float]:
+        for span in spans:
+            yield start
+            yield start + span
+            start += span + 1.0
+
+    clocks = SimpleNamespace(
+        perf_counter=clock(100.0, wall_s).__next__, process_time=clock(7.0, cpu_s).__next__
+    )
+    monkeypatch.setattr(flops, "time", clocks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = matrix_flops(torch.device("cpu"), torch.float32, size=4, tries=3)
+    assert found == pytest.approx(2 * 4**3 / best_s)
