@@ -154,7 +154,7 @@ def test_a_row_tells_what_a_traceback_ends_with() -> None:
 
 
 def test_nothing_is_trained_before_the_first_step_is_done() -> None:
-    table, row = RolloutTable(), replace(_row(0), step=1)
+    table, row = RolloutTable(), replace(_row(0, random.Random(0)), step=1)
     table.add([row])
     assert table.became(row) == "batched"
     table.advance(1)
