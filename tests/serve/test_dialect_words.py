@@ -29,7 +29,8 @@ from tests.serve.scripted import FILES, TOKENIZER, answers, call
 ANSWERS = Path(__file__).with_name("dialects.json")
 SCHEMA = {"type": "object", "properties": {"line": {"type": "integer"}}}
 FUNCTIONS = [
-    {"type": "function", "function": {"name": "edit", "description": "Edits.", "parameters": SCHEMA}},
+    {"type": "function", "function": {
+        "name": "edit", "description": "Edits.", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "test"}},
 ]  # fmt: skip
 ITEMS = [
@@ -47,7 +48,7 @@ THOUGHT = "<think>so it is</think>\n\nI edit. " + call("edit", line=3)
 TWICE = call("edit", line=1) + call("edit", line=2)
 HISTORY = [
     {"type": "message", "role": "developer", "content": "be brief"},
-    {"role": "user", "content": [{"type": "input_text", "text": "re"}, {"type": "x", "text": "ad"}]},
+    {"role": "user", "content": [{"type": "x", "text": "re"}, {"type": "x", "text": "ad"}]},
     {"type": "reasoning", "id": "r", "summary": [], "content": [
         {"type": "reasoning_text", "text": "hm"}]},
     {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
@@ -76,7 +77,8 @@ ASKED: list[tuple[str, str, dict[str, Any]]] = [
     ("chat/completions", THOUGHT, ASK | {"tools": FUNCTIONS, "parallel_tool_calls": False}),
     ("chat/completions", "Done.", ASK | {"logprobs": True, "top_logprobs": 2, "max_tokens": 2}),
     ("chat/completions", "Done.", ASK | {"response_format": {"type": "json_object"}}),
-    ("chat/completions", "Done.", ASK | {"return_token_ids": True, "temperature": 0.5, "stop": "e"}),
+    ("chat/completions", "Done.", ASK | {
+        "return_token_ids": True, "temperature": 0.5, "stop": "e"}),
     ("chat/completions", "Done.", ASK | {"echo": True}),
     ("chat/completions", "Done.", ASK | {"top_logprobs": 2}),
     ("chat/completions", "Done.", ASK | {"tool_choice": "required"}),
