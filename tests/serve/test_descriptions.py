@@ -30,7 +30,7 @@ DOCUMENTS = {
 
 def lines(document: dict[str, Any]) -> dict[str, Any]:
     """A path or a schema each, without the version."""
-    found = {path: told for path, told in document["paths"].items()}
+    found: dict[str, Any] = dict(document["paths"])
     found |= {f"#{name}": told for name, told in document["components"]["schemas"].items()}
     rest = {name: told for name, told in document.items() if name not in ("paths", "components")}
     rest["info"] = {**rest["info"], "version": "..."}
