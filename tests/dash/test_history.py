@@ -14,6 +14,8 @@ from etude.core.events import (
     MismatchStats,
     PublishStarted,
     RegionStatus,
+    StageDone,
+    StageStarted,
     StepDone,
     WeightsLive,
 )
@@ -129,4 +131,14 @@ def test_an_interval_is_of_a_second_at_first() -> None:
         (11.0, 1),
         (12.5, 1),
         (13.5, 1),
+    ]
+
+
+def test_when_stages_began_and_ended() -> None:
+    history = History()
+    history.apply(3.0, StageStarted(stage="sft", steps=9), [])
+    history.apply(8.0, StageDone(stage="sft", version=2, seconds=4.5), [])
+    assert history.stages == [
+        {"stage": "sft", "began": 3.0, "steps": 9},
+        {"stage": "sft", "ended": 8.0, "version": 2, "seconds": 4.5},
     ]

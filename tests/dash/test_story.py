@@ -99,6 +99,7 @@ def story() -> Iterator[tuple[float, Event]]:
     yield 1.0, fleet(1, 0, east=replace(EAST, version=-1))
     yield 1.0, fleet(1, 4, east=IDLE)
     yield 1.0, ended(1, 0, None, "failed")
+    yield 11.0, fleet(1, 3, east=IDLE)
     yield 1.0, ended(1, 1, None, "failed")
     yield 1.0, done(1, failed=2)
     yield 2.0, replace(done(2, 0.0, 0.0), untrainable={"g2.0": "top_k", "g2.1": "top_k"})
@@ -120,6 +121,8 @@ def story() -> Iterator[tuple[float, Event]]:
     yield 1.0, ProcessRestarted(process="worker", how="exit status 1", limit=3)
     yield 1.0, fleet(2, 3, east=EAST, west=replace(EAST, quarantined=True))
     yield 1.0, RegionQuarantined(region="west", step=2, factor=4.0)
+    for number in range(100, 113):
+        yield 0.0, done(number, 1.0, 0.0, kept=True)
     for number in range(3, 16):
         yield 1.0, ended(number, 0, 1.0)
         yield 1.0, done(number, 1.0, number / 20, kept=True)
