@@ -55,7 +55,8 @@ ANSWERS = Path(__file__).with_name("answers.json")
 VIEWS = (
     "overview", "rollouts", "rollouts?status=failed&sort=-reward&limit=1", "failures",
     "groups/g000001", "groups/g000009", "sessions/g000001.1", "sessions/g000003.0",
-    "sessions/nobody", "sessions/eval-1-heldout.h1", "sessions/g000001.1/tokens?trainer=true", "sessions/g000001.0/tokens",
+    "sessions/nobody", "sessions/eval-1-heldout.h1", "sessions/g000001.1/tokens?trainer=true",
+    "sessions/g000001.0/tokens",
     "sessions/g000001.0/tokens?segment=1", "sessions/g000001.0/tokens?offset=1&limit=2",
     "ledger", "fleet", "doctor", "review", "compare", "compare?before=0&after=1", "realtime",
     "export?format=jsonl", "export?format=csv", "export?format=atif.jsonl", "export?format=xml",

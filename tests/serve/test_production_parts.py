@@ -17,7 +17,7 @@ from etude.serve.production.config import KEY_BYTES, read_production, read_user_
 from etude.serve.production.place import Place
 from etude.serve.production.recording import _spans, _with_parsed_calls, _with_spelled_calls
 from etude.store.objects import Objects
-from tests.serve.producing import ALICE, KEY, Produced, production
+from tests.serve.producing import ALICE, KEY, production
 
 
 def test_paths_in_the_file_begin_where_it_lies(tmp_path: Path) -> None:
