@@ -196,8 +196,9 @@ def test_words_of_a_commit_without_numbers(message: str, said: str) -> None:
     assert instruct("x", "row", {"message": message}, ("t",), "", "") == message
 
 
-@pytest.mark.parametrize(("covered", "tests", "is_one"), [(2, 1, False), (3, 1, True),
-                                                          (3, 20, True), (3, 21, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("covered", "tests", "is_one"), [(2, 1, False), (3, 1, True), (3, 20, True), (3, 21, False)]
+)
 def test_a_function_worth_deleting_is_run_and_not_by_all(
     covered: int, tests: int, is_one: bool
 ) -> None:
