@@ -207,8 +207,8 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
         ({"alone": 0.1}, {"cut": TopPCut(0.9, 0.01)}, ["top-p"], []),
         ({"alone": 0.1}, {"cut": TopPCut(0.9, 0.02)}, ["top-p"], ["alone: k3 1.0e-01"]),
         ({"alone": 1e-7, "replay": 0.1}, experts(0.5),
-         ["recorded experts: not those that the engine computed with (50.0% of the tokens in layer "
-          "2; rounding: 1.0%)"], []),
+         ["recorded experts: not those that the engine computed with (50.0% of the tokens "
+          "in layer 2; rounding: 1.0%)"], []),
         ({"alone": 1e-7, "replay": 0.1}, experts(0.5, (1, 4)),
          ["recorded experts: not those that the engine computed with, experts 1 and 4 are"], []),
         ({"alone": 0.2, "replay": 0.1}, experts(0.5, (1, 4)),
@@ -217,12 +217,13 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
         ({"alone": 1e-7, "replay": 0.1}, experts(0.01), [],
          ["replay: k3 1.0e-01 and 5.0e-01 at the worst token"]),
         ({"alone": 1e-7, "temperature": 0.1}, {}, [], ["temperature: k3 1.0e-01"]),
-        ({"alone": 1e-7, "temperature": 0.1}, scale(alone=(1.0, 1.0, 0.0), temperature=(0.5, 1.0, 0.0)),
+        ({"alone": 1e-7, "temperature": 0.1}, 
+         scale(alone=(1.0, 1.0, 0.0), temperature=(0.5, 1.0, 0.0)),
          ["temperature: log-probs are recorded before temperature"], []),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 1e-7)), ["temperature: the recorded"], []),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.009)), ["temperature: the recorded"],
-         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to 1.0e-06 and "
-          "1.0e-05; k3 9.0e-03 is left at the temperature that fits best"]),
+         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to "
+          "1.0e-06 and 1.0e-05; k3 9.0e-03 is left at the temperature that fits best"]),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.02)), [], ["alone: k3 1.0e-01"]),
         ({"alone": 2e-6}, scale(alone=(1.0, 1.01, 9e-7)), [], ["alone"]),
         ({"alone": 2e-6}, scale(alone=(1.0, 1.1, 9e-7)), ["temperature"], []),
@@ -230,8 +231,8 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
         ({"alone": 1e-7, "temperature": 0.1}, {"operators": (Operator("rope", 0.1, 0.01),)},
          ["operator: rope"], []),
         ({"alone": 0.1}, {"argmax_flip_frac": 0.5}, [],
-         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to 1.0e-06 and "
-          "1.0e-05; every operator agrees: it comes in behind the logits"]),
+         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to "
+          "1.0e-06 and 1.0e-05; every operator agrees: it comes in behind the logits"]),
     ],
 )  # fmt: skip
 def test_what_explains_what(
