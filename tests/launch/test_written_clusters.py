@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.cli import main
 from etude.core.config import parse
-from etude.launch.ray_plan import cluster_programs, placement_groups
+from etude.launch.ray_plan import Node, cluster_programs, placement_groups
 
 CLUSTERS = Path(__file__).with_name("clusters.json")
 SMALL = """
@@ -73,7 +73,8 @@ def written(name: str, kind: str, options: list[str], folder: Path) -> dict[str,
 
 def planned(text: str, *overrides: str) -> dict[str, Any]:
     programs = cluster_programs(parse(text, overrides), "s3://bucket/mine", 2)
-    groups = placement_groups(programs)
+    nodes = [Node(cpus=8.0, gpus=4.0, region=region) for region in ("", "east", "west")]
+    groups = placement_groups(programs, nodes)
     return {
         "programs": [asdict(program) for program in programs],
         "groups": [

@@ -217,7 +217,7 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
         ({"alone": 1e-7, "replay": 0.1}, experts(0.01), [],
          ["replay: k3 1.0e-01 and 5.0e-01 at the worst token"]),
         ({"alone": 1e-7, "temperature": 0.1}, {}, [], ["temperature: k3 1.0e-01"]),
-        ({"alone": 1e-7, "temperature": 0.1}, 
+        ({"alone": 1e-7, "temperature": 0.1},
          scale(alone=(1.0, 1.0, 0.0), temperature=(0.5, 1.0, 0.0)),
          ["temperature: log-probs are recorded before temperature"], []),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 1e-7)), ["temperature: the recorded"], []),
