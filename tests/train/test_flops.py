@@ -16,6 +16,7 @@ from etude.train import flops
 from etude.train.flops import forward_flops, matrix_flops, peak_flops, step_flops
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
+from tests.train.distributed_work import MODELS
 
 DENSE = ModelConfig(
     vocab_size=64,
@@ -140,3 +141,24 @@ def test_a_measured_peak_is_of_the_best_try(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     found = matrix_flops(torch.device("cpu"), torch.float32, size=4, tries=3)
     assert found == pytest.approx(2 * 4**3 / best_s)
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_a_token_meets_every_weight_of_a_layer_once(name: str) -> None:
+    """All matrices of the model, and the memory of recurrent layers, which is read twice and
+    written once; of a hybrid one attends in the other layers."""
+    config = MODELS[name]
+    model = init_from_scratch(config, 0)
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in model.model.layers.named_parameters()
+        if parameter.ndim >= 2
+    )
+    linear = config.linear
+    if linear is not None:
+        each = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+        matrices += 3 * len(linear.layers) * each
+    looked_back = len(config.cached_layers) * config.num_attention_heads * 2 * config.head_dim
+    head = config.hidden_size * config.vocab_size
+    assert forward_flops(config, 1, 0) == 2.0 * (matrices + looked_back)
+    assert forward_flops(config, 5, 2) == 2.0 * (5 * matrices + 15 * looked_back + 2 * head)
