@@ -9,8 +9,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from etude.sandbox import egress
+from etude.core.sandbox import SandboxSpec
+from etude.sandbox import egress, process
 from etude.sandbox.egress import Egress, Outside, Passage
+from etude.sandbox.pool import open_sandbox_pool
 from tests.sandbox.test_boundaries import hello
 
 HELLO = hello(b"a.org")
@@ -130,3 +132,22 @@ async def test_a_sandbox_has_so_many_connections_at_once(monkeypatch: pytest.Mon
         while not way.log:
             await asyncio.sleep(0.001)
         assert await way.ask(b"GET / HTTP/1.1\r\nHost: a.org\r\n\r\n") == b"hello back"
+
+
+async def test_a_copy_that_could_not_be_written_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although all of it was sent."""
+
+    def receive(source: int, root: str) -> None:
+        with open(source, "rb") as packed:
+            packed.read()
+        raise OSError(28, "no space left")
+
+    pool = open_sandbox_pool("process")
+    async with pool.open(SandboxSpec(files={"a": "x"})) as sandbox:
+        copy = await sandbox.fork()
+        assert await copy.read("a") == "x"
+        await copy.close()
+        monkeypatch.setattr(process, "_receive", receive)
+        with pytest.raises(OSError, match="no space left"):
+            await sandbox.fork()
+    await pool.close()
