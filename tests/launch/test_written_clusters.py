@@ -13,8 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from etude.cli import main
 from etude.core.config import parse
+from etude.core.placement_config import PlacementConfig, deal
+from etude.launch import launcher
 from etude.launch.ray_plan import Node, cluster_programs, placement_groups
 
 CLUSTERS = Path(__file__).with_name("clusters.json")
@@ -90,12 +94,30 @@ def planned(text: str, *overrides: str) -> dict[str, Any]:
     }
 
 
-def test_every_line_is_what_it_was(tmp_path: Path) -> None:
+def on_one_machine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr(launcher, "free_ports", lambda count: list(range(9000, 9000 + count)))
+    monkeypatch.setattr(launcher.sys, "executable", "python")
+    told = {}
+    for name, config in (("small", parse(SMALL)), ("large", parse(LARGE))):
+        placement = deal(7, 2, config.engine.regions) if name == "large" else PlacementConfig()
+        servers, url = launcher.server_programs("S", config.engine, placement)
+        ranks = config.trainer.ranks
+        trainers = launcher.trainer_programs("S", ranks, Path("/meet"), placement.trainer)
+        evaluators = launcher.evaluator_programs("S", config.eval.every_steps, placement)
+        told[name] = {
+            "url": url,
+            "programs": [asdict(each) for each in (*servers, *trainers, *evaluators)],
+        }
+    return told
+
+
+def test_every_line_is_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Any] = {
         name: written(name, kind, options, tmp_path) for name, (kind, options) in EXPORTS.items()
     }
     told["ray small"] = planned(SMALL)
     told["ray large"] = planned(LARGE)
+    told["one machine"] = on_one_machine(tmp_path, monkeypatch)
     found = json.loads(json.dumps(told, default=str))
     if os.environ.get("ETUDE_WRITE_ANSWERS"):
         CLUSTERS.write_text(json.dumps(found, indent=1) + "\n")
