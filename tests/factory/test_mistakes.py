@@ -175,7 +175,9 @@ def test_what_is_left_without_a_function() -> None:
     assert b"inner" not in file.stubbed(total)
 
 
-@pytest.mark.parametrize("content", [b"def f(:\n", b"x = '\n"])
+@pytest.mark.parametrize(
+    "content", [b"def f(:\n", b"x = '\n", b"\xff\xfe\n", b"# coding: no-such\n", b"x = '\xe9'\n"]
+)
 def test_what_is_no_python(content: bytes) -> None:
     with pytest.raises(ValueError, match="not to be parsed"):
         SourceFile(content)

@@ -34,6 +34,7 @@ MOE = {
     "moe_intermediate_size": 16,
 }
 MOE |= {"mlp_only_layers": [0]}
+SHARED = MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
 MLA = {
     "model_type": "deepseek_v3",
     "kv_lora_rank": 8,
@@ -52,8 +53,8 @@ MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "head_dim": N
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, MOE, MLA | {"q_lora_rank": None}, MLA | {"q_lora_rank": 12}],
-    ids=["dense", "moe", "mla", "mla-q"],
+    [{}, MOE, SHARED, MLA | {"q_lora_rank": None}, MLA | {"q_lora_rank": 12}],
+    ids=["dense", "moe", "shared", "mla", "mla-q"],
 )
 def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     config = ModelConfig.from_json(json.dumps(json.loads(DENSE.to_json()) | shape))
