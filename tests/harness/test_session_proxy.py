@@ -153,3 +153,19 @@ async def test_the_last_conversation_is_kept(
     assert proxy.out_of_context
     await ask(200, "application/json", said, {"messages": asked})
     assert proxy.refusal == "" and proxy.out_of_context
+
+
+async def test_of_a_long_answer_the_beginning_is_noted_and_all_is_passed_on(
+    http: aiohttp.ClientSession,
+    opened: tuple[Model, SessionProxy, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, proxy, url = opened
+    monkeypatch.setattr(session_proxy, "_NOTED_BYTES", 10)
+    asked = [{"role": "user", "content": "hi"}]
+    said = json.dumps({"choices": [{"message": {"role": "assistant", "content": "yes"}}]}).encode()
+    for status, told in ((200, ""), (500, '500 {"choices"')):
+        model.answer = status, "application/json", said
+        async with http.post(f"{url}/v1/chat/completions", json={"messages": asked}) as response:
+            assert (response.status, await response.read()) == (status, said)
+        assert (proxy.messages, proxy.refusal) == (asked, told)
