@@ -293,7 +293,8 @@ class SourceFile:
             finder = _Finder(wrapper.resolve(PositionProvider), wrapper.module)
             for finder.statement, each in enumerate(wrapper.module.body):
                 each.visit(finder)
-        except (cst.ParserSyntaxError, UnicodeDecodeError, RecursionError) as e:
+        # SyntaxError is what an encoding raises that is not known, or not kept to.
+        except (cst.ParserSyntaxError, SyntaxError, UnicodeDecodeError, RecursionError) as e:
             raise ValueError(f"not to be parsed: {e}") from e
         self._pieces = [self._module.code_for_node(each) for each in self._module.body]
         self._code = self._module.code

@@ -135,8 +135,9 @@ class SessionProxy:
             return
         self.messages = list(messages)
         if answer.content_type == "application/json":
-            choices = json.loads(said).get("choices") or [{}]
-            self.messages += [choices[0]["message"]] if "message" in choices[0] else []
+            with contextlib.suppress(ValueError):  # longer than what is noted
+                choices = json.loads(said).get("choices") or [{}]
+                self.messages += [choices[0]["message"]] if "message" in choices[0] else []
 
 
 class _ProgramGone(Exception):

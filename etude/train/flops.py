@@ -85,7 +85,9 @@ def _mlp_weights(config: ModelConfig, layer: int) -> int:
         return 3 * config.hidden_size * config.intermediate_size
     met = experts.num_experts_per_tok + experts.n_shared_experts
     inner = met * experts.moe_intermediate_size + experts.shared_expert_intermediate_size
-    return config.hidden_size * (experts.num_experts + 3 * inner)
+    # a shared expert has a gate of its own, a column
+    gates = experts.num_experts + bool(experts.shared_expert_intermediate_size)
+    return config.hidden_size * (gates + 3 * inner)
 
 
 def peak_flops(

@@ -14,6 +14,8 @@ from etude.core.events import (
     MismatchStats,
     PublishStarted,
     RegionStatus,
+    StageDone,
+    StageStarted,
     StepDone,
     WeightsLive,
 )
@@ -118,3 +120,25 @@ def test_a_long_run_has_fewer_and_wider_intervals_with_the_same_means() -> None:
         (4.0, pytest.approx(0.5), pytest.approx(1.5)),
     ]
     assert [each.version for each in found] == list(range(3, count, 4)), "the newest of each"
+
+
+def test_an_interval_is_of_a_second_at_first() -> None:
+    line = Timeline()
+    for t in (10.0, 10.5, 10.99, 11.0, 12.5, 13.5):
+        line.add(t, WORKER)
+    assert [(each.t, each.count) for each in line.intervals] == [
+        (10.0, 3),
+        (11.0, 1),
+        (12.5, 1),
+        (13.5, 1),
+    ]
+
+
+def test_when_stages_began_and_ended() -> None:
+    history = History()
+    history.apply(3.0, StageStarted(stage="sft", steps=9), [])
+    history.apply(8.0, StageDone(stage="sft", version=2, seconds=4.5), [])
+    assert history.stages == [
+        {"stage": "sft", "began": 3.0, "steps": 9},
+        {"stage": "sft", "ended": 8.0, "version": 2, "seconds": 4.5},
+    ]

@@ -151,3 +151,11 @@ def test_a_row_tells_what_a_traceback_ends_with() -> None:
     table = RolloutTable()
     found = [replace(row, error=told) for row, told in zip(rows(2), (error, None), strict=True)]
     assert [short(table, row)["error"] for row in found] == ["agent: IndexError: list index", None]
+
+
+def test_nothing_is_trained_before_the_first_step_is_done() -> None:
+    table, row = RolloutTable(), replace(_row(0, random.Random(0)), step=1)
+    table.add([row])
+    assert table.became(row) == "batched"
+    table.advance(1)
+    assert table.became(row) == "trained"

@@ -247,3 +247,24 @@ def test_alone_the_class_batch_has_given_way_to_nobody() -> None:
         scheduler.add(sequence(id, 3, priority="batch"))
     advance(scheduler)
     assert not any(s.gave_way for s in (*scheduler.running, *scheduler.waiting))
+
+
+@pytest.mark.parametrize(
+    ("running", "coming", "num_blocks", "has_room"),
+    [
+        (1, 0, 9, True),  # 10 are free: 9, and one for each who runs to grow
+        (1, 0, 10, False),
+        (2, 0, 8, True),
+        (1, 1, 8, True),
+        (1, 1, 9, False),
+        (3, 0, 1, True),  # of four places
+        (3, 1, 1, False),
+        (4, 0, 1, False),
+    ],
+)
+def test_there_is_room_for_another_with_what_the_others_grow_by(
+    running: int, coming: int, num_blocks: int, has_room: bool
+) -> None:
+    scheduler = Scheduler(BlockManager(10, SIZE), max_num_seqs=4, max_batched_tokens=8)
+    scheduler.running = [sequence(id, 1) for id in range(running)]
+    assert scheduler._has_room(coming, num_blocks) is has_room

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 from etude.core.errors import EtudeError
-from etude.engine.runner import block_size, kv_bytes, state_bytes
+from etude.engine import select
+from etude.engine.adapters import AdapterLimits
+from etude.engine.runner import TorchRunner, block_size, kv_bytes, state_bytes
 from etude.engine.select import KvCacheSize, kv_cache_size, select_device, select_runner
 from etude.model.config import LatentConfig, LinearConfig
-from etude.model.transformer import ModelConfig, Transformer
+from etude.model.lora import LoraConfig, add_adapter
+from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 
 SHAPE = ModelConfig(
     vocab_size=8,
@@ -23,6 +27,7 @@ SHAPE = ModelConfig(
     intermediate_size=16,
     max_position_embeddings=64,
 )
+ADAPTER = LoraConfig(rank=2, alpha=4.0, targets=("q_proj",))
 TOKEN_BYTES = 2 * 2 * 8 * 4 * 2  # layers, heads, numbers of each, bytes of a number, key and value
 
 
@@ -93,3 +98,31 @@ def test_layers_with_a_window_leave_room_for_the_others(windowed_layers: tuple[i
     # Windows as wide as all that there is: no gain.
     wide = Transformer(replace(windows, sliding_window=4000))
     assert kv_cache_size(wide, 8, memory, 512) == before
+
+
+def test_an_adapter_has_no_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a trainer's model would be computed by them; elsewhere by torch's operators."""
+    for there in (False, True):
+        monkeypatch.setattr(select, "has_kernels", lambda *_, there=there, **__: there)
+        model = add_adapter(init_from_scratch(SHAPE, 0), ADAPTER, 0)
+        if there:
+            with pytest.raises(EtudeError, match="batch_invariant with trainer.lora"):
+                select.invariant_trainer_model(model, torch.float32)
+        else:
+            assert select.invariant_trainer_model(model, torch.float32).invariant
+
+
+def test_what_our_kernels_cannot_do_is_done_by_torch() -> None:
+    """An adapter of the weights is merged in float32 alone, and named ones are not merged."""
+    kept, named = AdapterLimits(own=ADAPTER), AdapterLimits(num_named=1, max_rank=2)
+    plain = type(select_runner(Transformer(SHAPE), 8, 1 << 20))
+    for dtype, limits, expected in (
+        (torch.float32, None, plain),
+        (torch.float32, kept, plain),
+        (torch.float32, named, TorchRunner),
+        (torch.bfloat16, kept, TorchRunner),
+    ):
+        model = Transformer(SHAPE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert type(select_runner(model.to(dtype), 8, 1 << 20, limits)) is expected

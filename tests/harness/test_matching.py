@@ -187,3 +187,12 @@ def test_of_a_long_output_beginning_end_and_errors_stay() -> None:
     assert shown.startswith("line 0\nred\n") and shown.endswith("line 999")
     assert "501: ValueError: the cause" in shown and "of 1000 lines left out" in shown
     assert clip("50%\r100%\nok\n", 100) == "100%\nok"
+
+
+def test_names_in_sections_are_without_the_space_around_them() -> None:
+    (moved, deleted) = parse_patch(
+        "*** Begin Patch\n*** Update File:  a.py \n*** Move to:  b.py \t\n@@\n-x\n+y\n"
+        "*** Delete File: c.py  \n*** End Patch\n"
+    )
+    assert (moved.path, moved.to, moved.kind) == ("a.py", "b.py", "update")
+    assert (deleted.path, deleted.to, deleted.kind) == ("c.py", "", "delete")

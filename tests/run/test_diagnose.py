@@ -11,8 +11,10 @@ import torch
 from etude.core.events import MismatchStats
 from etude.run.diagnose import (
     Diagnosis,
+    LayerRouterMismatch,
     RoundingBound,
     TemperatureFit,
+    TopPCut,
     compare_experts,
     find_cut,
     fit_temperature,
@@ -157,3 +159,86 @@ def test_a_bound_is_above_its_draws() -> None:
     bound = RoundingBound.of(draws)
     assert max(draw.k3 for draw in draws) < bound.k3 < 2 * max(draw.k3 for draw in draws)
     assert not bound.holds(of(math.inf))
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.7, 0.95])
+def test_the_top_p_is_found_that_explains_the_log_probs(top_p: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    logp_NV = torch.log_softmax(
+        2 * torch.randn(60, 20, generator=generator, dtype=torch.float64), -1
+    )
+    order_NV = logp_NV.sort(-1, descending=True)
+    sums_NV = order_NV.values.exp().cumsum(-1)
+    kept_N = (sums_NV < top_p).sum(-1)  # the last place that is kept
+    mass_N = sums_NV.gather(1, kept_N[:, None])[:, 0]
+    tokens_N = order_NV.indices[:, 0]
+    new_N = logp_NV.gather(1, tokens_N[:, None])[:, 0]
+    found = find_cut(new_N - mass_N.log(), new_N, logp_NV, LEAST)
+    assert found is not None and found.k3 < 1e-9
+    # any that keeps the same tokens would do
+    low = sums_NV.gather(1, (kept_N - 1).clamp(min=0)[:, None])[:, 0][kept_N > 0].max()
+    assert low <= found.top_p <= mass_N.min()
+    assert find_cut(new_N, new_N, logp_NV, LEAST) is None
+    # log-probs that are off anyhow are not explained by it
+    noise_N = torch.rand(60, generator=generator, dtype=torch.float64)
+    assert find_cut(new_N + noise_N, new_N, logp_NV, LEAST) is None
+
+
+def experts(mismatch: float, swapped: tuple[int, int] | None = None) -> dict[str, Any]:
+    fine = LayerRouterMismatch(layer=1, mismatch_frac=0.0, bound=0.0)
+    wrong = LayerRouterMismatch(layer=2, mismatch_frac=mismatch, bound=0.01, swapped=swapped)
+    return {"experts": (fine, wrong)}
+
+
+def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
+    """Setting -> asked, fitted, and the k3 that is left."""
+    return {
+        "fits": {
+            name: TemperatureFit(asked=asked, fitted=fitted, k3=k3, k3_max=5 * k3, preference=9.0)
+            for name, (asked, fitted, k3) in fits.items()
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("gaps", "known", "causes", "unexplained"),
+    [
+        ({"alone": 0.1}, {"cut": TopPCut(0.9, 1e-7)}, ["top-p: drawn with top-p 0.90"], []),
+        ({"alone": 0.1}, {"cut": TopPCut(0.9, 0.01)}, ["top-p"], []),
+        ({"alone": 0.1}, {"cut": TopPCut(0.9, 0.02)}, ["top-p"], ["alone: k3 1.0e-01"]),
+        ({"alone": 1e-7, "replay": 0.1}, experts(0.5),
+         ["recorded experts: not those that the engine computed with (50.0% of the tokens "
+          "in layer 2; rounding: 1.0%)"], []),
+        ({"alone": 1e-7, "replay": 0.1}, experts(0.5, (1, 4)),
+         ["recorded experts: not those that the engine computed with, experts 1 and 4 are"], []),
+        ({"alone": 0.2, "replay": 0.1}, experts(0.5, (1, 4)),
+         ["router: the engine chooses other experts than the trainer, experts 1 and 4"], []),
+        ({"alone": 0.2, "replay": 0.1}, experts(0.5), [], ["alone: k3 2.0e-01"]),
+        ({"alone": 1e-7, "replay": 0.1}, experts(0.01), [],
+         ["replay: k3 1.0e-01 and 5.0e-01 at the worst token"]),
+        ({"alone": 1e-7, "temperature": 0.1}, {}, [], ["temperature: k3 1.0e-01"]),
+        ({"alone": 1e-7, "temperature": 0.1},
+         scale(alone=(1.0, 1.0, 0.0), temperature=(0.5, 1.0, 0.0)),
+         ["temperature: log-probs are recorded before temperature"], []),
+        ({"alone": 0.1}, scale(alone=(1.0, 0.5, 1e-7)), ["temperature: the recorded"], []),
+        ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.009)), ["temperature: the recorded"],
+         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to "
+          "1.0e-06 and 1.0e-05; k3 9.0e-03 is left at the temperature that fits best"]),
+        ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.02)), [], ["alone: k3 1.0e-01"]),
+        ({"alone": 2e-6}, scale(alone=(1.0, 1.01, 9e-7)), [], ["alone"]),
+        ({"alone": 2e-6}, scale(alone=(1.0, 1.1, 9e-7)), ["temperature"], []),
+        ({"alone": 0.1}, {"operators": (Operator("rope", 0.1, 0.01),)}, ["operator: rope"], []),
+        ({"alone": 1e-7, "temperature": 0.1}, {"operators": (Operator("rope", 0.1, 0.01),)},
+         ["operator: rope"], []),
+        ({"alone": 0.1}, {"argmax_flip_frac": 0.5}, [],
+         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to "
+          "1.0e-06 and 1.0e-05; every operator agrees: it comes in behind the logits"]),
+    ],
+)  # fmt: skip
+def test_what_explains_what(
+    gaps: dict[str, float], known: dict[str, Any], causes: list[str], unexplained: list[str]
+) -> None:
+    found = of_gaps(known=known, **gaps)
+    for told, expected in ((found.causes, causes), (found.unexplained, unexplained)):
+        assert len(told) == len(expected), told
+        assert all(a.startswith(b) for a, b in zip(told, expected, strict=True)), told

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from etude.core.types import Row
 from etude.model.transformer import ModelConfig, init_from_scratch
-from etude.train.flops import forward_flops, peak_flops, step_flops
+from etude.train import flops
+from etude.train.flops import forward_flops, matrix_flops, peak_flops, step_flops
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
+from tests.train.distributed_work import MODELS
 
 DENSE = ModelConfig(
     vocab_size=64,
@@ -30,6 +34,7 @@ MOE = {
     "moe_intermediate_size": 16,
 }
 MOE |= {"mlp_only_layers": [0]}
+SHARED = MOE | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
 MLA = {
     "model_type": "deepseek_v3",
     "kv_lora_rank": 8,
@@ -48,8 +53,8 @@ MLA |= {"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "head_dim": N
 
 @pytest.mark.parametrize(
     "shape",
-    [{}, MOE, MLA | {"q_lora_rank": None}, MLA | {"q_lora_rank": 12}],
-    ids=["dense", "moe", "mla", "mla-q"],
+    [{}, MOE, SHARED, MLA | {"q_lora_rank": None}, MLA | {"q_lora_rank": 12}],
+    ids=["dense", "moe", "shared", "mla", "mla-q"],
 )
 def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     config = ModelConfig.from_json(json.dumps(json.loads(DENSE.to_json()) | shape))
@@ -106,3 +111,55 @@ def test_to_measure_a_peak_draws_nothing_from_the_generator_of_a_run() -> None:
     before = torch.get_rng_state()
     peak_flops(torch.device("cpu"), torch.float32, size=8, tries=1)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("wall_s", "cpu_s", "best_s"),
+    [
+        ((3.0, 2.0, 4.0), (4.0, 9.0, 9.0), 2.0),  # two threads: 4 s of them are 2 s
+        ((3.0, 5.0, 4.0), (9.0, 9.0, 3.0), 1.5),
+        ((3.0, 5.0, 4.0), (0.0, 0.0, 0.0), 3.0),  # a clock too coarse to say
+    ],
+)
+def test_a_measured_peak_is_of_the_best_try(
+    wall_s: tuple[float, ...],
+    cpu_s: tuple[float, ...],
+    best_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And of the time that the cores worked for this process, if that is less."""
+
+    def clock(start: float, spans: tuple[float, ...]) -> Iterator[float]:
+        for span in spans:
+            yield start
+            yield start + span
+            start += span + 1.0
+
+    clocks = SimpleNamespace(
+        perf_counter=clock(100.0, wall_s).__next__, process_time=clock(7.0, cpu_s).__next__
+    )
+    monkeypatch.setattr(flops, "time", clocks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = matrix_flops(torch.device("cpu"), torch.float32, size=4, tries=3)
+    assert found == pytest.approx(2 * 4**3 / best_s)
+
+
+@pytest.mark.parametrize("name", ["dense", "hybrid"])
+def test_a_token_meets_every_weight_of_a_layer_once(name: str) -> None:
+    """All matrices of the model, and the memory of recurrent layers, which is read twice and
+    written once; of a hybrid one attends in the other layers."""
+    config = MODELS[name]
+    model = init_from_scratch(config, 0)
+    matrices = sum(
+        parameter.numel()
+        for name, parameter in model.model.layers.named_parameters()
+        if parameter.ndim >= 2
+    )
+    linear = config.linear
+    if linear is not None:
+        each = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim
+        matrices += 3 * len(linear.layers) * each
+    looked_back = len(config.cached_layers) * config.num_attention_heads * 2 * config.head_dim
+    head = config.hidden_size * config.vocab_size
+    assert forward_flops(config, 1, 0) == 2.0 * (matrices + looked_back)
+    assert forward_flops(config, 5, 2) == 2.0 * (5 * matrices + 15 * looked_back + 2 * head)

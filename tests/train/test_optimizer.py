@@ -92,3 +92,60 @@ def test_a_restarted_optimizer_remembers_nothing() -> None:
     assert all(tensor.any() for tensor in muon.state().values())
     muon.reset()
     assert not any(tensor.any() for tensor in muon.state().values())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-8])
+def test_adamw_is_the_one_of_torch(scale: float) -> None:
+    """Over several steps, clipped, and where gradients are as small as what keeps the divisor from
+    being 0. Only matrices decay."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (4, 3), "a.bias": (4,), "norm.weight": (3,), "experts.bias": (2, 3)}
+    masters = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    theirs = {name: m.clone().requires_grad_() for name, m in masters.items()}
+    decayed = [theirs.pop("a.weight")]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": [*theirs.values()]}],
+        lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
+    )  # fmt: skip
+    theirs["a.weight"] = decayed[0]
+    ours = AdamW(masters, init_from_scratch(config(), 0), SINGLE_PROCESS)
+    for divisor in (1.0, 4.0, 1.0):
+        gradients = {n: scale * torch.randn(s, generator=generator) for n, s in shapes.items()}
+        for name, parameter in theirs.items():
+            parameter.grad = gradients[name] / divisor
+        reference.step()
+        ours.step(gradients, lr=0.01, weight_decay=0.1, divisor=torch.tensor(divisor))
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(masters[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_has_no_gradient_stays() -> None:
+    masters = {name: torch.ones(2, 2) for name in ("a", "b")}
+    optimizer = AdamW(masters, init_from_scratch(config(), 0), SINGLE_PROCESS)
+    optimizer.step({"b": torch.ones(2, 2), "c": ONE}, lr=0.1, weight_decay=0.5, divisor=ONE)
+    assert torch.equal(masters["a"], torch.ones(2, 2)) and not optimizer.state()["step.a"]
+    assert masters["b"].max() < 1.0 and optimizer.state()["step.b"] == 1.0
+
+
+def test_muon_remembers_its_momentum_and_divides_the_gradient() -> None:
+    """Two steps of a matrix, written out, against one optimizer; a third that is not finite changes
+    nothing at all."""
+    model = init_from_scratch(config(), 0)
+    name = "model.layers.0.self_attn.o_proj.weight"
+    masters = {n: p.detach().clone() for n, p in model.named_parameters()}
+    expected = masters[name].clone()
+    muon = Muon(masters, model, SINGLE_PROCESS)
+    generator = torch.Generator().manual_seed(2)
+    momentum = torch.zeros_like(expected)
+    for divisor in (1.0, 3.0):
+        gradients = {n: torch.randn(m.shape, generator=generator) for n, m in masters.items()}
+        slope = gradients[name] / divisor
+        momentum = 0.95 * momentum + 0.05 * slope
+        ahead = orthogonal(0.05 * slope + 0.95 * momentum)
+        expected = expected * (1 - 0.1 * 0.5) - 0.1 * 0.2 * max(slope.shape) ** 0.5 * ahead
+        muon.step(gradients, lr=0.1, weight_decay=0.5, divisor=torch.tensor(divisor))
+    torch.testing.assert_close(masters[name], expected, rtol=1e-4, atol=1e-5)
+    before = {n: t.clone() for n, t in (masters | muon.state()).items()}
+    gradients = {n: torch.full_like(m, torch.inf) for n, m in masters.items()}
+    muon.step(gradients, lr=0.1, weight_decay=0.5, divisor=torch.tensor(torch.inf))
+    assert all(torch.equal(before[n], t) for n, t in (masters | muon.state()).items())

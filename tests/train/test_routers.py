@@ -254,3 +254,24 @@ def test_the_balance_of_a_text_is_the_mean_over_its_tokens(monkeypatch: pytest.M
     assert price(texts) == pytest.approx(
         sum(n * p for n, p in zip(counts, alone, strict=True)) / sum(counts), rel=1e-3
     )
+
+
+def test_a_microbatch_without_loss_tokens_only_keeps_company() -> None:
+    """It is of a rank that has no work left; what it routes counts for nothing."""
+    batch, objects = sampled(served(SPARSE, torch.float32))
+    model = served(SPARSE, torch.float32)
+    row = replace(batch.rows[0], mask=(False,) * len(batch.rows[0].tokens))
+    for rows, counts in (((row,), False), (batch.rows, True)):
+        micro = pack_rollouts(
+            [RolloutSequence.from_row(each, number) for number, each in enumerate(rows)],
+            lambda row: torch.tensor(list(objects[row.experts or ""])).view(-1, 2, 2),
+        )
+        routers = ExpertRouters(model, router_balance=True)
+        assert routers.mismatch_frac is None and routers.replaced_frac is None
+        routing = routers.begin_microbatch(micro)
+        model(micro.tokens_T, micro.positions_T, CausalAttention(micro.lengths), routing)
+        loss = routers.end_microbatch(routing, micro)
+        assert (float(loss) > 0, routers.num_replayed > 0) == (counts, counts)
+        assert bool(routers.loads_LX.any()) is counts
+        # each token is at two experts in each layer
+        assert set(routers.loads_LX.sum(1).tolist()) == {2 * counts * len(micro.tokens_T)}

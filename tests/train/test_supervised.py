@@ -80,3 +80,15 @@ def test_what_counts() -> None:
     assert sequence_logprobs(model, rows, mean=False).shape == (2, 2)
     logp_N, _ = token_logprobs(model, rows)
     assert cross_entropy(model, rows)[0].item() == pytest.approx(-logp_N.sum().item())
+
+
+def test_a_pair_that_nobody_judged_is_seen_from_nowhere() -> None:
+    """As if the reference found both answers certain."""
+    texts = TokenSequence(*CHOSEN[0]), TokenSequence(*REJECTED[0])
+    told = pack_pairs([PreferencePair(*texts), PreferencePair(*texts, (0.0, 0.0))]).reference_B2
+    assert told.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_a_tie_is_no_preference() -> None:
+    _, figures = sigmoid_loss(torch.tensor([[1.0, 1.0], [2.0, 1.0], [0.0, 1.0]]), beta=1.0)
+    assert figures == {"accuracy": 1.0, "margin": 0.0}
