@@ -131,6 +131,7 @@ async def test_a_task_is_all_that_is_known_of_it(monkeypatch: pytest.MonkeyPatch
         venv="shop",
         requirements=("pytest==9.0", "six==1.0"),
         pythonpath=("src", ""),
+        processor_s=4 + 4 * 3.75,
         facts={"functions": "shop/cart.py:total", "mutations": "constant"},
     )
     assert task.instruction.endswith("\n") and task.instruction == task.instruction.strip() + "\n"
