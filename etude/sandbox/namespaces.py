@@ -39,6 +39,8 @@ _ZYGOTES = 6
 """So many in a row may be silent when a sandbox is wanted."""
 _END_S = 2.0
 """For a zygote to end by itself. The launcher of a run gives its controller a little more."""
+_FULL_S = 0.005
+"""Until a zygote is asked again whose socket is full."""
 _OPENING = 32
 """Sandboxes in the making at once. More would only wait in the zygote's queue."""
 _BOOT = (
@@ -234,8 +236,9 @@ class NamespaceSandboxPool:
         ours, theirs = socket.socketpair()
         with theirs:
             ours.setblocking(False)
-            line = json.dumps(wanted).encode() + b"\n"
-            socket.send_fds(self._control, [line], [theirs.fileno()])
+            if not await self._ask(json.dumps(wanted).encode() + b"\n", theirs.fileno()):
+                ours.close()
+                return None
         _, link = await asyncio.get_running_loop().create_unix_connection(
             lambda: Link(ours), sock=ours
         )
@@ -249,6 +252,18 @@ class NamespaceSandboxPool:
                 sandbox.abandon()
                 return None
         return sandbox
+
+    async def _ask(self, line: bytes, its_end: int) -> bool:
+        """False if the zygote does not read. What it is told when many sandboxes end at once fills
+        its socket, until it has tidied up."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.reply_timeout_s
+        while loop.time() < until:
+            with contextlib.suppress(BlockingIOError):
+                socket.send_fds(self._control, [line], [its_end])
+                return True
+            await asyncio.sleep(_FULL_S)
+        return False
 
     def _replace(self) -> None:
         """Another zygote. One that is only silent ends by itself when it wakes: it sees that its

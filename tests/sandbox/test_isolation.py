@@ -542,6 +542,24 @@ async def test_a_launcher_that_is_stopped_is_replaced_and_leaves_nothing_behind(
     assert now.returncode == -signal.SIGKILL
 
 
+async def test_a_launcher_that_has_much_to_tidy_up_is_waited_for() -> None:
+    need_namespaces()
+    walled = NamespaceSandboxPool()
+    try:
+        walled._zygote.send_signal(signal.SIGSTOP)
+        with pytest.raises(BlockingIOError):
+            while True:
+                walled._control.send(b"-0\n")  # as if a thousand sandboxes had ended
+        opening = asyncio.create_task(walled.start(SandboxSpec(), {}))
+        await asyncio.sleep(0.05)
+        walled._zygote.send_signal(signal.SIGCONT)
+        sandbox = await opening
+        await sandbox.write("a", "1")
+        assert await sandbox.read("a") == "1"
+    finally:
+        await walled.close()
+
+
 async def test_a_launcher_that_is_stopped_owes_an_answer_also_if_nobody_needs_it() -> None:
     need_namespaces()
     walled = NamespaceSandboxPool()
