@@ -79,6 +79,7 @@ DAY_SESSIONS = 4000
 MEASURED = 5000
 """Sessions that are compared, when nothing changes any more."""
 MOST_S = 7200.0
+"""The longest wait for updates on a busy machine; then the bench goes on without."""
 ROLL_BACK_S = 5.0
 
 
