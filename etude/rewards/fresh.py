@@ -16,9 +16,13 @@ sets out to forge it can; where that is to be feared, keep the answers on the ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from weakref import WeakValueDictionary
+
+from blake3 import blake3
 
 from etude.core.sandbox import CommandResult, Patch, Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Part, Score
@@ -28,6 +32,7 @@ CACHES = ("__pycache__/*", "*/__pycache__/*", "*.pyc", ".pytest_cache/*", ".git/
 """Paths of a patch that are nobody's work, and could stand in for it. A star matches slashes."""
 _FILE = 0o100644
 _SHOWN_LINES = 20
+_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,26 @@ class FreshRun:
     ran: CommandResult
     patch: Patch
     """All that it had changed, caches included."""
+
+
+class Verdicts:
+    """The verdicts on one task so far, by the change that earned them. Attempts at a task often end
+    in the very same change, and a command that is the same each time need not run for each."""
+
+    def __init__(self) -> None:
+        self._scores: dict[str, Score] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def on(self, change: Patch, grade: Callable[[], Awaitable[Score]]) -> Score:
+        """The verdict on a change, by `grade` if it is new. Whoever comes while another is at it
+        waits, and tries himself if that one failed."""
+        name = _digest(change)
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            if name not in self._scores:
+                self._scores[name] = await grade()
+                if len(self._scores) > _REMEMBERED:
+                    del self._scores[next(iter(self._scores))]
+            return self._scores[name]
 
 
 async def run_in_fresh_sandbox(
@@ -55,16 +80,31 @@ async def run_in_fresh_sandbox(
     or one of `without`, stay behind. ValueError if the working copy is such that it cannot be taken
     over, which is the agent's doing."""
     patch = await sandbox.patch()
-    taken = {
+    change = _taken(patch, only, without)
+    return FreshRun(await _run_over(change, pool, spec, argv, timeout_s, files or {}), patch)
+
+
+def _taken(patch: Patch, only: Collection[str], without: Collection[str]) -> Patch:
+    return {
         path: entry
         for path, entry in patch.items()
         if _matches(path, only) and not _matches(path, without)
     }
-    own = {path: (_FILE, _bytes(content)) for path, content in (files or {}).items()}
+
+
+async def _run_over(
+    change: Patch,
+    pool: SandboxPool,
+    spec: SandboxSpec,
+    argv: Sequence[str],
+    timeout_s: float,
+    files: Mapping[str, str | bytes],
+) -> CommandResult:
+    own = {path: (_FILE, _bytes(content)) for path, content in files.items()}
     async with pool.open(spec) as fresh:
-        await fresh.apply(taken)
+        await fresh.apply(change)
         await fresh.apply(own)
-        return FreshRun(await fresh.run(argv, timeout_s=timeout_s, report=True), patch)
+        return await fresh.run(argv, timeout_s=timeout_s, report=True)
 
 
 async def grade_by_command(
@@ -78,29 +118,41 @@ async def grade_by_command(
     only: Collection[str] = ("*",),
     without: Collection[str] = CACHES,
     expected: Collection[str] = (),
+    verdicts: Verdicts | None = None,
 ) -> Score:
     """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
     path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
     `classname::name`, as in `tests.test_cart::test_total`, which stands for all cases of a
-    parametrized test. The part `tests` is the share that passed."""
+    parametrized test. The part `tests` is the share that passed. `verdicts`: those on this task,
+    where the same change is to be graded once."""
     try:
-        done = await run_in_fresh_sandbox(
-            sandbox, pool, spec, argv, timeout_s=timeout_s, files=files, only=only, without=without
-        )
+        change = _taken(await sandbox.patch(), only, without)
+
+        async def run_and_judge() -> Score:
+            ran = await _run_over(change, pool, spec, argv, timeout_s, files or {})
+            return _judged(ran, expected)
+
+        return await (verdicts or Verdicts()).on(change, run_and_judge)
+    except TimeoutError:
+        return _worthless(f"the command was still at work after {timeout_s:g} s")
     except ValueError as e:
         return _worthless(f"the working copy cannot be taken over: {e}")
-    if done.ran.exit_code is None:
-        return _worthless(f"the command was still at work after {timeout_s:g} s")
+
+
+def _judged(ran: CommandResult, expected: Collection[str]) -> Score:
+    """TimeoutError if it did not end, which says as much of the machine as of the work."""
+    if ran.exit_code is None:
+        raise TimeoutError
     if not expected:
-        share = float(done.ran.exit_code == 0)
-        return Score(share, (Part("tests", share, _told(done.ran)),))
+        share = float(ran.exit_code == 0)
+        return Score(share, (Part("tests", share, _told(ran)),))
     try:
-        cases = parse_junit(done.ran.report)
+        cases = parse_junit(ran.report)
     except ValueError as e:
-        return _worthless(f"no report: {e}; {_told(done.ran)}")
+        return _worthless(f"no report: {e}; {_told(ran)}")
     right = [name for name in expected if _passed(name, cases)]
-    solved = len(right) == len(expected) and done.ran.exit_code == 0
-    evidence = f"{len(right)} of {len(expected)} test functions passed; {_told(done.ran)}"
+    solved = len(right) == len(expected) and ran.exit_code == 0
+    evidence = f"{len(right)} of {len(expected)} test functions passed; {_told(ran)}"
     return Score(float(solved), (Part("tests", len(right) / len(expected), evidence),))
 
 
@@ -111,6 +163,11 @@ def _passed(name: str, cases: Mapping[str, bool]) -> bool:
 
 def _matches(path: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def _digest(change: Patch) -> str:
+    listed = repr(sorted(change.items()))
+    return blake3(listed.encode()).hexdigest()
 
 
 def _told(ran: CommandResult) -> str:
