@@ -111,14 +111,15 @@ def sessions(directory: str, console: Console, choice: Choice, *, as_json: bool)
         raise EtudeError(_nothing_found(directory, choice, found))
     # a session whose group never ended has no conversation to read
     wholes = ([each for each in chosen if each.object] or chosen)[: choice.count]
+    stored = StoredSessions(run)
     if as_json:
         for each in wholes:
-            print(json.dumps({**asdict(each), "session": _as_json(whole(run, each))}))
+            print(json.dumps({**asdict(each), "session": _as_json(stored.whole(each))}))
         return
     _print_table(chosen, len(found), console)
     decode = _decoder(run)
     for each in wholes:
-        _print_whole(run, each, decode, console)
+        _print_whole(each, stored.whole(each), decode, console)
 
 
 def _nothing_found(directory: str, choice: Choice, found: Sequence[Session]) -> str:
@@ -216,11 +217,23 @@ def _of_event(t: float, event: AttemptDone) -> Session:
     )
 
 
-def whole(run: Run, session: Session) -> Trajectory | None:
-    """All that the store has of it; None if it was not stored."""
-    if session.object is None:
-        return None
-    return next((t for t in run.sessions(session.object) if t.id == session.id), None)
+class StoredSessions:
+    """Sessions as they lie in the store. The object that was read last is kept: those of a group,
+    and thousands of an evaluation, lie in one, and are mostly asked for in a row."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._object: str | None = None
+        self._sessions: dict[str, Trajectory] = {}
+
+    def whole(self, session: Session) -> Trajectory | None:
+        """All that the store has of it; None if it was not stored."""
+        if session.object is None:
+            return None
+        if session.object != self._object:
+            self._sessions = {each.id: each for each in self._run.sessions(session.object)}
+            self._object = session.object
+        return self._sessions.get(session.id)
 
 
 def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
@@ -260,11 +273,13 @@ def _print_table(chosen: Sequence[Session], total: int, console: Console) -> Non
 
 
 def _print_whole(
-    run: Run, session: Session, decode: Callable[[Sequence[int]], str] | None, console: Console
+    session: Session,
+    trajectory: Trajectory | None,
+    decode: Callable[[Sequence[int]], str] | None,
+    console: Console,
 ) -> None:
     console.print()
     console.rule(Text(f"{session.id}, {session.split} task {session.task}"), align="left")
-    trajectory = whole(run, session)
     if trajectory is None:
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
         whole_of = "group" if session.split == "train" else "evaluation"

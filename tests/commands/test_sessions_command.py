@@ -134,6 +134,31 @@ def test_a_session_has_its_step_once_that_is_done(run: Run) -> None:
     assert became() == {"step 1"}
 
 
+def test_sessions_of_one_object_are_read_with_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.open(f"file:{tmp_path}")
+    report = "000003.heldout_x8"
+    attempts = [trajectory(f"eval-3-heldout_x8.{number}", 1.0) for number in range(9)]
+    log = RolloutLog(run.objects)
+    rows = group_rows(group(0, *attempts))
+    key = run.put_eval_sessions(report, attempts)
+    log.append([replace(row, kind="heldout", object=key) for row in rows])
+    read: list[str] = []
+    whole_object = Run.sessions
+
+    def counted(self: Run, key: str) -> tuple[Trajectory, ...]:
+        read.append(key)
+        return whole_object(self, key)
+
+    monkeypatch.setattr(Run, "sessions", counted)
+    sessions(str(tmp_path), Console(), Choice(count=100), as_json=True)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {line["id"] for line in lines} == {each.id for each in attempts}
+    assert all(line["session"]["messages"] for line in lines)
+    assert read == [key]
+
+
 def test_the_best_is_shown_whole(run: Run) -> None:
     text = printed(run, best=True)
     assert text.index("g000001.0") < text.index("eval-0-heldout.h1") < text.index("g000002.0")
