@@ -53,8 +53,8 @@ class Verdicts:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def on(self, change: Patch, grade: Callable[[], Awaitable[Score]]) -> Score:
-        """The verdict on a change, by `grade` if it is new. Whoever comes while another is at it
-        waits, and tries himself if that one failed."""
+        """The verdict on a change, by `grade` if it is new. While one is at it, others wait, and
+        grade themselves if that one failed."""
         name = _digest(change)
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._scores:
