@@ -288,13 +288,15 @@ class SourceFile:
 
     def __init__(self, content: bytes) -> None:
         try:
+            # libcst never ends, or crashes, on what is nested too deeply; Python refuses it
+            compile(content, "file", "exec", dont_inherit=True)
             wrapper = MetadataWrapper(cst.parse_module(content), unsafe_skip_copy=True)
             self._module = wrapper.module
             finder = _Finder(wrapper.resolve(PositionProvider), wrapper.module)
             for finder.statement, each in enumerate(wrapper.module.body):
                 each.visit(finder)
-        # SyntaxError is what an encoding raises that is not known, or not kept to.
-        except (cst.ParserSyntaxError, SyntaxError, UnicodeDecodeError, RecursionError) as e:
+        # ValueError is of a null byte, SyntaxError also of an encoding that is not known
+        except (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError) as e:
             raise ValueError(f"not to be parsed: {e}") from e
         self._pieces = [self._module.code_for_node(each) for each in self._module.body]
         self._code = self._module.code

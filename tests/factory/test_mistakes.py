@@ -181,3 +181,18 @@ def test_what_is_left_without_a_function() -> None:
 def test_what_is_no_python(content: bytes) -> None:
     with pytest.raises(ValueError, match="not to be parsed"):
         SourceFile(content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"x = " + b"(" * 5000 + b"1" + b")" * 5000,
+        b"x = " + b"not " * 20_000 + b"1",
+        b"x = 1" + b"+1" * 20_000,
+        b"x = 1\0",
+    ],
+    ids=["brackets", "prefixes", "sums", "null byte"],
+)
+def test_a_file_that_python_itself_refuses_is_none(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not to be parsed"):
+        SourceFile(content)
