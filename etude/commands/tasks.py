@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
-from etude.commands.terminal import counted, say
+from etude.commands.terminal import counted, say, showing_progress
 from etude.core.errors import EtudeError
 from etude.factory import check as checking
 from etude.factory.build import Options, Status, open_workshop
@@ -43,8 +42,7 @@ def build(
         heldout=heldout,
         jobs=jobs or len(os.sched_getaffinity(0)),
     )
-    with _progress(console) as progress:
-        bar = progress.add_task("", total=limit)
+    with showing_progress(console) as tell:
         told: set[str] = set()
 
         def changed(status: Status) -> None:
@@ -52,9 +50,7 @@ def build(
                 if source not in told:
                     told.add(source)
                     console.print(f"{source}: discarded: {why}", highlight=False, soft_wrap=True)
-            progress.update(
-                bar, completed=status.kept, total=status.limit, description=status.doing[:48]
-            )
+            tell(status.kept, status.limit, status.doing)
 
         status = asyncio.run(build_tasks(sources, out, options, changed))
     print_build(status, out, console)
@@ -108,11 +104,10 @@ def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Cons
                 workshop.pool,
                 repetitions=repeat,
                 jobs=jobs,
-                changed=lambda found: progress.update(bar, completed=found.tasks),
+                changed=lambda found: tell(found.tasks, total, "checking"),
             )
 
-    with _progress(console) as progress:
-        bar = progress.add_task("checking", total=total)
+    with showing_progress(console) as tell:
         found = asyncio.run(run())
     for name, why in found.broken.items():
         console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
@@ -199,13 +194,3 @@ def _print_verdict(folder: Path, console: Console) -> None:
         console.print(f"cannot be run here: {e}", highlight=False, markup=False, soft_wrap=True)
     else:
         console.print("runs with etude.run.harbor_tasks:HarborTasks", highlight=False)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-        console=console,
-    )

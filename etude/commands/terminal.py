@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+LINE_EVERY_S = 60.0
+"""Where there is no terminal, such as in a log file, a line at most so often says how far it is."""
+DOING_WIDTH = 48
+
+HowFar = Callable[[int, int, str], None]
+"""Told how much is done, of how much, and what is being done."""
 
 
 def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
@@ -20,6 +32,32 @@ def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
                 piece.rstrip()
             shown = Text(" " * margin).append_text(piece) if number else piece
             console.print(shown, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def showing_progress(
+    console: Console, *, clock: Callable[[], float] = time.monotonic
+) -> Iterator[HowFar]:
+    """How far a long command is: a bar, or lines where there is no terminal."""
+    if console.is_terminal:
+        text = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
+        with Progress(*columns, console=console) as bars:
+            bar = bars.add_task("", total=None)
+            yield lambda done, total, doing: bars.update(
+                bar, completed=done, total=total, description=doing[:DOING_WIDTH]
+            )
+        return
+    began = told = clock()
+
+    def tell(done: int, total: int, doing: str) -> None:
+        nonlocal told
+        if (now := clock()) - told >= LINE_EVERY_S:
+            told = now
+            since = timedelta(seconds=round(now - began))
+            say(console, f"{done} of {total} after {since}: {doing}")
+
+    yield tell
 
 
 def print_error(text: str) -> None:

@@ -17,12 +17,11 @@ sets out to forge it can; where that is to be feared, keep the answers on the ho
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from weakref import WeakValueDictionary
-
-from blake3 import blake3
 
 from etude.core.sandbox import CommandResult, Patch, Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Part, Score
@@ -166,8 +165,7 @@ def _matches(path: str, patterns: Collection[str]) -> bool:
 
 
 def _digest(change: Patch) -> str:
-    listed = repr(sorted(change.items()))
-    return blake3(listed.encode()).hexdigest()
+    return hashlib.sha256(repr(sorted(change.items())).encode()).hexdigest()
 
 
 def _told(ran: CommandResult) -> str:
