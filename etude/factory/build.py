@@ -311,8 +311,9 @@ class _Build:
         after a task was proven."""
         for entry in [each for each in self._log.entries.values() if each["verdict"] == KEPT]:
             place = self._workshop.folder / "tasks" / entry["task"]
+            task = read_task(place)
             try:
-                self._seen.check_installed(read_task(place))
+                self._seen.check_installed(task.opening, task.solution)
             except Rejected as e:
                 shutil.rmtree(place)
                 self._status.kinds[entry["kind"]] -= 1

@@ -70,19 +70,21 @@ class Seen:
             raise Rejected("duplicate")
         self.digests |= digests
 
-    def check_leaks(self, task: RepositoryTask) -> None:
-        base = self._windows(task.base)
-        for path, after in task.solution.items():
-            rest = [windows for other, windows in base.items() if other != path]
-            before = task.opening.get(path, b"")
-            if is_leaked(before, after, [*rest, *self.installed.values()]):
+    def check_leaks(self, base: Files, opening: Files, solution: Files) -> None:
+        """Rejected if the solution stands elsewhere in the sandbox."""
+        self.check_installed(opening, solution)
+        windows = self._windows(base)
+        for path, after in solution.items():
+            rest = [each for other, each in windows.items() if other != path]
+            if is_leaked(opening.get(path, b""), after, [*rest, *self.installed.values()]):
                 raise Rejected("leak")
 
-    def check_installed(self, task: RepositoryTask) -> None:
-        """Rejected if the solution stands in a virtual environment."""
-        for path, after in task.solution.items():
-            if is_leaked(task.opening.get(path, b""), after, self.installed.values()):
-                raise Rejected("leak")
+    def check_installed(self, opening: Files, solution: Files) -> None:
+        """Rejected if the solution stands in a virtual environment: another repository of the
+        folder needs this one."""
+        for path, after in solution.items():
+            if is_leaked(opening.get(path, b""), after, self.installed.values()):
+                raise Rejected("installed")
 
     def _windows(self, files: Files) -> dict[str, Windows]:
         if id(files) not in self._trees:
@@ -116,9 +118,10 @@ async def prove(
     candidate = await asyncio.to_thread(draft.make)
     if candidate is None:
         raise Rejected("nothing there")
+    opening = {**candidate.base, **candidate.broken}
+    await asyncio.to_thread(seen.check_leaks, candidate.base, opening, candidate.solution)
     found = await _look(candidate, repository, pool)
     task = await asyncio.to_thread(_assembled, draft, candidate, repository, found)
-    await asyncio.to_thread(seen.check_leaks, task)
     seen.add(task)
     await check_both_ends(task, pool, repetitions)
     return task

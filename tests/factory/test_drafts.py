@@ -150,10 +150,10 @@ async def test_a_solution_that_a_later_environment_shows_is_taken_back(
     assert status.summary()["kept"] == 1 and len(list(tmp_path.glob("tasks/*"))) == 1
     other = tmp_path / "both"
     status = await built(other, monkeypatch, ["shop", "fork"], SOLUTION)
-    assert status.kept == 0 and status.rejected == {"leak": 1}
+    assert status.kept == 0 and status.rejected == {"installed": 1}
     assert not list(other.glob("tasks/*"))
     assert {each["verdict"] for each in BuildLog(other / "build.jsonl").entries.values()} == {
-        "leak"
+        "installed"
     }
 
 

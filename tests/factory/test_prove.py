@@ -7,12 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from etude.core.errors import EtudeError
-from etude.core.sandbox import VENVS, CommandResult, SandboxSpec
+from etude.core.sandbox import VENVS, CommandResult, SandboxPool, SandboxSpec
 from etude.core.types import Part, Score
 from etude.factory import prove as proving
 from etude.factory.candidates import Candidate, Draft
@@ -287,15 +287,30 @@ def test_two_tasks_are_alike_by_their_lines_or_by_their_place() -> None:
 def test_a_solution_in_reach_is_a_leak() -> None:
     long = b"".join(b"line %d\n" % n for n in range(9))
     task = task_of(changes={"shop/cart.py": b""}, solution={"shop/cart.py": long})
-    Seen().check_leaks(task)  # its own file is where it belongs
-    elsewhere = replace(task, base={**task.base, "copy.txt": long})
+    Seen().check_leaks(task.base, task.opening, task.solution)  # its own file is where it belongs
+    elsewhere = {**task.base, "copy.txt": long}
     with pytest.raises(Rejected, match="leak"):
-        Seen().check_leaks(elsewhere)
+        Seen().check_leaks(elsewhere, task.opening, task.solution)
     seen = Seen(installed={"shop": proving.windows_of({"x": long})["x"]})
-    for check in (seen.check_leaks, seen.check_installed):
-        with pytest.raises(Rejected, match="leak"):
-            check(task)
-    Seen().check_installed(elsewhere)
+    with pytest.raises(Rejected, match="installed"):
+        seen.check_leaks(task.base, task.opening, task.solution)
+    with pytest.raises(Rejected, match="installed"):
+        seen.check_installed(task.opening, task.solution)
+    Seen().check_installed(task.opening, task.solution)
+
+
+async def test_no_test_runs_for_what_leaks() -> None:
+    long = b"".join(b"line %d\n" % n for n in range(9))
+    made = Candidate(
+        base={"shop/cart.py": b"", "copy.txt": long},
+        broken={"shop/cart.py": b""},
+        solution={"shop/cart.py": long},
+        tests=(NAMES,),
+        facts={},
+    )
+    draft = Draft("shop-1", "bug", lambda: made)
+    with pytest.raises(Rejected, match="leak"):
+        await prove(draft, REPOSITORY, Seen(), cast(SandboxPool, None))
 
 
 def test_trees_that_were_looked_at_are_forgotten_in_time() -> None:
