@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import venv as virtual
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +24,15 @@ from etude.factory.task import Files
 
 _TIMEOUT_S = 400.0
 _SHOWN = 3000
+_VERSION = "1.0"
+_VERSION_VARIABLES = (
+    "SETUPTOOLS_SCM_PRETEND_VERSION",
+    "PDM_BUILD_SCM_VERSION",
+    "PBR_VERSION",
+    "POETRY_DYNAMIC_VERSIONING_BYPASS",
+)
+"""Builds that take the version of a package from git, which a checkout is without, take it from
+these (hatch-vcs from the first)."""
 
 
 class InstallFailed(Exception):
@@ -62,7 +72,7 @@ class PipInstaller:
                 f"leak: {own[0]} itself is among what its tests need, and would be in every sandbox"
             )
         frozen = pip(place, "freeze", "--all").splitlines()
-        metadata, generated = _built(checkout, recipe, place)
+        metadata, generated = built(checkout, recipe, place)
         write_files(site, metadata)
         return Installed(
             requirements=tuple(line for line in frozen if "==" in line),
@@ -114,13 +124,19 @@ def _is_in(site: Path, name: str) -> bool:
     return (site / name).exists() or (site / f"{name}.py").exists()
 
 
-def pip(place: Path, *argv: str) -> str:
-    """Run pip on a virtual environment. Raises InstallFailed."""
+def pip(place: Path, *argv: str, env: Mapping[str, str] | None = None) -> str:
+    """Run pip on a virtual environment, with these variables where they are not set. Raises
+    InstallFailed."""
     command = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), *argv]
     quiet = ("-q", "--disable-pip-version-check", "--no-input")
     try:
         ran = subprocess.run(
-            [*command, *quiet], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            [*command, *quiet],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            env={**(env or {}), **os.environ},
         )
     except subprocess.TimeoutExpired as e:
         raise InstallFailed(f"pip {argv[0]} took more than {_TIMEOUT_S:g} s") from e
@@ -129,7 +145,7 @@ def pip(place: Path, *argv: str) -> str:
     return ran.stdout
 
 
-def _built(checkout: Checkout, recipe: Recipe, place: Path) -> tuple[Files, Files]:
+def built(checkout: Checkout, recipe: Recipe, place: Path) -> tuple[Files, Files]:
     """The metadata of the package, and the files that its build made. Where it cannot be built,
     tests may do without."""
     metadata: dict[str, bytes] = {}
@@ -139,7 +155,8 @@ def _built(checkout: Checkout, recipe: Recipe, place: Path) -> tuple[Files, File
         write_files(source, checkout.files)
         where = ("--target", str(target), str(source))
         try:
-            pip(place, "install", "--no-deps", "--no-compile", *where)
+            versions = dict.fromkeys(_VERSION_VARIABLES, _VERSION)
+            pip(place, "install", "--no-deps", "--no-compile", *where, env=versions)
         except InstallFailed:
             return {}, {}
         for file in target.glob("*.dist-info/*"):
