@@ -13,7 +13,7 @@ from etude.core.errors import error_line
 from etude.core.lineage import stage_spans
 from etude.dash.page import describe
 from etude.dash.recorded import RecordedRun, clusters
-from etude.dash.table import WAITS, Filter, RolloutTable
+from etude.dash.table import BATCHED, TRAINED, WAITS, Filter, RolloutTable
 from etude.dash.waits import summed_up
 from etude.store.codec import Stamped
 from etude.store.rollouts import RolloutRow
@@ -26,6 +26,8 @@ LOOKED_INTO = 400
 """Sessions whose evidence is read for clusters."""
 LOOK_S = 0.8
 LENGTH_BINS = 8
+OPEN = (WAITS, BATCHED)
+"""Of these the ledger does not know yet what becomes of them: they are in flight."""
 SHOWN = (
     *("id", "task", "kind", "group", "stage", "step", "status", "error", "reward", "parts"),
     *("flags", "length", "turns", "versions", "sampled_tokens", "seconds", "source"),
@@ -125,7 +127,7 @@ def lag_split(table: RolloutTable) -> dict[str, dict[int, int]]:
     they waited for their step."""
     in_flight: Counter[int] = Counter()
     queued: Counter[int] = Counter()
-    for row in table.rows:
+    for row in (table.rows[place] for place in table.find(Filter(became=TRAINED))):
         if row.step is not None and row.versions:
             in_flight[row.versions[-1] - row.versions[0]] += 1
             queued[row.step - 1 - row.versions[-1]] += 1
@@ -195,7 +197,7 @@ def ledger(recorded: RecordedRun) -> dict[str, Any]:
 def _ledger(recorded: RecordedRun) -> dict[str, Any]:
     ledger, table = recorded.ledger, recorded.table
     places = table.find(Filter(kind="train"))
-    known = (p for p in places if (row := table.rows[p]).object and table.became(row) != WAITS)
+    known = (p for p in places if (row := table.rows[p]).object and table.became(row) not in OPEN)
     settled = np.fromiter(known, np.int64)
     return {
         "issued": ledger.issued,
@@ -218,7 +220,7 @@ def _by_length(table: RolloutTable, places: np.ndarray[Any, Any]) -> list[dict[s
     if not len(places):
         return []
     lengths = table.numbers("length", places)
-    trained = np.isfinite(table.numbers("step", places))
+    trained = table.trained(places)
     edges = np.unique(np.quantile(lengths, np.linspace(0, 1, LENGTH_BINS + 1)).astype(int))
     if len(edges) < 2:
         return [_share(f"{edges[0]:,}", trained, np.ones(len(places), bool))]
@@ -233,7 +235,7 @@ def _by_name(table: RolloutTable, places: np.ndarray[Any, Any], name: str) -> li
     if not len(places):
         return []
     names = np.array(table.names(name, places))
-    trained = np.isfinite(table.numbers("step", places))
+    trained = table.trained(places)
     return [_share(each or "(none)", trained, names == each) for each in table.count(name, places)]
 
 
@@ -241,7 +243,7 @@ def _by_reward(table: RolloutTable, places: np.ndarray[Any, Any]) -> list[dict[s
     if not len(places):
         return []
     rewards = table.numbers("reward", places)
-    trained = np.isfinite(table.numbers("step", places))
+    trained = table.trained(places)
     kinds = {
         "solved (1)": rewards == 1.0,
         "between": (rewards != 0.0) & (rewards != 1.0) & np.isfinite(rewards),

@@ -4,10 +4,11 @@ written, and nothing is read that nobody asked for but events, ledger and rows."
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
@@ -196,7 +197,10 @@ class RecordedRun:
         return self.sessions.session(self._key(id), id)
 
     def conversation(self, id: str) -> Trajectory:
-        return next(t for t in self.sessions.conversations(self._key(id)) if t.id == id)
+        key = self._key(id)
+        for t in self.sessions.conversations(key, {id}):
+            return t
+        raise Missing(f"{self.run.objects.url}: {key} holds no session {id!r}")
 
     def group(self, group: str) -> list[Trajectory]:
         return self.sessions.conversations(f"groups/{group}")
@@ -215,15 +219,20 @@ class RecordedRun:
         """Id -> (what the evidence says, what a tool said last), of as many of these rows as can be
         read in that time; those that were read before cost nothing."""
         until = time.monotonic() + budget_s
+        unread: defaultdict[str, set[str]] = defaultdict(set)
         for row in rows:
-            if row.id not in self._causes and row.object and time.monotonic() < until:
-                try:
-                    found = self.sessions.conversations(row.object)
-                except EtudeError as e:
-                    self._damaged(e)
-                    self._causes[row.id] = ("not readable", "")
-                    continue
-                self._causes |= {t.id: (evidence_of(t), last_tool_error(t)) for t in found}
+            if row.id not in self._causes and row.object:
+                unread[row.object].add(row.id)
+        for key, ids in unread.items():
+            if time.monotonic() >= until:
+                break
+            try:
+                found = self.sessions.conversations(key, ids)
+            except EtudeError as e:
+                self._damaged(e)
+                self._causes |= dict.fromkeys(ids, ("not readable", ""))
+                continue
+            self._causes |= {t.id: (evidence_of(t), last_tool_error(t)) for t in found}
         return {row.id: self._causes[row.id] for row in rows if row.id in self._causes}
 
 
@@ -267,8 +276,7 @@ def evidence_of(t: Trajectory) -> str:
     for part in parts:
         if part.value < 1.0 and part.evidence.strip():
             lines = [line.strip() for line in part.evidence.strip().split("\n") if line.strip()]
-            wrong = [line for line in lines if any(word in line.lower() for word in _WRONG)]
-            line = wrong[-1] if wrong else lines[0]
+            line = _last_wrong(lines) or lines[0]
             return cause_of(f"{part.name}: {line.rpartition('; its last words: ')[2]}")
     if t.status in CUT_SHORT:
         return CUT_SHORT[t.status]
@@ -276,15 +284,23 @@ def evidence_of(t: Trajectory) -> str:
 
 
 _WRONG = ("error", "traceback", "fail", "exception", "no such", "not found")
+_OF_A_FILE = re.compile(r"\s*\d+\t")
+"""A numbered line, as `read` gives them: what a file says of errors is not one."""
+
+
+def _last_wrong(lines: Iterable[str]) -> str:
+    wrong = [line for line in lines if any(word in line.lower() for word in _WRONG)]
+    return wrong[-1] if wrong else ""
 
 
 def last_tool_error(t: Trajectory) -> str:
-    """The last answer of a tool that tells of an error, or nothing."""
+    """Of the last answer of a tool that tells of an error the last line that does, or nothing."""
     for message in reversed(t.messages):
         if message.get("role") == "tool":
             text = str(message.get("content") or "").strip()
-            if any(word in text[:400].lower() for word in _WRONG):
-                return cause_of(text.rsplit("\n", 1)[-1])
+            lines = [line for line in text.split("\n") if not _OF_A_FILE.match(line)]
+            if line := _last_wrong(lines):
+                return cause_of(line)
     return ""
 
 
