@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from etude.core.alarms import Alarms
@@ -41,6 +41,20 @@ LOOK_S = 30.0
 """Between two looks for what is missing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The result of an evaluation, as its report tells it; `samples`: attempts at each task."""
+
+    stage: str
+    split: str
+    version: int
+    solved: int
+    total: int
+    low: float
+    high: float
+    samples: int = 1
+
+
 class RecordedRun:
     """`refresh` reads what is new; it is the only method that changes anything but caches."""
 
@@ -69,6 +83,7 @@ class RecordedRun:
         self._read: float | None = None
         self._looked: float | None = None
         self._missing: list[str] = []
+        self._reports: dict[str, Evaluated] = {}
         self._causes: dict[str, tuple[str, str]] = {}
         self._memos: dict[str, tuple[int, Any]] = {}
         self._unsettled: set[str] = set()
@@ -168,7 +183,29 @@ class RecordedRun:
                 self._looked = time.monotonic()
             return [*dict.fromkeys(self.damage), *self._missing]
 
+    def evaluations(self) -> list[Evaluated]:
+        """By version: the reports, and what was told since they were last looked for. An event does
+        not say how many attempts were made at each task."""
+        self.missing()
+        reports = list(self._reports.values())
+        known = {(each.version, each.split, each.solved, each.total) for each in reports}
+        told = [
+            Evaluated(**asdict(each))
+            for each in self.history.evals
+            if (each.version, each.split, each.solved, each.total) not in known
+        ]
+        return sorted([*reports, *told], key=lambda each: (each.version, each.samples))
+
+    def _look_for_reports(self) -> None:
+        for name in self.run.evals():
+            if name not in self._reports:
+                try:
+                    self._reports[name] = self.run.eval(name, Evaluated)
+                except EtudeError as e:
+                    self._damaged(e)
+
     def _look(self) -> list[str]:
+        self._look_for_reports()
         url, found = self.run.objects.url, []
         if self.config is None:
             try:
