@@ -1,6 +1,7 @@
 """Captures the dashboard's screens of any run that `etude dash` serves at URL:
 
-    python docs/screens/dash.py URL RUN GROUP [--session ID] [--other RUN] [--stopped RUN] [--only NAME ...]
+    python docs/screens/dash.py URL RUN GROUP [--session ID] [--other RUN] [--stopped RUN]
+                                [--only NAME ...]
 
 GROUP is one of RUN, and the session that is shown its first attempt or ID. The pictures of several
 runs and of a stopped one are made only if those are named. Needs playwright and pillow."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from etude.core.events import EvalDone
+from etude.core.events import EvalDone, EvalProgress, Launched, StageStarted
 from etude.dash.answers import solve_rates
+from etude.dash.reader import RunView
 from etude.dash.recorded import Evaluated, RecordedRun
 from etude.dash.table import RolloutTable
 from etude.store.objects import Objects
@@ -56,3 +57,12 @@ def test_reports_tell_of_evaluations_what_events_do_not() -> None:
     again = RecordedRun("x", run)
     again.history.evals.append(told)
     assert again.evaluations() == [once, eight]
+
+
+def test_an_evaluation_after_the_run_leaves_its_progress() -> None:
+    view = RunView()
+    view.apply(0.0, StageStarted(stage="rl", steps=60, done=33, groups_per_step=8))
+    view.apply(1.0, Launched(resumed=True))
+    assert view.steps == 0, "it may have been given more"
+    view.apply(2.0, EvalProgress(stage="rl", split="heldout", done=0, total=8, solved=0))
+    assert (view.done, view.steps) == (33, 60)
