@@ -1,12 +1,15 @@
-"""Captures the dashboard's screens: `python docs/screens/dash.py URL RUN OTHER STOPPED GROUP`.
+"""Captures the dashboard's screens of any run that `etude dash` serves at URL:
 
-`etude dash` serves these runs at URL, of which one was stopped; GROUP is one of RUN. Needs
-playwright and pillow."""
+    python docs/screens/dash.py URL RUN GROUP [--session ID] [--other RUN] [--stopped RUN]
+                                [--only NAME ...]
+
+GROUP is one of RUN, and the session that is shown its first attempt or ID. The pictures of several
+runs and of a stopped one are made only if those are named. Needs playwright and pillow."""
 
 from __future__ import annotations
 
+import argparse
 import io
-import sys
 from pathlib import Path
 
 from PIL import Image
@@ -16,32 +19,54 @@ FOLDER = Path(__file__).parent
 SIZE = {"width": 1280, "height": 800}
 
 
-def main(url: str, run: str, other: str, stopped: str, group: str) -> None:
-    shots = {
-        "dash-run": (f"/runs/{run}", "light"),
-        "dash-compare": (f"/runs/{run},{other}", "dark"),
-        "dash-rollouts": (f"/runs/{run}/rollouts?kind=train&sort=-length", "light"),
-        "dash-failures": (f"/runs/{run}/failures?kind=train", "light"),
-        "dash-group": (f"/runs/{run}/groups/{group}", "dark"),
-        "dash-session": (f"/runs/{run}/sessions/{group}.0", "light"),
-        "dash-tokens": (f"/runs/{run}/sessions/{group}.7?tab=tokens", "light"),
-        "dash-ledger": (f"/runs/{run}/ledger", "light"),
-        "dash-fleet": (f"/runs/{run}/fleet", "dark"),
-        "dash-doctor": (f"/runs/{stopped}/doctor", "light"),
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("run")
+    parser.add_argument("group")
+    parser.add_argument("--session")
+    parser.add_argument("--other")
+    parser.add_argument("--stopped")
+    parser.add_argument("--only", nargs="+")
+    given = parser.parse_args()
+    for name, (path, theme) in shots(given).items():
+        if not given.only or name in given.only:
+            capture(given.url.rstrip("/") + path, theme, FOLDER / f"{name}.png")
+
+
+def shots(given: argparse.Namespace) -> dict[str, tuple[str, str]]:
+    """Name -> the view, and dark or light."""
+    run, session = f"/runs/{given.run}", given.session or f"{given.group}.0"
+    found = {
+        "dash-run": (run, "light"),
+        "dash-rollouts": (f"{run}/rollouts?kind=train&sort=-length", "light"),
+        "dash-failures": (f"{run}/failures?kind=train", "light"),
+        "dash-group": (f"{run}/groups/{given.group}", "dark"),
+        "dash-session": (f"{run}/sessions/{session}", "light"),
+        "dash-tokens": (f"{run}/sessions/{session}?tab=tokens", "light"),
+        "dash-ledger": (f"{run}/ledger", "light"),
+        "dash-fleet": (f"{run}/fleet", "dark"),
     }
+    if given.other:
+        found["dash-compare"] = (f"{run},{given.other}", "dark")
+    if given.stopped:
+        found["dash-doctor"] = (f"/runs/{given.stopped}/doctor", "light")
+    return found
+
+
+def capture(url: str, theme: str, to: Path) -> None:
     with sync_playwright() as started:
         browser = started.chromium.launch(
             executable_path="/usr/bin/chromium", args=["--no-sandbox"]
         )
-        for name, (path, theme) in shots.items():
-            page = browser.new_page(viewport=SIZE, color_scheme=theme)
-            page.goto(url + path)
-            page.wait_for_selector("main .card, main table", timeout=120_000)
-            page.wait_for_timeout(1500)
-            image = Image.open(io.BytesIO(page.screenshot()))
-            image.convert("RGB").quantize(96).save(FOLDER / f"{name}.png", optimize=True)
-            page.close()
+        page = browser.new_page(viewport=SIZE, color_scheme=theme)
+        page.goto(url)
+        page.wait_for_selector("main .card, main table", timeout=120_000)
+        page.wait_for_timeout(1500)
+        image = Image.open(io.BytesIO(page.screenshot()))
+        image.convert("RGB").quantize(96).save(to, optimize=True)
+        browser.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

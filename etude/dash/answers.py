@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +14,7 @@ from etude.core.errors import error_line
 from etude.core.lineage import stage_spans
 from etude.dash.page import describe
 from etude.dash.recorded import RecordedRun, clusters
-from etude.dash.table import WAITS, Filter, RolloutTable
+from etude.dash.table import BATCHED, TRAINED, WAITS, Filter, RolloutTable
 from etude.dash.waits import summed_up
 from etude.store.codec import Stamped
 from etude.store.rollouts import RolloutRow
@@ -26,6 +27,10 @@ LOOKED_INTO = 400
 """Sessions whose evidence is read for clusters."""
 LOOK_S = 0.8
 LENGTH_BINS = 8
+SMALL_POINT = 0.25
+"""Of the median number of attempts: a point of fewer is mostly chance."""
+OPEN = (WAITS, BATCHED)
+"""Of these the ledger does not know yet what becomes of them: they are in flight."""
 SHOWN = (
     *("id", "task", "kind", "group", "stage", "step", "status", "error", "reward", "parts"),
     *("flags", "length", "turns", "versions", "sampled_tokens", "seconds", "source"),
@@ -66,7 +71,7 @@ def overview(recorded: RecordedRun) -> dict[str, Any]:
         "stages": _stages(recorded),
         "steps": history.steps | {"ess": history.ess},
         "fits": history.fits,
-        "evals": [asdict(each) for each in history.evals],
+        "evals": [asdict(each) for each in recorded.evaluations()],
         "solve": recorded.memo("solve", lambda: solve_rates(recorded.table)),
         "cost": _cost(recorded.table),
     }
@@ -99,25 +104,51 @@ def _cost(table: RolloutTable) -> dict[str, float]:
 
 
 def solve_rates(table: RolloutTable) -> dict[str, dict[str, list[float]]]:
-    """Share of solved attempts by the newest version that sampled them, for each kind of task."""
+    """Share of solved attempts by the newest version that sampled them, for each kind of task. The
+    few of a version that was soon replaced are counted with those of the next one."""
     found: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(
         lambda: defaultdict(lambda: [0, 0])
     )
     for row in (table.rows[place] for place in table.find(Filter())):
         if row.reward is None or not row.versions:
             continue
-        name = row.kind if row.kind != "train" else f"train {row.source}".strip()
+        name = _curve_of(row)
         counts = found[name][row.versions[-1]]
         counts[0] += row.reward == 1.0
         counts[1] += 1
+    points = {name: _gathered(counts) for name, counts in sorted(found.items())}
     return {
         name: {
-            "version": [float(version) for version in sorted(counts)],
-            "rate": [counts[version][0] / counts[version][1] for version in sorted(counts)],
-            "count": [float(counts[version][1]) for version in sorted(counts)],
+            "version": [float(version) for version, _, _ in each],
+            "rate": [solved / attempts for _, solved, attempts in each],
+            "count": [float(attempts) for _, _, attempts in each],
         }
-        for name, counts in sorted(found.items())
+        for name, each in points.items()
     }
+
+
+def _curve_of(row: RolloutRow) -> str:
+    """Several attempts at each task are sampled otherwise than one: a curve of their own."""
+    if row.kind == "train":
+        return f"train {row.source}".strip()
+    several = re.search(r"_x\d+$", row.group)
+    return row.kind + (several[0].replace("_x", " ×") if several else "")
+
+
+def _gathered(counts: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
+    """(version, solved, attempts) of points that are not far smaller than most."""
+    least = float(np.median([attempts for _, attempts in counts.values()])) * SMALL_POINT
+    points: list[tuple[int, int, int]] = []
+    solved, attempts = 0, 0
+    for version in sorted(counts):
+        solved, attempts = solved + counts[version][0], attempts + counts[version][1]
+        if attempts >= least:
+            points.append((version, solved, attempts))
+            solved, attempts = 0, 0
+    if attempts:
+        version, before, among = points.pop()
+        points.append((max(counts), before + solved, among + attempts))
+    return points
 
 
 def lag_split(table: RolloutTable) -> dict[str, dict[int, int]]:
@@ -125,7 +156,7 @@ def lag_split(table: RolloutTable) -> dict[str, dict[int, int]]:
     they waited for their step."""
     in_flight: Counter[int] = Counter()
     queued: Counter[int] = Counter()
-    for row in table.rows:
+    for row in (table.rows[place] for place in table.find(Filter(became=TRAINED))):
         if row.step is not None and row.versions:
             in_flight[row.versions[-1] - row.versions[0]] += 1
             queued[row.step - 1 - row.versions[-1]] += 1
@@ -195,7 +226,7 @@ def ledger(recorded: RecordedRun) -> dict[str, Any]:
 def _ledger(recorded: RecordedRun) -> dict[str, Any]:
     ledger, table = recorded.ledger, recorded.table
     places = table.find(Filter(kind="train"))
-    known = (p for p in places if (row := table.rows[p]).object and table.became(row) != WAITS)
+    known = (p for p in places if (row := table.rows[p]).object and table.became(row) not in OPEN)
     settled = np.fromiter(known, np.int64)
     return {
         "issued": ledger.issued,
@@ -218,7 +249,7 @@ def _by_length(table: RolloutTable, places: np.ndarray[Any, Any]) -> list[dict[s
     if not len(places):
         return []
     lengths = table.numbers("length", places)
-    trained = np.isfinite(table.numbers("step", places))
+    trained = table.trained(places)
     edges = np.unique(np.quantile(lengths, np.linspace(0, 1, LENGTH_BINS + 1)).astype(int))
     if len(edges) < 2:
         return [_share(f"{edges[0]:,}", trained, np.ones(len(places), bool))]
@@ -233,7 +264,7 @@ def _by_name(table: RolloutTable, places: np.ndarray[Any, Any], name: str) -> li
     if not len(places):
         return []
     names = np.array(table.names(name, places))
-    trained = np.isfinite(table.numbers("step", places))
+    trained = table.trained(places)
     return [_share(each or "(none)", trained, names == each) for each in table.count(name, places)]
 
 
@@ -241,7 +272,7 @@ def _by_reward(table: RolloutTable, places: np.ndarray[Any, Any]) -> list[dict[s
     if not len(places):
         return []
     rewards = table.numbers("reward", places)
-    trained = np.isfinite(table.numbers("step", places))
+    trained = table.trained(places)
     kinds = {
         "solved (1)": rewards == 1.0,
         "between": (rewards != 0.0) & (rewards != 1.0) & np.isfinite(rewards),

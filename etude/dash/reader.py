@@ -173,6 +173,8 @@ class RunView:
         self._ends: deque[float] = deque()
         self._steps: deque[StepDone] = deque(maxlen=8)
         self._stopped_s = 0.0
+        self._steps_before = 0
+        """Steps of the stage, as the life before had them."""
         self._batches: dict[int, float] = {}
         """Steps that the trainer has a batch for and has not done -> since when."""
         self._trainer_free: float | None = None
@@ -195,6 +197,7 @@ class RunView:
                 self.finished = False
                 self.failure = self.evaluating = self.stepping = None
                 self.few_tasks = {}
+                self._steps_before = self.steps or self._steps_before
                 self.steps = 0  # it may have been given more
                 self._trainer_free = None
             case FewTasks():
@@ -231,6 +234,7 @@ class RunView:
                 if self.evaluating is None or event.done == 0:
                     self.eval_began = t
                 self.evaluating = event
+                self.steps = self.steps or self._steps_before  # `etude eval` begins no stage
             case EvalDone():
                 self.evaluating = None
                 self.evals[event.stage, event.split] = event

@@ -4,11 +4,12 @@ written, and nothing is read that nobody asked for but events, ledger and rows."
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from etude.core.alarms import Alarms
@@ -40,6 +41,20 @@ LOOK_S = 30.0
 """Between two looks for what is missing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The result of an evaluation, as its report tells it; `samples`: attempts at each task."""
+
+    stage: str
+    split: str
+    version: int
+    solved: int
+    total: int
+    low: float
+    high: float
+    samples: int = 1
+
+
 class RecordedRun:
     """`refresh` reads what is new; it is the only method that changes anything but caches."""
 
@@ -68,6 +83,7 @@ class RecordedRun:
         self._read: float | None = None
         self._looked: float | None = None
         self._missing: list[str] = []
+        self._reports: dict[str, Evaluated] = {}
         self._causes: dict[str, tuple[str, str]] = {}
         self._memos: dict[str, tuple[int, Any]] = {}
         self._unsettled: set[str] = set()
@@ -167,7 +183,29 @@ class RecordedRun:
                 self._looked = time.monotonic()
             return [*dict.fromkeys(self.damage), *self._missing]
 
+    def evaluations(self) -> list[Evaluated]:
+        """By version: the reports, and what was told since they were last looked for. An event does
+        not say how many attempts were made at each task."""
+        self.missing()
+        reports = list(self._reports.values())
+        known = {(each.version, each.split, each.solved, each.total) for each in reports}
+        told = [
+            Evaluated(**asdict(each))
+            for each in self.history.evals
+            if (each.version, each.split, each.solved, each.total) not in known
+        ]
+        return sorted([*reports, *told], key=lambda each: (each.version, each.samples))
+
+    def _look_for_reports(self) -> None:
+        for name in self.run.evals():
+            if name not in self._reports:
+                try:
+                    self._reports[name] = self.run.eval(name, Evaluated)
+                except EtudeError as e:
+                    self._damaged(e)
+
     def _look(self) -> list[str]:
+        self._look_for_reports()
         url, found = self.run.objects.url, []
         if self.config is None:
             try:
@@ -196,7 +234,10 @@ class RecordedRun:
         return self.sessions.session(self._key(id), id)
 
     def conversation(self, id: str) -> Trajectory:
-        return next(t for t in self.sessions.conversations(self._key(id)) if t.id == id)
+        key = self._key(id)
+        for t in self.sessions.conversations(key, {id}):
+            return t
+        raise Missing(f"{self.run.objects.url}: {key} holds no session {id!r}")
 
     def group(self, group: str) -> list[Trajectory]:
         return self.sessions.conversations(f"groups/{group}")
@@ -215,15 +256,20 @@ class RecordedRun:
         """Id -> (what the evidence says, what a tool said last), of as many of these rows as can be
         read in that time; those that were read before cost nothing."""
         until = time.monotonic() + budget_s
+        unread: defaultdict[str, set[str]] = defaultdict(set)
         for row in rows:
-            if row.id not in self._causes and row.object and time.monotonic() < until:
-                try:
-                    found = self.sessions.conversations(row.object)
-                except EtudeError as e:
-                    self._damaged(e)
-                    self._causes[row.id] = ("not readable", "")
-                    continue
-                self._causes |= {t.id: (evidence_of(t), last_tool_error(t)) for t in found}
+            if row.id not in self._causes and row.object:
+                unread[row.object].add(row.id)
+        for key, ids in unread.items():
+            if time.monotonic() >= until:
+                break
+            try:
+                found = self.sessions.conversations(key, ids)
+            except EtudeError as e:
+                self._damaged(e)
+                self._causes |= dict.fromkeys(ids, ("not readable", ""))
+                continue
+            self._causes |= {t.id: (evidence_of(t), last_tool_error(t)) for t in found}
         return {row.id: self._causes[row.id] for row in rows if row.id in self._causes}
 
 
@@ -267,8 +313,7 @@ def evidence_of(t: Trajectory) -> str:
     for part in parts:
         if part.value < 1.0 and part.evidence.strip():
             lines = [line.strip() for line in part.evidence.strip().split("\n") if line.strip()]
-            wrong = [line for line in lines if any(word in line.lower() for word in _WRONG)]
-            line = wrong[-1] if wrong else lines[0]
+            line = _last_wrong(lines) or lines[0]
             return cause_of(f"{part.name}: {line.rpartition('; its last words: ')[2]}")
     if t.status in CUT_SHORT:
         return CUT_SHORT[t.status]
@@ -276,15 +321,23 @@ def evidence_of(t: Trajectory) -> str:
 
 
 _WRONG = ("error", "traceback", "fail", "exception", "no such", "not found")
+_OF_A_FILE = re.compile(r"\s*\d+\t")
+"""A numbered line, as `read` gives them: what a file says of errors is not one."""
+
+
+def _last_wrong(lines: Iterable[str]) -> str:
+    wrong = [line for line in lines if any(word in line.lower() for word in _WRONG)]
+    return wrong[-1] if wrong else ""
 
 
 def last_tool_error(t: Trajectory) -> str:
-    """The last answer of a tool that tells of an error, or nothing."""
+    """Of the last answer of a tool that tells of an error the last line that does, or nothing."""
     for message in reversed(t.messages):
         if message.get("role") == "tool":
             text = str(message.get("content") or "").strip()
-            if any(word in text[:400].lower() for word in _WRONG):
-                return cause_of(text.rsplit("\n", 1)[-1])
+            lines = [line for line in text.split("\n") if not _OF_A_FILE.match(line)]
+            if line := _last_wrong(lines):
+                return cause_of(line)
     return ""
 
 

@@ -287,6 +287,11 @@ class RolloutTable:
         found: np.ndarray[Any, Any] = self._numbers[name].values[places]
         return found
 
+    def trained(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Which of these rows were trained on: their steps are done."""
+        found: np.ndarray[Any, Any] = self._numbers["step"].values[places] <= self._trained_step
+        return found
+
     def names(self, name: str, places: np.ndarray[Any, Any]) -> list[str]:
         values = self._names[name].values
         return [values[code] for code in self._codes[name].values[places]]

@@ -3,6 +3,7 @@ what is asked for is decoded, so that a person who opens one does not wait for t
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 
 import msgspec
@@ -56,10 +57,15 @@ class SessionReader:
                 return unpack(bytes(raw), Trajectory, where)
         raise Missing(f"{where} holds no session {id!r}")
 
-    def conversations(self, key: str) -> list[Trajectory]:
-        """All sessions of an object, without their tokens."""
+    def conversations(self, key: str, only: Collection[str] | None = None) -> list[Trajectory]:
+        """The sessions of an object, without their tokens. `only` those of these ids: an
+        evaluation has thousands."""
         where = self._where(key)
-        found = [unpack(bytes(raw), _Conversation, where) for raw in self._each(key)]
+        found = [
+            unpack(bytes(raw), _Conversation, where)
+            for raw in self._each(key)
+            if only is None or unpack(bytes(raw), _Named, where).id in only
+        ]
         names = [each.name for each in fields(_Conversation)]
         return [
             Trajectory(segments=(), **{name: getattr(said, name) for name in names})

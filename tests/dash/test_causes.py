@@ -42,6 +42,8 @@ def test_the_newest_error_of_a_tool() -> None:
     assert said(old, new, ("tool", "ok"), ("user", "an error")) == "run: not found"
     assert said(new, old) == "KeyError: 'a'"
     assert said(("tool", "ok"), ("assistant", "error")) == ""
+    assert said(old, ("tool", "   7\traise ValueError\n   8\tfail()")) == "KeyError: 'a'", "a file"
+    assert said(("tool", "F\n1 failed in 2.5s\nexit code 1")) == "… failed in …s"
 
 
 def test_the_same_causes_stand_together_the_largest_first() -> None:

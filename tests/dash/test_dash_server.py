@@ -121,6 +121,8 @@ def test_a_rollout_is_trained_on_when_its_step_is_done(tmp_path: Path) -> None:
 
     def told() -> list[Any]:
         app = create_app([RecordedRun("x", run)], Access(host="127.0.0.1"))
+        ledger = ask(app, "/api/runs/x/ledger").json
+        assert sum(each["trained"] for each in ledger["by_status"]) == ledger["trained"]
         found = ask(app, "/api/runs/x/rollouts?step=3").json
         exported = json.loads(ask(app, "/api/runs/x/export?format=jsonl&step=3").body)
         return [found["rows"][0]["became"], *found["facets"]["became"], exported["became"]]

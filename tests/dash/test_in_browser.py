@@ -234,6 +234,35 @@ def test_what_a_model_says_is_text(page: Any, link: str, hostile: Path) -> None:
     page.wait_for_selector(".problem")
 
 
+def test_a_file_that_tells_of_errors_and_a_line_without_end(
+    page: Any, link: str, hostile: Path
+) -> None:
+    """As sessions of real repositories have them: a read is not red, a line of dots is folded."""
+    turn = {"role": "tool", "text": "", "reasoning": "", "calls": [], "call_id": ""}
+    call = {"id": "1", "name": "read", "arguments": {"path": "a.py"}}
+    answer = "   7\tclass ParseError: pass\n   8\traise ParseError"
+    turns = [
+        turn | {"role": "assistant", "calls": [call]},
+        turn | {"text": answer, "call_id": "1"},
+        turn | {"role": "user", "text": "." * 1600},
+    ]
+
+    def real(route: Any) -> None:
+        answered = route.fetch()
+        told = answered.json()
+        told["session"]["turns"] = turns
+        route.fulfill(response=answered, json=told)
+
+    page.route(
+        "**/sessions/g000001.1",
+        lambda route: real(route) if "/api/" in route.request.url else route.continue_(),
+    )
+    page.goto(f"{base(link)}/runs/{hostile.name}/sessions/g000001.1")
+    page.wait_for_selector(".call:has-text('read')")
+    assert page.locator(".call.wrong").count() == 0
+    assert page.locator(".turn.user pre").inner_text() == "." * 400 + " …"
+
+
 def test_a_group_side_by_side(page: Any, link: str, real: Path) -> None:
     group = Run.open(str(real), create=False).groups()[0]
     page.goto(f"{base(link)}/runs/{real.name}/groups/{group}")

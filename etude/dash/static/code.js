@@ -40,13 +40,15 @@ export function Diff({ text }) {
 
 const FOLD_LINES = 14;
 const FOLD_CHARS = 2400;
+const FOLD_LINE = 400;
+const foldLine = (line) => (line.length > FOLD_LINE ? `${line.slice(0, FOLD_LINE)} …` : line);
 
 // Text as it is; what is long shows its first lines until somebody wants all of it.
 export function Text({ text, lines = FOLD_LINES }) {
   const [open, setOpen] = useState(false);
   const all = text.split("\n");
-  const long = all.length > lines + 4 || text.length > FOLD_CHARS;
-  const shown = open || !long ? text : all.slice(0, lines).join("\n").slice(0, FOLD_CHARS);
+  const long = all.length > lines + 4 || text.length > FOLD_CHARS || all.some((line) => line.length > FOLD_LINE);
+  const shown = open || !long ? text : all.slice(0, all.length > lines + 4 ? lines : all.length).map(foldLine).join("\n").slice(0, FOLD_CHARS);
   return html`${isDiff(shown) ? html`<${Diff} text=${shown} />` : html`<pre>${looksLikeCode(shown) ? html`<${Code} text=${shown} />` : shown}</pre>`}
     ${long && html`<button type="button" class="more" onClick=${() => setOpen(!open)}>${open ? "less" : `all of it: ${all.length.toLocaleString()} lines, ${text.length.toLocaleString()} characters`}</button>`}`;
 }

@@ -15,21 +15,22 @@ function Workers({ data }) {
         <small>${percent(each.busy)} busy, ${each.running} running, ${each.waiting} waiting</small><${Bar} share=${each.busy} />
       </div>`,
     )}
-    <div class="tile"><span>window</span><b>${data.slots[0]} of ${data.slots[1]}</b><small>slots in use and ${data.sessions} sessions under way, as last told</small></div>
+    ${data.slots[1] > 0 && html`<div class="tile"><span>window</span><b>${data.slots[0]} of ${data.slots[1]}</b><small>slots in use and ${data.sessions} ${data.sessions === 1 ? "session" : "sessions"} under way, as last told</small></div>`}
   </div>`;
 }
 
 function Versions({ run, data, regions }) {
-  return html`<${Card} title="Weight versions" note="times count from the end of the step that made each; a worker is looked at once a second">
+  const stored = data.versions.some((each) => each.digest); // a copy of a run may be without weights
+  return html`<${Card} title="Weight versions" note=${`times count from the end of the step that made each; a worker is looked at once a second${stored ? "" : "; the weights are not in this store"}`}>
     <div class="scroll" tabindex="0" role="region" aria-label="weight versions"><table>
-      <thead><tr><th class="num">version</th><th>stage</th><th>digest</th><th class="num">size</th><th></th><th class="num">of the model</th><th class="num">trainer stalled</th>${regions.map((name) => html`<th class="num" key=${name}>seen in ${name}</th>`)}<th class="num">live everywhere</th></tr></thead>
+      <thead><tr><th class="num">version</th>${stored && html`<th>stage</th><th>digest</th><th class="num">size</th><th></th><th class="num">of the model</th>`}<th class="num">trainer stalled</th>${regions.map((name) => html`<th class="num" key=${name}>seen in ${name}</th>`)}<th class="num">live everywhere</th></tr></thead>
       <tbody>${data.versions.map(
         (each) => html`<tr key=${each.version}>
           <td class="num"><${Link} to=${place(run, "rollouts", { version: each.version })}>${each.version}<//></td>
-          <td>${each.stage ?? "–"}</td>
+          ${stored && html`<td>${each.stage ?? "–"}</td>
           <td><code title=${each.digest}>${each.digest ? each.digest.slice(0, 12) : "–"}</code></td>
           <td class="num">${bytes(each.bytes)}</td><td class="dim">${each.digest ? (each.snapshot ? "snapshot" : "delta") : ""}</td>
-          <td class="num">${each.whole_bytes ? percent(each.bytes / each.whole_bytes, 1) : "–"}</td>
+          <td class="num">${each.whole_bytes ? percent(each.bytes / each.whole_bytes, 1) : "–"}</td>`}
           <td class="num">${isNumber(each.stall_s) ? `${(1000 * each.stall_s).toFixed(0)} ms` : "–"}</td>
           ${regions.map((name) => html`<td class="num" key=${name}>${after((each.regions ?? {})[name], each.step_done)}</td>`)}
           <td class="num">${after(each.live, each.step_done)}</td>
@@ -44,7 +45,7 @@ export function Fleet({ run }) {
   if (!data) return html`<${Loading} error=${error} />`;
   const regions = Object.keys(data.workers);
   const start = Math.min(...regions.map((name) => data.workers[name].t[0] ?? Infinity));
-  const lines = (key) => regions.map((name, n) => ({ label: name, x: data.workers[name].t.map((t) => Math.round(t - start)), y: data.workers[name][key], colour: n }));
+  const lines = (key) => regions.map((name, n) => ({ label: name, x: data.workers[name].t.map((t) => Math.round(t - start)), y: data.workers[name][key].map((value) => (value < 0 ? null : value)), colour: n }));
   const sizes = data.versions.filter((each) => each.digest && !each.snapshot).reverse();
   return html`
     <${Workers} data=${data} />

@@ -15,7 +15,7 @@ function Headline({ run }) {
     <div class="progress">
       ${progress.map(
         (each) => html`<div key=${each.what}>
-          <span>${each.what}${each.eta_s ? `, ${clock(each.eta_s)} to go` : ""}</span>
+          <span>${each.what}${each.eta_s && !run.advice ? `, ${clock(each.eta_s)} to go` : ""}</span>
           ${each.total > 0 && html`<progress value=${each.done} max=${each.total} aria-label=${each.what}></progress>`}
         </div>`,
       )}
@@ -25,7 +25,7 @@ function Headline({ run }) {
 
 function Tiles({ run }) {
   const { steps, evals, cost } = run;
-  const heldout = evals.filter((each) => each.split === "heldout");
+  const heldout = evals.filter((each) => each.split === "heldout" && each.samples === 1);
   const newest = heldout[heldout.length - 1];
   const tiles = [
     ["batch reward", short(last(steps.reward), 2), "mean of the newest batch: groups with a difference"],
@@ -53,24 +53,25 @@ function Stages({ run }) {
         (each) => html`<li key=${each.stage} class=${each.state.replace(" ", "-")}>
           <b>${each.stage}</b>
           <span>versions ${each.start} → ${each.end}</span>
-          <small>${each.state === "done" ? `done in ${clock(each.seconds)}` : each.state || "to come"}</small>
+          <small>${each.state === "done" ? `done in ${clock(each.seconds)}` : each.state === "under way" && run.advice ? `stopped after step ${last(run.steps.step) ?? 0}` : each.state || "to come"}</small>
         </li>`,
       )}
     </ol>
     <table>
-      <thead><tr><th>evaluated</th><th>version</th><th>split</th><th class="num">solved</th><th class="num">rate</th><th class="num">95 %</th></tr></thead>
+      <thead><tr><th>evaluated</th><th>version</th><th>split</th><th class="num">attempts</th><th class="num">solved</th><th class="num">rate</th><th class="num">95 %</th></tr></thead>
       <tbody>
         ${run.evals.map(
-          (each) => html`<tr key=${`${each.stage} ${each.split} ${each.version}`}>
+          (each) => html`<tr key=${`${each.stage} ${each.split} ${each.version} ${each.samples}`}>
             <td>${each.stage === "start" ? "before training" : `after ${each.stage}`}</td>
             <td>${each.version}</td>
             <td><${Link} to=${place(run.name, "rollouts", { kind: each.split, version: each.version })}>${each.split}<//></td>
+            <td class="num">${each.samples}</td>
             <td class="num">${each.solved} / ${each.total}</td>
             <td class="num"><b>${percent(each.solved / each.total, 1)}</b></td>
             <td class="num dim">${percent(each.low, 1)} – ${percent(each.high, 1)}</td>
           </tr>`,
         )}
-        ${!run.evals.length && html`<tr><td colspan="6" class="dim">no evaluation yet</td></tr>`}
+        ${!run.evals.length && html`<tr><td colspan="7" class="dim">no evaluation yet</td></tr>`}
       </tbody>
     </table>
   </${Card}>`;

@@ -17,7 +17,9 @@ const brief = (given) =>
     .join(", ")
     .replace(/\s+/g, " ");
 
-const wrong = (text) => /^(error|traceback|fatal|failed)\b|\b\w*(Error|Exception):/im.test(text.slice(0, 600));
+// what a numbered line of a file says of errors is none
+const ofFile = /^\s*\d+\t.*$/gm;
+const wrong = (text) => /^(error|traceback|fatal|failed)\b|\b\w*(Error|Exception):/im.test(text.slice(0, 600).replace(ofFile, ""));
 
 // A call folded, with the answer of its tool.
 function Call({ call, answer, open }) {
