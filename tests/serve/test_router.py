@@ -16,7 +16,8 @@ from etude.core.clock import AwakeClock, ManualClock
 from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan, expand_spans
 from etude.serve.fake_worker import FakeWorker, Pace, fake_sample
 from etude.serve.http import ApiError, DeadlineExceeded, Unavailable
-from etude.serve.router import MAX_RETRIES, Router
+from etude.serve.router import Router
+from etude.serve.worker_answer import MAX_RETRIES
 from etude.serve.worker_protocol import (
     FrameReader,
     GenerateFrame,
