@@ -167,8 +167,7 @@ class Attempts:
 
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
         """Whether the next one is to be made."""
-        failed = isinstance(error, WorkerFailed)
-        if failed:
+        if failed := isinstance(error, WorkerFailed):
             self._fleet.leave(attempt.worker)
             self._failures.append(error)
         self._fleet.done(attempt.worker)
