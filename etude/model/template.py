@@ -62,7 +62,10 @@ def compile_template(text: str) -> Callable[..., str]:
     )
     jinja.filters["tojson"] = _to_json
     jinja.globals |= {"raise_exception": _raise, "strftime_now": _now}
-    return jinja.from_string(text).render
+    template = jinja.from_string(text)
+    # Copied each time that it is shown, which takes longer from a chain of dicts than from one.
+    template.globals = dict(template.globals)
+    return template.render
 
 
 @dataclass(frozen=True, slots=True)

@@ -290,9 +290,8 @@ class EventStream(Response):
     ) -> None:
         """`failed`: the event that tells of an error, if it is not the body that does so elsewhere.
         `encode`: an event as bytes, for streams of our own."""
-        media_type = "text/event-stream" if encode is None else MSGPACK
-        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
+        self.media_type = "text/event-stream" if encode is None else MSGPACK
+        self.init_headers({"Cache-Control": "no-cache"})
         self.status_code = NOTHING_SENT
         self._work = work
         self._named = named or encode is not None

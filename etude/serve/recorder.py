@@ -206,8 +206,9 @@ class Recorder:
         # segment of its own.
         numbers = reversed(range(len(known.segments)))
         number = next((n for n in numbers if _goes_on(known.segments[n], prompt)), None)
-        segment = OpenSegment(kind=kind, parent=None, tools=())
-        if number is not None:
+        if number is None:
+            segment = OpenSegment(kind=kind, parent=None, tools=())
+        else:
             segment = known.segments[number]
         num_known = _num_common(segment.messages, prompt.messages)
         return RecordedTurn(
@@ -303,6 +304,8 @@ def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
 
 def _without_nulls(message: Message) -> Message:
     """Without the keys that say nothing: clients send an answer back with or without them."""
+    if None not in message.values():
+        return message
     return {key: value for key, value in message.items() if value is not None}
 
 
