@@ -103,6 +103,7 @@ class GatheringTransport:
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
+        self.is_closing = transport.is_closing  # asked for again and again
         self._loop = loop
         self._pending: list[bytes] = []
         self._num_bytes = 0
@@ -123,7 +124,7 @@ class GatheringTransport:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._pending and not self._transport.is_closing():
+        if self._pending and not self.is_closing():
             self._transport.write(b"".join(self._pending))
         self._pending.clear()
         self._num_bytes = 0
