@@ -81,15 +81,10 @@ async def compare(folder: Path, sessions: int, shards: int) -> dict[str, float]:
             figures |= await etude_side(gateways, worker, alone, sessions)
         for each in gateways:
             each.kill()
-        if LITELLM.exists():
-            proxy = await start_litellm(stack, folder, worker.url)
-            cpu_s = proxy.cpu_s()
-            other = await measure("litellm", lambda n: proxy.url, chat_path, sessions, worker)
-            figures |= other.figures() | other.added_to(alone)
-            figures["litellm.cpu_ms"] = 1000 * (proxy.cpu_s() - cpu_s) / other.num_turns
-            figures["litellm.rss_mb"] = proxy.rss_mb()
-        else:
-            print(f"{LITELLM} is not there: `make bench-gateway` installs it", file=sys.stderr)
+        try:
+            figures |= await litellm_side(stack, folder, worker, alone, sessions)
+        except EtudeError as e:  # what was measured before stays
+            print(e, file=sys.stderr)
     return figures | {"load_after": os.getloadavg()[0]}
 
 
@@ -115,6 +110,24 @@ async def etude_side(
             "etude.cpu_ms": 1000 * cpu_s / own.num_turns,
             "etude.rss_mb": rss_mb,
             "etude.rss_growth_mb": sum(each.rss_mb() for each in gateways) - rss_mb,
+        }
+    )
+
+
+async def litellm_side(
+    stack: contextlib.ExitStack, folder: Path, worker: Started, alone: Side, sessions: int
+) -> dict[str, float]:
+    if not LITELLM.exists():
+        raise EtudeError(f"{LITELLM} is not there: `make bench-gateway` installs it")
+    proxy = await start_litellm(stack, folder, worker.url)
+    cpu_s = proxy.cpu_s()
+    other = await measure("litellm", lambda n: proxy.url, chat_path, sessions, worker)
+    return (
+        other.figures()
+        | other.added_to(alone)
+        | {
+            "litellm.cpu_ms": 1000 * (proxy.cpu_s() - cpu_s) / other.num_turns,
+            "litellm.rss_mb": proxy.rss_mb(),
         }
     )
 

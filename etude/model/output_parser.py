@@ -64,7 +64,13 @@ class MarkedParser:
         self._content = _Trimmed(always=reasoning)
         self._body: list[str] | None = None
 
-    def push(self, piece: str) -> Iterator[Event]:
+    def push(self, piece: str) -> Iterable[Event]:
+        # Nearly all pieces are text, of which each costs as much as a generator.
+        if self._body is None and not isinstance(piece, Mark):
+            return self._say(piece)
+        return self._read(piece)
+
+    def _read(self, piece: str) -> Iterator[Event]:
         if self._body is not None:
             mark = piece if isinstance(piece, Mark) else None
             if mark is not None and mark in self._format.ends:
@@ -93,12 +99,12 @@ class MarkedParser:
         self._content.at_mark()
         return True
 
-    def _say(self, text: str) -> Iterator[Event]:
+    def _say(self, text: str) -> Iterable[Event]:
         if self._reasoning is not None:
-            if text := self._reasoning.push(text):
-                yield Reasoning(text)
-        elif text := self._content.push(text):
-            yield Content(text)
+            text = self._reasoning.push(text)
+            return (Reasoning(text),) if text else ()
+        text = self._content.push(text)
+        return (Content(text),) if text else ()
 
     def end(self, *, finished: bool) -> Iterator[Event]:
         if self._body is not None and self._format.ends_with_answer:
@@ -367,14 +373,14 @@ class MarkScanner:
         self._beginnings = {mark[0] for mark in spelled}
         self._held = ""
 
-    def push(self, piece: str) -> Iterator[str]:
+    def push(self, piece: str) -> Iterable[str]:
         if isinstance(piece, Mark):
-            yield from self.end()
-            yield piece
-            return
+            return [*self.end(), piece]
         if not self._held and self._beginnings.isdisjoint(piece):
-            yield piece
-            return
+            return (piece,)
+        return self._scan(piece)
+
+    def _scan(self, piece: str) -> Iterator[str]:
         self._held += piece
         while found := min(
             ((at, mark) for mark in self._spelled if (at := self._held.find(mark)) >= 0),

@@ -21,7 +21,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from jinja2 import TemplateError
@@ -63,6 +63,7 @@ _MARK = re.compile(r"[<\[]\S+[>\]]")
 spaces."""
 _TAIL = 8
 """Tokens at the end of a prompt that may hold the mark with which it begins the reasoning."""
+_REMEMBERED_TOKENS = 1 << 16
 _NONCE = f"{secrets.randbelow(10**10):010d}"
 """Nobody else writes it. Digits, because templates may trim, escape or change the case of what they
 show."""
@@ -207,7 +208,16 @@ class ChatTokenizer:
         return _NONCE not in text and self._control_texts.search(text) is None
 
     def decode(self, ids: Sequence[int]) -> str:
+        if len(ids) == 1:
+            return self._decode_one(ids[0])
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    @cached_property
+    def _decode_one(self) -> Callable[[int], str]:
+        """Remembered: every token of a stream is decoded by itself, before the next one."""
+        return lru_cache(_REMEMBERED_TOKENS)(
+            lambda id: self._tokenizer.decode([id], skip_special_tokens=False)
+        )
 
     def render(
         self,
@@ -262,11 +272,22 @@ class ChatTokenizer:
         self, messages: list[Message], rest: dict[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
         """Of all that they say, at whatever depth."""
-        shown = [
-            self._guarded(message, assistant=message.get("role") == "assistant")
-            for message in messages
-        ]
-        return shown, self._guarded(rest)
+        if not self._are_plain(messages):
+            messages = [
+                self._guarded(message, assistant=message.get("role") == "assistant")
+                for message in messages
+            ]
+        return messages, self._guarded(rest) if any(rest.values()) else rest
+
+    def _are_plain(self, messages: list[Message]) -> bool:
+        """Whether it is certain, by one look at all of them, that no control token is spelt."""
+        if not self._are_spelt_alike:
+            return False
+        try:
+            said = "\n".join([value for message in messages for value in message.values()])
+        except TypeError:  # something else than text
+            said = json.dumps(messages, ensure_ascii=False)
+        return self._control_texts.search(said) is None
 
     def _guarded(self, said: dict[str, Any], *, assistant: bool = False) -> dict[str, Any]:
         texts = self._special_texts if assistant else self._control_texts

@@ -29,8 +29,10 @@ class AnswerReader:
     def push(self, event: Token | Sample) -> list[Event]:
         """The sample, which is the last, may be pushed again."""
         if isinstance(event, Token):
-            events = self._with_ids(self._parser.push(event.token))
-            self._said += events
+            events = self._parser.push(event.token)
+            if events:
+                events = self._with_ids(events)
+                self._said += events
             return events
         if self._last is None:
             finished = event.finish_reason == "stop"

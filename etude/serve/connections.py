@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_S = 10.0
@@ -34,6 +35,36 @@ MAX_HEADER_LINES = 128
 MAX_PIPELINED = 16
 MAX_GATHERED_BYTES = 64 << 10
 MAX_OPEN = 1 << 15
+
+
+DEPARTURE = "etude.departure"
+"""Its key in the scope of a request."""
+
+
+class Departure:
+    """Tells that the client of a connection is gone. A task that waits for the last message of a
+    request learns the same, at the price of a task for every request."""
+
+    def __init__(self, flow: FlowControl) -> None:
+        self._flow = flow
+        self._callbacks: set[Callable[[], None]] = set()
+        self._is_over = False
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call it when the body of the request has been read: nothing is kept back any more."""
+        if self._is_over:
+            asyncio.get_running_loop().call_soon(callback)  # as all others: from the loop
+            return
+        self._callbacks.add(callback)
+        self._flow.resume_reading()  # or nothing is heard of the client
+
+    def unwatch(self, callback: Callable[[], None]) -> None:
+        self._callbacks.discard(callback)
+
+    def tell(self) -> None:
+        self._is_over = True
+        for callback in list(self._callbacks):
+            callback()
 
 
 class Connections:
@@ -72,6 +103,7 @@ class GatheringTransport:
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
+        self.is_closing = transport.is_closing  # asked for again and again
         self._loop = loop
         self._pending: list[bytes] = []
         self._num_bytes = 0
@@ -92,7 +124,7 @@ class GatheringTransport:
         self._transport.close()
 
     def _flush(self) -> None:
-        if self._pending and not self._transport.is_closing():
+        if self._pending and not self.is_closing():
             self._transport.write(b"".join(self._pending))
         self._pending.clear()
         self._num_bytes = 0
@@ -128,6 +160,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(GatheringTransport(transport, self.loop))  # type: ignore[arg-type]
+        self._departure = Departure(self.flow)
         self._wait(HEAD_S)
         self._all.open.add(self)
         self._all.make_room(self)
@@ -135,6 +168,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.open.discard(self)
         super().connection_lost(exc)
+        self._departure.tell()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -145,6 +179,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[DEPARTURE] = self._departure  # type: ignore[literal-required]
         self._in_head = self._receiving = True
         self._num_headers = self._head_bytes = self._unfinished_bytes = 0
         self._wait(HEAD_S)

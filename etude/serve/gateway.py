@@ -424,7 +424,7 @@ async def serve_gateway(
             # Sessions are many small objects without cycles: looking for some among them costs a
             # tenth of the time, all of it at once.
             gc.freeze()
-            gc.set_threshold(50_000, 20, 100)
+            gc.set_threshold(200_000, 20, 100)
             async with process.meanwhile(*watched):
                 await running
 

@@ -13,18 +13,19 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from etude.serve.access import IDENTITY, Access, AccessDenied, NoToken, identity_of
+from etude.serve.connections import DEPARTURE, Departure
 from etude.serve.metrics import Metrics, RequestRecord
 from etude.serve.policies import policy_of
 from etude.store.decoding import decode_json
@@ -42,6 +43,7 @@ NOTHING_SENT = 499
 """The status of a stream until its first event: if there is none, the client went away."""
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
+ENCODER = msgspec.json.Encoder()
 T = TypeVar("T")
 Decode = Callable[..., Any]
 """`decode_json`, or `decode_msgpack`."""
@@ -180,13 +182,16 @@ async def read_bytes(request: Request) -> bytearray:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                body += chunk
+            more = True
+            while more:
+                part = await request.receive()
+                if part["type"] == "http.disconnect":
+                    raise ClientDisconnected()
+                body += part.get("body", b"")
+                more = part.get("more_body", False)
                 if len(body) > MAX_BODY_BYTES:
                     message = f"request body: more than {MAX_BODY_BYTES} bytes"
                     raise ApiError(message, status=413, code="request_too_large")
-    except ClientDisconnect as e:
-        raise ClientDisconnected() from e
     except TimeoutError as e:
         message = f"request body: not whole after {BODY_S:g} s"
         raise ApiError(message, status=408, code="request_timeout") from e
@@ -208,30 +213,47 @@ async def deadline(seconds: float | None) -> AsyncIterator[None]:
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """Waits for the work, and cancels it when the client goes away. Call it after the body has been
     read: all that can still be received then is the end of the connection."""
-    return await _cancel_on_disconnect(request.receive, work)
+    return await _cancel_on_disconnect(request.scope, request.receive, work)
 
 
-async def _cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def _cancel_on_disconnect(scope: Scope, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.current_task()
     assert task is not None
-    gone = asyncio.ensure_future(receive())
     is_working, has_cancelled = True, False
 
-    def end(_: object) -> None:
+    def end() -> None:
         # may be called late: in the pass of the loop in which the client goes, the work can end
         nonlocal has_cancelled
         if is_working:
             has_cancelled = task.cancel()
 
-    gone.add_done_callback(end)
+    with _watched(scope, receive, end):
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if has_cancelled and not task.uncancel():
+                raise ClientDisconnected() from None
+            raise
+        finally:
+            is_working = False
+
+
+@contextlib.contextmanager
+def _watched(scope: Scope, receive: Receive, end: Callable[[], None]) -> Iterator[None]:
+    """Calls `end` if the client goes away meanwhile."""
+    departure: Departure | None = scope.get(DEPARTURE)
+    if departure is not None:
+        departure.watch(end)
+        try:
+            yield
+        finally:
+            departure.unwatch(end)
+        return
+    gone = asyncio.ensure_future(receive())  # a server that is not ours
+    gone.add_done_callback(lambda _: end())
     try:
-        return await work
-    except asyncio.CancelledError:
-        if has_cancelled and not task.uncancel():
-            raise ClientDisconnected() from None
-        raise
+        yield
     finally:
-        is_working = False
         gone.cancel()
 
 
@@ -268,9 +290,8 @@ class EventStream(Response):
     ) -> None:
         """`failed`: the event that tells of an error, if it is not the body that does so elsewhere.
         `encode`: an event as bytes, for streams of our own."""
-        media_type = "text/event-stream" if encode is None else MSGPACK
-        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
+        self.media_type = "text/event-stream" if encode is None else MSGPACK
+        self.init_headers({"Cache-Control": "no-cache"})
         self.status_code = NOTHING_SENT
         self._work = work
         self._named = named or encode is not None
@@ -284,7 +305,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected), self._held:
-            await _cancel_on_disconnect(receive, self._run(scope["path"], send))
+            await _cancel_on_disconnect(scope, receive, self._run(scope["path"], send))
 
     async def _run(self, path: str, send: Send) -> None:
         async def start() -> None:
@@ -308,7 +329,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"" if self._named else LAST})
 
     def _as_event(self, event: object) -> bytes:
-        data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+        data = b"data: " + ENCODER.encode(event) + b"\n\n"
         if not self._named:
             return data
         name = event["type"] if isinstance(event, dict) else type(event).__struct_config__.tag  # type: ignore[attr-defined]

@@ -111,7 +111,7 @@ class Recorder:
             known = self._known(segment, new) if segment.tools == new.tools else None
             if known is not None:
                 return known
-        text = self._render(new)
+        text = self._render(new.messages, new.tools, new.options)
         return PartialPrompt(replace(new, text=text), text)
 
     def _known(self, segment: OpenSegment, new: Prompt) -> PartialPrompt | None:
@@ -121,16 +121,16 @@ class Recorder:
         history = _restored(segment, new.messages, segment.answered[: -1 if again else None])
         if history is None:
             return None
-        prompt = replace(new, messages=history)
-        text = self._render(prompt)
+        text = self._render(history, new.tools, new.options)
         if again:
-            if text != self._text(segment):
-                return None
-            known = replace(prompt, tokens=segment.asked, text=text, routed=segment.asked_routed)
-            return PartialPrompt(known, "")
-        if (added := self._added(segment, text)) is None:
+            added = "" if text == self._text(segment) else None
+            tokens, routed = segment.asked, segment.asked_routed
+        else:
+            added = self._added(segment, text)
+            tokens, routed = segment.context, segment.routed
+        if added is None:
             return None
-        known = replace(prompt, tokens=segment.context, text=text, routed=segment.routed)
+        known = replace(new, messages=history, tokens=tokens, text=text, routed=routed)
         return PartialPrompt(known, added)
 
     def _added(self, segment: OpenSegment, text: str) -> str | None:
@@ -167,17 +167,13 @@ class Recorder:
     def _text(self, segment: OpenSegment) -> str:
         """Of a session that was read back it is made when it is needed."""
         if segment.text is None:
-            asked = Prompt(
-                tokens=(), messages=segment.messages[:-1], tools=segment.tools, text="",
-                options=segment.options,
-            )  # fmt: skip
-            segment.text = self._render(asked)
+            segment.text = self._render(segment.messages[:-1], segment.tools, segment.options)
         return segment.text
 
-    def _render(self, prompt: Prompt) -> str:
-        return self._tokenizer.render(
-            prompt.messages, prompt.tools, answer=True, options=prompt.options
-        )
+    def _render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]
+    ) -> str:
+        return self._tokenizer.render(messages, tools, answer=True, options=options)
 
     def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
@@ -210,8 +206,9 @@ class Recorder:
         # segment of its own.
         numbers = reversed(range(len(known.segments)))
         number = next((n for n in numbers if _goes_on(known.segments[n], prompt)), None)
-        segment = OpenSegment(kind=kind, parent=None, tools=())
-        if number is not None:
+        if number is None:
+            segment = OpenSegment(kind=kind, parent=None, tools=())
+        else:
             segment = known.segments[number]
         num_known = _num_common(segment.messages, prompt.messages)
         return RecordedTurn(
@@ -226,7 +223,7 @@ class Recorder:
             options=prompt.options,
             tokens=prompt.tokens[len(segment.context) :],
             routed=None if prompt.routed == segment.routed else prompt.routed,
-            sample=replace(sample, top_logprobs=()),
+            sample=replace(sample, top_logprobs=()) if sample.top_logprobs else sample,
             params=params,
         )
 
@@ -299,12 +296,16 @@ def _may_answer(sample: Sample, request: Request) -> bool:
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
     """Of the messages at the beginning."""
+    if messages[: len(known)] == known:  # as nearly always, and at once
+        return len(known)
     pairs = enumerate(zip(known, messages, strict=False))
     return next((n for n, (a, b) in pairs if a is not b and a != b), min(len(known), len(messages)))
 
 
 def _without_nulls(message: Message) -> Message:
     """Without the keys that say nothing: clients send an answer back with or without them."""
+    if None not in message.values():
+        return message
     return {key: value for key, value in message.items() if value is not None}
 
 

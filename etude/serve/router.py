@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import NoReturn, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
+from typing import TypeVar
 
 import aiohttp
 import msgspec
@@ -22,12 +22,18 @@ from etude.core.clock import AwakeClock, SystemClock
 from etude.core.fleet import Fleet, Worker
 from etude.core.lending import FirstTokens
 from etude.core.sampling import RegionSpan, Request, Sample, Token, region_spans
-from etude.serve.http import ApiError, ClientDisconnected, DeadlineExceeded, Unavailable, deadline
+from etude.serve.http import ApiError, ClientDisconnected, Unavailable, deadline
 from etude.serve.process import authorization
 from etude.serve.shards import FORWARDED
-from etude.serve.worker_client import WorkerClient, WorkerConnection, error_message
+from etude.serve.worker_answer import (
+    Attempts,
+    SessionRequests,
+    Wait,
+    WorkerAnswer,
+    WorkerFailed,
+)
+from etude.serve.worker_client import WorkerClient, error_message
 from etude.serve.worker_protocol import (
-    FrameReader,
     GenerateRequest,
     JoinRequest,
     LoadRequest,
@@ -39,60 +45,9 @@ from etude.store.decoding import decode_json, decode_msgpack
 WORKER_WAIT_S = 20.0
 """How long a request waits for a worker to come up before it fails. For one that is silent it waits
 on."""
-MAX_RETRIES = 3
-MAX_SILENCES = 5
-"""Workers that fall silent over one request before it fails. Silence is seldom its fault, but one
-that hangs its worker, or takes down the whole host, closes no connection."""
 LIVENESS_CHECK_S = 0.5
 
 T = TypeVar("T")
-
-
-class WorkerFailed(Exception):
-    """A worker did not answer, or not as it should."""
-
-
-class WorkerSilent(WorkerFailed):
-    """The worker stopped sending heartbeats and was taken out; the request may not be the cause."""
-
-
-@dataclass(slots=True)
-class SessionRequests:
-    """The pending requests of one session, and whether a failure delayed any."""
-
-    pending: int = 0
-    disturbed: bool = False
-    """True: a request took longer than it would have on a healthy worker, or got no answer."""
-
-
-@dataclass(slots=True, eq=False)
-class Wait:
-    """A wait for the answer of a worker; `end` makes the waiting task fail."""
-
-    url: str
-    end: Callable[[], None]
-    in_vain: bool = False
-    """The worker fell silent, or was taken out."""
-
-    @contextmanager
-    def failures(self) -> Iterator[None]:
-        try:
-            yield
-        except (aiohttp.ClientError, OSError) as e:
-            if self.in_vain:
-                raise WorkerSilent(f"{self.url}: it fell silent") from e
-            raise WorkerFailed(f"{self.url}: {type(e).__name__} {e}") from e
-        except msgspec.MsgspecError as e:
-            raise WorkerFailed(f"{self.url}: it does not speak as a worker: {e}") from e
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One try of a request at a worker; the next goes on behind the tokens handed out so far."""
-
-    worker: Worker
-    request: Request
-    failure: WorkerFailed | None = None
 
 
 class Router:
@@ -117,25 +72,24 @@ class Router:
         self._changed = asyncio.Condition()
         self._requests: dict[str, SessionRequests] = {}
         self._tokens: dict[str, str] = {}
-        # for an answer of this worker
-        self._waits: dict[Worker, set[Wait]] = {}
+        # each for an answer of this worker
+        self._waits: dict[Wait, Worker] = {}
 
     async def sample(self, request: Request, session: str = "") -> Sample:
         came = self._clock.now()
         attempts = self._attempts(request, session)
-        async with deadline(request.deadline_s), aclosing(attempts):
-            async for attempt in attempts:
-                asked = self._clock.now()
-                with self._failures_of(attempt):
-                    sample = await self._ask(attempt.worker, attempt.request)
+        async with deadline(request.deadline_s):
+            while True:
+                with await attempts.next() as attempt:
+                    with await self._ask(attempt.worker, attempt.request) as answer:
+                        sample = await answer.sample()
                     self._check_known(attempt.worker)
                     if sample.gave_way:
                         self.disturb(session)
                     if sample.first_token_s:
-                        self._first_tokens.add(asked + sample.first_token_s, came)
+                        self._first_tokens.add(attempt.asked + sample.first_token_s, came)
                     regions = (RegionSpan(attempt.worker.region, len(sample.tokens)),)
                     return replace(sample, regions=regions)
-        raise AssertionError("attempts end with an answer or an error")
 
     async def stream(self, request: Request, session: str = "") -> AsyncIterator[Token | Sample]:
         """Tokens as they are sampled. If the worker dies on the way, another one goes on behind
@@ -143,16 +97,15 @@ class Router:
         begun: list[Token] = []
         regions: list[str] = []
         asked = self._clock.now()
-        async with aclosing(self._attempts(request, session)) as attempts:
-            async for attempt in attempts:
-                worker = attempt.worker
-                with self._failures_of(attempt):
-                    left = attempt.request
-                    if begun:
-                        left = replace(left, begun=tuple(begun))
-                    answer = self._stream_from(worker, left)
-                    async with aclosing(answer):
-                        async for event in answer:
+        attempts = self._attempts(request, session)
+        while True:
+            with await attempts.next() as attempt:
+                worker, left = attempt.worker, attempt.request
+                if begun:
+                    left = replace(left, begun=tuple(begun))
+                with await self._ask(worker, left, stream=True) as answer:
+                    while True:
+                        for event in await answer.events():
                             self._check_known(worker)
                             if isinstance(event, Sample):
                                 if event.gave_way:
@@ -166,35 +119,9 @@ class Router:
                             regions.append(worker.region)
                             yield event
 
-    async def _attempts(self, request: Request, session: str) -> AsyncGenerator[Attempt]:
-        """One after the other, each when the one before has failed. Raises when too many have."""
-        requests = self._requests.get(session, SessionRequests())
-        began, failures, silences, why = self._clock.now(), 0, 0, ""
-        while failures - silences <= MAX_RETRIES and silences < MAX_SILENCES:
-            requests.disturbed |= not self.fleet.up
-            left = _left(request, self._clock.now() - began)
-            async with deadline(left.deadline_s):
-                worker = await self._pick(session)
-            attempt, asked = Attempt(worker, left), self._clock.now()
-            try:
-                yield attempt
-            finally:
-                self.fleet.done(worker)
-                requests.disturbed |= self.fleet.has_stalled(worker, asked, self._clock.now())
-            failures += 1
-            silences += isinstance(attempt.failure, WorkerSilent)
-            why = str(attempt.failure)
-            requests.disturbed = True
-        raise Unavailable(f"{failures} workers in a row have failed, the last one with: {why}")
-
-    @contextmanager
-    def _failures_of(self, attempt: Attempt) -> Iterator[None]:
-        """A worker that fails in the block is taken out, and the next attempt is made."""
-        try:
-            yield
-        except WorkerFailed as e:
-            self.fleet.leave(attempt.worker)
-            attempt.failure = e
+    def _attempts(self, request: Request, session: str) -> Attempts:
+        requests = self._requests.get(session) or SessionRequests()
+        return Attempts(request, requests, self.fleet, self._clock, lambda: self._pick(session))
 
     def _check_known(self, worker: Worker) -> None:
         """A worker that was taken out meanwhile may have gone on with weights that are too old by
@@ -244,8 +171,9 @@ class Router:
     def expire_silent(self) -> None:
         """Take silent workers out and end all waits for them: a lost host closes no connection."""
         self.fleet.expire(self._clock.now())
-        for worker in [each for each in self._waits if not self.fleet.knows(each)]:
-            for wait in self._waits.pop(worker):
+        for wait, worker in list(self._waits.items()):
+            if not self.fleet.knows(worker):
+                del self._waits[wait]  # once only
                 wait.in_vain = True
                 wait.end()
 
@@ -357,54 +285,21 @@ class Router:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _ask(self, worker: Worker, request: Request) -> Sample:
-        asked = GenerateRequest(request, min_weight_version=self.fleet.floor)
-        async with self._asked(worker, asked) as (connection, wait):
-            with wait.failures():
-                return decode_msgpack(await connection.read_all(), Sample)
-
-    async def _stream_from(
-        self, worker: Worker, request: Request
-    ) -> AsyncGenerator[Token | Sample]:
-        """The tokens that the worker adds, and the whole sample."""
-        asked = GenerateRequest(request, min_weight_version=self.fleet.floor, stream=True)
-        reader = FrameReader()
-        async with self._asked(worker, asked) as (connection, wait):
-            with wait.failures():
-                while data := await connection.read():
-                    for frame in reader.push(data):
-                        if frame.token is not None:
-                            yield frame.token
-                        elif frame.sample is not None:
-                            connection.finish()
-                            yield frame.sample
-                            return
-                        else:
-                            _raise_refusal(frame.status, frame.error)
-                raise ConnectionError("it ended in the middle")
-
-    @asynccontextmanager
-    async def _asked(
-        self, worker: Worker, asked: GenerateRequest
-    ) -> AsyncIterator[tuple[WorkerConnection, Wait]]:
+    async def _ask(self, worker: Worker, request: Request, *, stream: bool = False) -> WorkerAnswer:
         """The answer of a worker, which is broken off if the worker falls silent. One wait for all
         of it: a limit for each read costs as much as the read."""
         url = worker.url + "/generate"
         if (connection := self._client.idle(url)) is None:
             async with self._while_heard(worker, "/generate"):
                 connection = await self._client.connect(url)
-        wait = Wait(url, connection.abort)
+        answer = WorkerAnswer(connection, url, worker, self._waits)
         try:
-            with self._kept(wait, worker):
-                with wait.failures():
-                    body = msgspec.msgpack.encode(asked)
-                    status = await connection.post(url, body, self._headers(worker))
-                    refusal = b"" if status == 200 else await connection.read_all()
-                if status != 200:
-                    _raise_refusal(status, error_message(refusal))
-                yield connection, wait
-        finally:
-            connection.close()
+            asked = GenerateRequest(request, min_weight_version=self.fleet.floor, stream=stream)
+            await answer.ask(asked, self._headers(worker))
+        except BaseException:
+            answer.close()
+            raise
+        return answer
 
     async def _load_on(self, worker: Worker, version: int) -> str | None:
         """Load a version on a worker; returns why, if it says that it cannot. One that is gone says
@@ -445,14 +340,11 @@ class Router:
     @contextmanager
     def _kept(self, wait: Wait, worker: Worker) -> Iterator[None]:
         """It ends if the worker falls silent."""
-        waits = self._waits.setdefault(worker, set())
-        waits.add(wait)
+        self._waits[wait] = worker
         try:
             yield
         finally:
-            waits.discard(wait)
-            if not waits:
-                self._waits.pop(worker, None)
+            self._waits.pop(wait, None)
 
     async def _ask_all(self, path: str, type: type[T]) -> list[T]:
         """What the workers say of themselves; those that do not answer are left out."""
@@ -478,22 +370,3 @@ def _decoded(data: bytes, type: type[T], decode: Callable[..., T] = decode_msgpa
         return decode(data, type=type)
     except msgspec.MsgspecError as e:
         raise WorkerFailed(f"it does not speak as a worker: {e}") from e
-
-
-def _left(request: Request, elapsed_s: float) -> Request:
-    """The request as it is after so many seconds."""
-    if request.deadline_s is None:
-        return request
-    if request.deadline_s <= elapsed_s:
-        raise DeadlineExceeded()
-    return replace(request, deadline_s=request.deadline_s - elapsed_s)
-
-
-def _raise_refusal(status: int, message: str) -> NoReturn:
-    """What a worker says instead of an answer. A deadline and what can never be answered are not
-    its fault."""
-    if status == 408:
-        raise DeadlineExceeded()
-    if 400 <= status < 500 and status not in (401, 403):
-        raise ValueError(message)
-    raise WorkerFailed(message)

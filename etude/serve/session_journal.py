@@ -115,6 +115,9 @@ class Envelope(msgspec.Struct, array_like=True):
 class Journal(Protocol):
     """Where a gateway writes down what must outlive it."""
 
+    def check(self, said: object) -> None:
+        """Raises ValueError for what cannot be stored."""
+
     def append(self, entry: Entry) -> None: ...
 
     async def commit(self) -> None: ...
@@ -122,6 +125,8 @@ class Journal(Protocol):
 
 class NoJournal:
     """For a process whose sessions end with it."""
+
+    def check(self, said: object) -> None: ...
 
     def append(self, entry: Entry) -> None: ...
 
@@ -173,13 +178,12 @@ class SessionJournal:
             for key in keys:
                 self._objects.delete(key)
 
+    def check(self, said: object) -> None:
+        _packed(said)
+
     def append(self, entry: Entry) -> None:
         """Takes an entry down. Raises ValueError for one that cannot be stored."""
-        owner = _owner(entry)
-        try:
-            packed = msgspec.msgpack.encode(entry)
-        except OverflowError as e:
-            raise ValueError(f"messages: a number is too large to be recorded ({e})") from e
+        owner, packed = _owner(entry), _packed(entry)
         envelope = Envelope(type(entry).__name__, self._now(), owner, msgspec.Raw(packed))
         self._buffer.append(_frame(envelope))
         self._num_appended += 1
@@ -338,6 +342,13 @@ class _Live:
             if envelopes[-1].t >= self._oldest
             for envelope in envelopes
         ]
+
+
+def _packed(said: object) -> bytes:
+    try:
+        return msgspec.msgpack.encode(said)
+    except OverflowError as e:
+        raise ValueError(f"a number is too large to be recorded ({e})") from e
 
 
 def _owner(entry: Entry) -> str:

@@ -10,8 +10,10 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+import zlib
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,6 +36,23 @@ CONTEXT = 4_000_000
 """Agents show much, and the small vocabulary has a token for each letter."""
 
 
+def logprobs_of(tokens: Iterable[int]) -> list[float]:
+    """As a model has them: each depends on the token and on all that stands before it."""
+    digest, found = 0, []
+    for token in tokens:
+        digest = zlib.crc32(token.to_bytes(4), digest)
+        found.append(-(digest % 4096) / 1024)
+    return found
+
+
+def recomputed(segment: Segment) -> tuple[float, ...]:
+    """The log-probs of a segment, from nothing but its tokens."""
+    found = logprobs_of((*segment.prompt, *segment.tokens))[len(segment.prompt) :]
+    return tuple(
+        logprob if drawn else 0.0 for logprob, drawn in zip(found, segment.mask, strict=True)
+    )
+
+
 class Player(Scripted):
     """Calls once, then ends. Asked without tools, it gives a title: that is what agents ask for."""
 
@@ -53,10 +72,14 @@ class Player(Scripted):
             text = "A title"
         else:
             text = self._end if "<|tool|>" in shown.rpartition("<|user|>")[2] else self._call
+        return await self.say(text, request)
+
+    async def say(self, text: str, request: Request) -> Sample:
         self._answers = iter(answers([text]))
         sample = await super().sample(request)
         self.said.append(sample.tokens)
-        return sample
+        logprobs = logprobs_of((*request.prompt, *sample.tokens))[len(request.prompt) :]
+        return replace(sample, logprobs=tuple(logprobs))
 
 
 @asynccontextmanager

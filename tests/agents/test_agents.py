@@ -2,7 +2,7 @@
 
 Each is told to write a file, and its model plays along: it calls the agent's own tool for that, and
 ends when it is shown the result. What must hold: the tool was run, and the session
-is one unbroken segment of the very tokens that were sampled.
+is one unbroken segment of the very tokens that were sampled, with their log-probs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.agents.play import playing, recorded
+from tests.agents.play import playing, recomputed, recorded
 from tests.serve.scripted import TOKENIZER, call
 
 pytestmark = pytest.mark.agents
@@ -146,6 +146,8 @@ async def test_an_agent_completes_a_recorded_session(name: str, tmp_path: Path) 
         token for s in segments for token, drawn in zip(s.tokens, s.mask, strict=True) if drawn
     )
     assert sampled == sorted(token for tokens in player.said for token in tokens)
+    # What each token was drawn from is what is recorded before it.
+    assert all(s.logprobs == recomputed(s) for s in segments)
     # The conversation that called is one segment: the call, its result, and the end.
     (main,) = [s for s in segments if "<tool_call>" in TOKENIZER.decode(s.tokens)]
     text = TOKENIZER.decode(main.tokens)

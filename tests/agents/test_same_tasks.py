@@ -29,9 +29,9 @@ from etude.harness.code.agent import CodeAgent
 from etude.harness.program import CommandAgent
 from etude.run.environment import CodeRepair
 from etude.sandbox.pool import open_sandbox_pool
-from tests.agents.play import Player, playing_with, recorded
+from tests.agents.play import Player, playing_with, recomputed, recorded
 from tests.namespaces import need_namespaces
-from tests.serve.scripted import TOKENIZER, answers, call
+from tests.serve.scripted import TOKENIZER, call
 
 pytestmark = pytest.mark.agents
 INSTALLED = Path(__file__).parents[2] / ".agents" / "venv"
@@ -65,10 +65,7 @@ class Both(Player):
         bad = str(self._tasks[found[1]].sandbox.files[path])
         plays = self._ours if '"apply_patch"' in shown else self._mini
         turn = shown.count("<|assistant|>") - 1
-        self._answers = iter(answers([plays(path, bad, good)[turn]]))
-        sample = await super(Player, self).sample(request)
-        self.said.append(sample.tokens)
-        return sample
+        return await self.say(plays(path, bad, good)[turn], request)
 
     def _ours(self, path: str, bad: str, good: str) -> list[str]:
         old, new = difference(bad, good)
@@ -131,6 +128,7 @@ async def test_both_solve_the_same_tasks_through_one_gateway() -> None:
                     )
                     assert transcript.finished, json.dumps(transcript.messages)[-3000:]
                     segments = await recorded(url, session)
+                    assert all(s.logprobs == recomputed(s) for s in segments)
                     done = Attempt(transcript=transcript, segments=segments)
                     score = await repair.score(task, sandbox, done)
                 sampled[session] = [

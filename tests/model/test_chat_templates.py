@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from etude.core.errors import EtudeError
 from etude.model.directory import read_model_files
 from etude.model.from_scratch import tokenizer_files
+from etude.model.template import compile_template
 from etude.model.tokenizer import ChatTokenizer
 
 FILES = tokenizer_files(["def area(a, b):\n    return a * b\n"] * 3, 320)
@@ -371,3 +375,22 @@ def test_a_template_that_wants_short_ids_gets_them(tmp_path: Path) -> None:
     assert ids == re.findall(r"RESULTS\](\w+):", shown) and len(set(ids)) == 3
     assert ids[1] == "Xy1234567"
     assert shown == reference.apply_chat_template(conversation(ids), tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "name", ["role", "calls", "calls.x", "none", "none.x", "items", "keys()", "get('role')"]
+    + ["__class__", "__class__.mro", "pop", "update({})", "text.upper()", "text.x", "missing.x"],
+)  # fmt: skip
+def test_the_short_way_to_a_key_says_what_the_sandbox_says(name: str) -> None:
+    message = {"role": "user", "calls": {"x": 1}, "none": None, "text": "a", "get": 1, "items": 2}
+    text = "{{ m.name }}|{{ m.name is defined }}".replace("name", name)
+    theirs = ImmutableSandboxedEnvironment().from_string(text).render
+
+    def shown(render: Callable[..., str]) -> str:
+        try:
+            return render(m=message)
+        except TemplateError as e:
+            return f"{type(e).__name__} {e}"
+
+    said = shown(compile_template(text))
+    assert re.sub("0x[0-9a-f]+", "", said) == re.sub("0x[0-9a-f]+", "", shown(theirs))

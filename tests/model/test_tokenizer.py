@@ -35,6 +35,13 @@ def test_text_comes_back(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
 
+def test_a_token_is_decoded_as_its_vocabulary_has_it_each_time() -> None:
+    vocabulary = Tokenizer.from_str(FILES["tokenizer.json"].decode())
+    for id in range(vocabulary.get_vocab_size()):
+        once, again = TOKENIZER.decode([id]), TOKENIZER.decode((id,))
+        assert once == again == vocabulary.decode([id], skip_special_tokens=False)
+
+
 def test_files_are_reproducible() -> None:
     assert tokenizer_files(TEXTS, 300) == FILES
     said = json.loads(FILES["tokenizer_config.json"])

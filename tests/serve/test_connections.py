@@ -15,8 +15,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from etude.serve import connections as limits
-from etude.serve.connections import Connections
-from etude.serve.http import create_app, read, respond
+from etude.serve.connections import Connections, Departure
+from etude.serve.http import (
+    ClientDisconnected,
+    cancel_on_disconnect,
+    create_app,
+    read,
+    respond,
+)
 from tests.serve.conftest import served
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -53,7 +59,10 @@ class Server(Connections):
         async def load(http: Request) -> Response:
             await read(http, dict[str, int])
             self.answering += 1
-            await self.go_on.wait()
+            try:
+                await cancel_on_disconnect(http, self.go_on.wait())
+            except ClientDisconnected:
+                self.left.set()
             return respond({"answered": True})
 
         async def status(http: Request) -> Response:
@@ -282,3 +291,45 @@ async def test_who_is_being_answered_keeps_the_connection(server: Server) -> Non
     server.go_on.set()
     for client in asking:
         assert await client.answer() == b'HTTP/1.1 200 OK {"answered":true}'
+
+
+async def test_who_leaves_while_it_is_answered_is_noticed(server: Server) -> None:
+    client = await server.connect(HEAD + b"Content-Length: 2\r\n\r\n{}")
+    await server.until(lambda: server.answering == 1)
+    client.writer.close()
+    async with asyncio.timeout(30):
+        await server.left.wait()
+
+
+async def test_who_leaves_behind_a_large_body_is_noticed(server: Server) -> None:
+    """What comes faster than it is read is held back, and the end of the connection with it."""
+    body = b'{"%b": 1}' % (b"x" * 300_000)
+    client = await server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body[:9])
+    (connection,) = server.open
+    await server.until(lambda: connection.cycle is not None)
+    await server.until(lambda: not connection.cycle.body)  # its reader waits for more
+    client.writer.write(body[9:])
+    await server.until(lambda: server.answering == 1)
+    client.writer.close()
+    async with asyncio.timeout(30):
+        await server.left.wait()
+
+
+async def test_who_is_gone_already_is_told_from_the_loop() -> None:
+    """Not in the middle of the task that asks, which could end before it is cancelled."""
+    told: list[str] = []
+
+    class Flow:
+        def resume_reading(self) -> None: ...
+
+    departure = Departure(Flow())  # type: ignore[arg-type]
+    departure.watch(first := lambda: told.append("first"))
+    departure.watch(second := lambda: told.append("second"))
+    departure.unwatch(second)
+    departure.tell()
+    assert told == ["first"]
+    departure.unwatch(first)
+    departure.watch(lambda: told.append("late"))
+    assert told == ["first"]
+    await asyncio.sleep(0)
+    assert told == ["first", "late"]

@@ -16,6 +16,7 @@ from etude.serve.fake import Scripted
 from etude.serve.gateway import Gateway
 from etude.serve.http import create_app
 from etude.serve.router import Router
+from etude.serve.session_journal import SessionJournal
 from etude.serve.worker import Worker
 from etude.store.objects import Objects
 from tests.serve.client import post, segments
@@ -37,6 +38,7 @@ async def gateway_over(
     engine = ScriptedEngine(answers(texts))
     worker = Worker(engine, FILES, "east")  # type: ignore[arg-type]
     gateway = Gateway(Router(http), Objects.open(directory), FILES, max_context=4096)
+    gateway.restore(SessionJournal(gateway.objects))
     async with (
         served(create_app(worker.routes(), None)) as at,
         served(create_app(gateway.routes(), None)) as url,
@@ -180,3 +182,18 @@ async def test_a_session_reads_only_its_own_responses(
             assert response.status == 204
         async with http.get(f"{url}/s/one/v1/responses/{made['id']}") as response:
             assert response.status == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("session", ["", "/s/one"])
+async def test_what_no_journal_can_hold_is_refused_before_anything_is_sampled(
+    http: aiohttp.ClientSession, tmp_path: Any, session: str, stream: bool
+) -> None:
+    schema = {"type": "object", "title": 2**70}
+    said = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    async with gateway_over(http, ["Done."], f"file:{tmp_path}") as (url, engine):
+        asked = {"input": "read", "text": said, "stream": stream}
+        async with http.post(f"{url}{session}/v1/responses", json=asked) as response:
+            assert response.status == 400
+            assert "too large to be recorded" in (await response.json())["error"]["message"]
+        assert engine.asked == []

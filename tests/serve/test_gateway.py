@@ -13,8 +13,9 @@ import pytest
 from etude.core.sampling import Request, SamplingParams, VersionSpan
 from etude.serve.gateway import Gateway
 from etude.serve.http import Unavailable, create_app
-from etude.serve.router import Router, WorkerFailed
+from etude.serve.router import Router
 from etude.serve.worker import Worker
+from etude.serve.worker_answer import WorkerFailed
 from etude.serve.worker_protocol import GenerateRequest
 from etude.weights.manifest import read_manifest
 from tests.serve.client import converse, post, segments, status, until_up, versions

@@ -16,7 +16,8 @@ from etude.core.clock import AwakeClock, ManualClock
 from etude.core.sampling import RegionSpan, Request, Sample, Token, VersionSpan, expand_spans
 from etude.serve.fake_worker import FakeWorker, Pace, fake_sample
 from etude.serve.http import ApiError, DeadlineExceeded, Unavailable
-from etude.serve.router import MAX_RETRIES, Router
+from etude.serve.router import Router
+from etude.serve.worker_answer import MAX_RETRIES
 from etude.serve.worker_protocol import (
     FrameReader,
     GenerateFrame,
@@ -232,6 +233,46 @@ async def test_who_leaves_a_stream_leaves_its_worker_free_at_once(
         assert known.active == 1
         await stream.aclose()
         assert known.active == 0
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (GenerateFrame(status=408, error="late").packed(), DeadlineExceeded),
+        (GenerateFrame(status=422, error="never").packed(), ValueError),
+    ],
+)
+async def test_what_was_said_before_an_error_is_handed_out_first(
+    http: aiohttp.ClientSession, last: bytes, error: type[Exception]
+) -> None:
+    body = GenerateFrame(token=Token(7, -1.0, 0)).packed() + last
+    worker, router = Worker(generate=lambda request: web.Response(body=body)), Router(http)
+    async with worker.listening() as url:
+        await join(router, url)
+        stream = router.stream(ASK)
+        assert await anext(stream) == Token(7, -1.0, 0)
+        with pytest.raises(error):
+            await anext(stream)
+        (known,) = router.fleet.workers
+        assert known.active == 0
+
+
+async def test_a_stream_that_is_no_stream_is_a_failure_of_its_worker(
+    http: aiohttp.ClientSession,
+) -> None:
+    said, rest = GenerateFrame(token=Token(7, -1.0, 0)), GenerateFrame(sample=SAMPLED)
+    broken = Worker(generate=lambda request: web.Response(body=said.packed() + b"\0\0\0\1\xc1"))
+    other, router = Worker(generate=lambda request: web.Response(body=rest.packed())), Router(http)
+    async with broken.listening() as one, other.listening() as two:
+        await join(router, one)
+        stream = router.stream(ASK)
+        assert await anext(stream) == said.token
+        await join(router, two)
+        (sample,) = [event async for event in stream]
+        assert sample == replace(SAMPLED, regions=(RegionSpan("east", 3),))
+        assert [worker.url for worker in router.fleet.workers] == [two]
+        begun = msgspec.msgpack.decode(other.asked[0][1], type=GenerateRequest).request.begun
+        assert begun == (said.token,)
 
 
 async def test_the_worker_of_benchmarks_goes_on_behind_what_was_begun(

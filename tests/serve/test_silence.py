@@ -19,8 +19,9 @@ from etude.core.fleet import WorkerState
 from etude.core.sampling import Request, Sample, VersionSpan
 from etude.serve.gateway import Gateway
 from etude.serve.http import Unavailable, create_app
-from etude.serve.router import MAX_RETRIES, MAX_SILENCES, Router
+from etude.serve.router import Router
 from etude.serve.worker import Worker, keep_joined
+from etude.serve.worker_answer import MAX_RETRIES, MAX_SILENCES
 from etude.serve.worker_protocol import JoinRequest
 from tests.serve.client import converse, post, segments, status, until_up
 from tests.serve.conftest import Store, served

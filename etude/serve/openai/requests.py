@@ -23,6 +23,7 @@ from etude.store.decoding import convert
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions."""
 SEEDS = 2**63
+PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 T = TypeVar("T")
 GUESSED_CONTEXTS = 4
 """Prediction and drafts together have at most this many times the tokens of a context."""
@@ -59,9 +60,7 @@ async def completion_requests(
 def sampling_params(asked: wire.Sampling, grammar: str | None) -> SamplingParams:
     """The parameters that a request gives, by their names; what it leaves out is the default."""
     given = {
-        field.name: value
-        for field in fields(SamplingParams)
-        if (value := getattr(asked, field.name, None)) is not None
+        name: value for name in PARAMETERS if (value := getattr(asked, name, None)) is not None
     }
     given["top_k"] = max(given.get("top_k", 0), 0)
     return SamplingParams(**given, grammar=grammar)

@@ -19,7 +19,7 @@ from msgspec import UNSET, UnsetType
 
 from etude.core.sampling import Request, Sample, Token
 from etude.model.detokenizer import REPLACEMENT_CHARACTER, PieceStream, first_of
-from etude.model.output_parser import Content, Reasoning, call_object, message_of
+from etude.model.output_parser import Content, Event, Reasoning, call_object, message_of
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.model.tool_calls import Call
 from etude.serve.answer_events import AnswerReader, answer_events
@@ -135,10 +135,11 @@ class ChatResponseBuilder(_ResponseBuilder):
         )
 
     def chunk(self, choices: Sequence[Any], usage: Usage, *, first: bool) -> wire.ChatChunk:
-        ids = self._prompt_ids() if first else UNSET
         return wire.ChatChunk(
-            **self.envelope("chatcmpl"), choices=list(choices), usage=usage, prompt_token_ids=ids
-        )
+            id=f"chatcmpl-{self.id}", created=self.created, model=self.model,
+            choices=list(choices), usage=usage,
+            prompt_token_ids=self._prompt_ids() if first else UNSET,
+        )  # fmt: skip
 
     def _prompt_ids(self) -> list[int] | UnsetType:
         return list(self.prompt) if self.with_ids else UNSET
@@ -218,24 +219,41 @@ class _ChatStreamBuilder:
         self._role: Literal["assistant"] | None = "assistant"
 
     def push(self, event: Token | Sample) -> wire.ChatChunkChoice | None:
-        builder, (drawn, sample) = self._form, _parts(event)
         events = self._reader.push(event)
-        if not (sample or events or builder.with_ids or builder.with_logprobs):
-            return None
-        content = "".join(event.text for event in events if isinstance(event, Content))
-        delta = wire.Delta(
-            role=self._role,
-            content=content or ("" if self._role else None),
-            reasoning_content="".join(e.text for e in events if isinstance(e, Reasoning)) or None,
-            tool_calls=self._called([e for e in events if isinstance(e, Call)]) or None,
-        )
-        self._role = None
+        builder = self._form
+        if isinstance(event, Token) and not (builder.with_ids or builder.with_logprobs):
+            # nearly all chunks: nothing but what the token says
+            return (
+                wire.ChatChunkChoice(index=self._index, delta=self._delta(events))
+                if events
+                else None
+            )
+        drawn, sample = _parts(event)
+        delta = self._delta(events)
         return wire.ChatChunkChoice(
             index=self._index, delta=delta,
             finish_reason=builder.finish_reason(sample, self._num_calls > 0) if sample else None,
             logprobs=builder.logprobs(drawn) if drawn else None,
             **builder.extensions([token for token, _, _ in drawn], sample),
         )  # fmt: skip
+
+    def _delta(self, events: Sequence[Event]) -> wire.Delta:
+        content = reasoning = ""
+        calls: list[Call] = []
+        for event in events:
+            if isinstance(event, Content):
+                content += event.text
+            elif isinstance(event, Reasoning):
+                reasoning += event.text
+            else:
+                calls.append(event)
+        role, self._role = self._role, None
+        return wire.Delta(
+            role,
+            content or ("" if role else None),
+            reasoning or None,
+            self._called(calls) if calls else None,
+        )
 
     def _called(self, calls: Sequence[Call]) -> list[wire.ToolCallDelta]:
         first, self._num_calls = self._num_calls, self._num_calls + len(calls)

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from etude.model.output_parser import message_of
 from etude.model.tokenizer import Message
 from etude.serve.access import identity_of
-from etude.serve.answerer import OpenAnswerer, ServedModel
+from etude.serve.answerer import OpenAnswerer, ServedModel, refusals
 from etude.serve.conversations import StoredResponse
 from etude.serve.headers import read_scheduling
 from etude.serve.http import ApiError, read, respond
@@ -52,6 +52,9 @@ class Responses:
         asked = await read(http, responses.ResponsesRequest)
         if asked.background:
             raise ApiError("background: every answer is waited for here", param="background")
+        if asked.store is not False:
+            with refusals():  # now, and not when there is an answer that cannot be kept
+                self._model.conversations.journal.check(asked)
         name, messages = self._model.called(asked.model), self._messages(http, asked)
         turn = await open_turn(self._model, answerer, chat_request(asked, messages), scheduling)
         builder = ResponseBuilder(
