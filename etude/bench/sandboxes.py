@@ -46,7 +46,7 @@ from etude.bench._sandbox_repositories import forked_repositories
 from etude.bench._sandbox_soak import soaked
 from etude.bench._sandbox_tiers import tiers
 from etude.core.sandbox import Limits, SandboxSpec
-from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.sandbox.namespaces import SPARES, NamespaceSandboxPool
 
 _STARTS = 200
 _OTHER_STARTS = 50
@@ -76,7 +76,7 @@ def run(
 
 
 async def _namespaces() -> dict[str, float]:
-    pool = NamespaceSandboxPool()
+    pool = NamespaceSandboxPool(spares=SPARES)
     try:
         figures = await _one_by_one(pool)
         figures |= await _burst(pool)
