@@ -222,7 +222,10 @@ def _below(pid: int) -> list[int]:
 
 
 def _pss_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):  # one that only makes a spare
+        return 0.0
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 

@@ -104,6 +104,7 @@ class NamespaceSandboxPool:
             self._zygote = subprocess.Popen(
                 _zygote_argv(theirs.fileno(), mountpoint, self._shown()),
                 pass_fds=[theirs.fileno()],
+                # what is not bound at its start, every fork would have to look up for itself
                 env={"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -5,12 +5,13 @@ read-only, with the system's programs, a Python, and empty places for /work, /tm
 moves into it, and if it is root, gives up all of that but the rights to tidy up its cgroups and to
 become somebody else, which every sandbox does first. A sandbox is a fork with namespaces and a
 /work of its own, so opening one costs two forks and four mounts, however many others there are; no
-wall is built outside of the sandbox's own mount namespace.
+wall is built outside of the sandbox's own mount namespace. A few are made ahead (`spares`).
 
 Over the control socket come lines: a sandbox that is wanted, as JSON and with the socket that it is
-to answer on; "-" and a name, for one that is gone; "?" for a sign of life, which is sent back. The
-control socket closes when the controller ends, however it ends, and so does every sandbox's: each
-process in here ends at the end of its socket, and no other means is needed to leave nothing behind.
+to answer on; "-" and a name, for one that is gone; "+" and a number, of spares to have; "?" for a
+sign of life, which is sent back. The control socket closes when the controller ends, however it
+ends, and so does every sandbox's, and with the zygote every spare's: each process in here ends at
+the end of its socket, and no other means is needed to leave nothing behind.
 
 Standard library only, one thread, and no state of the controller: forks of this run other people's
 code.
@@ -140,12 +141,10 @@ class Zygote:
         heard = self._poll.poll(_PAUSE_MS if missing > 0 else None)
         if not heard:
             self._make_spares(missing)
-        for descriptor, _ in heard:
-            if descriptor in self._spares:
-                self._hear_spare(self._spares[descriptor])
-            elif not self._hear():
-                return False
-        return True
+        ready = {descriptor for descriptor, _ in heard}
+        for descriptor in ready & self._spares.keys():
+            self._hear_spare(self._spares[descriptor])
+        return self._control.fileno() not in ready or self._hear()
 
     def _hear(self) -> bool:
         try:
@@ -232,8 +231,7 @@ class Zygote:
             if self._cgroups:
                 cgroup = self._cgroups.bound(spare.name, wanted.memory_bytes, wanted.cpus)
             if ids != spare.ids:
-                with self._acting_as(spare.ids.user):
-                    spare.name_user(ids)
+                self._name_user(spare, ids)
             spare.give(wanted.link, cgroup, named=ids != spare.ids, bounds=wanted.bounds)
             self._let_go(wanted)
         except OSError as e:
@@ -242,17 +240,14 @@ class Zygote:
             os.close(descriptor)
         self._drop(spare)
 
-    @contextlib.contextmanager
-    def _acting_as(self, user: int) -> Iterator[None]:
-        """Only its maker says who is in a user namespace."""
-        if self._rights:
-            os.seteuid(user)
-            kernel.drop_capabilities(*self._rights)  # to have the others in effect again
+    def _name_user(self, spare: Spare, ids: Ids) -> None:
+        """Only its maker says who is in a user namespace; so be that one for a moment."""
+        os.seteuid(spare.ids.user)
         try:
-            yield
+            kernel.drop_capabilities(*self._rights)  # has the others in effect again
+            spare.name_user(ids)
         finally:
-            if self._rights:
-                os.seteuid(0)
+            os.seteuid(0)
 
     def _refuse(self, wanted: Wanted, why: str) -> None:
         said = {"error": ["RolloutFailure", why]}
