@@ -75,6 +75,8 @@ HOME = ""
 """Of the user of an image, made of /etc/skel; empty: /tmp is that."""
 _ASIDE = "/tmp"
 """For a moment, before anything runs."""
+_LOOKS, _LOOK_S = 10, 0.005
+"""So often it is looked whether all processes have ended, before a large copy is made instead."""
 
 
 class Link:
@@ -175,6 +177,17 @@ def _reap() -> None:
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
+
+
+def _alone() -> bool:
+    """Whether nothing else is at work in this sandbox. The keeper of a process that has just ended
+    is still there for a moment."""
+    for _ in range(_LOOKS):
+        _reap()
+        if [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]:
+            return True
+        time.sleep(_LOOK_S)
+    return False
 
 
 class Guest:
@@ -338,9 +351,8 @@ class Guest:
         with self._link.take_socket() as to:
             copy = os.statvfs(self._work)
             used = (copy.f_blocks - copy.f_bfree) * copy.f_frsize
-            others = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
             worth_it = always or used > COPY_BYTES or len(self._layers)
-            if others or not worth_it or self._layers.full():
+            if not worth_it or self._layers.full() or not _alone():
                 return False
             with self._outside():
                 try:
