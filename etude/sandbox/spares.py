@@ -96,7 +96,7 @@ def be_spare(
         _become(*ids)
         kernel.unshare(_NAMESPACES)
         if lived_in:
-            _been_up(ids.user)
+            _been_up(os.getpid())
         if os.fork():
             os._exit(0)
         raise_walls()
