@@ -27,7 +27,7 @@ from pathlib import Path
 
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import SandboxSpec
-from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.sandbox.namespaces import SPARES, NamespaceSandboxPool
 from etude.sandbox.reaper import Footprint, sweep
 
 _AT_ONCE = 24
@@ -125,7 +125,7 @@ def _kill(pid: int) -> bool:
 async def _own(seed: int) -> None:
     """An owner: sandboxes with commands, processes in the background and forks, some at once."""
     rng = random.Random(seed)
-    pool = NamespaceSandboxPool()
+    pool = NamespaceSandboxPool(spares=SPARES)
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def one(number: int) -> None:

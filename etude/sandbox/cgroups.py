@@ -17,6 +17,7 @@ from etude.sandbox.owners import is_abandoned, owner_mark
 
 _PREFIX = "etude-"
 _TRY_ABOVE = {errno.EBUSY: "it has processes of its own", errno.ENOENT: "it cannot count memory"}
+_ENTRY = "cgroup.procs"
 _PERIOD_US = 100_000
 _LOOKS, _LOOK_S = 150, 0.01
 """So often it is looked whether a cgroup is empty, when everything ends."""
@@ -53,27 +54,39 @@ class Cgroups:
             if self.version == "v2":
                 _write(base, "cgroup.subtree_control", f"+{controller}")
 
-    def enter(self, name: str, memory_bytes: int, cpus: float | None) -> None:
-        """Make it and move this process there; to be called in the fork that it is for."""
-        self._make("memory", name, limits(self.version, memory_bytes, None))
-        if cpus is not None:
-            self._make("cpu", name, limits(self.version, None, cpus))
+    def enter(self, name: str) -> None:
+        """Move this process into the one that counts memory; to be called in the fork that it is
+        for."""
+        self._make("memory", name)
+        _write(self._bases["memory"], f"{name}/{_ENTRY}", "0")
         for descriptor in {*self._parents.values(), *self._bases.values()}:
             os.close(descriptor)
 
-    def _make(self, controller: str, name: str, values: dict[str, str]) -> None:
-        base = self._bases[controller]
+    def bound(self, name: str, memory_bytes: int, cpus: float | None) -> list[int]:
+        """Limit what its processes use together. Descriptors of what they have yet to enter, by
+        writing a 0: the first generation limits processors in a cgroup apart, and in one of those
+        the niceness of processes counts for nothing outside, so that only who needs it is there."""
+        self._make("memory", name)
+        self._limit("memory", name, limits(self.version, memory_bytes, None))
+        if cpus is None:
+            return []
+        self._make("cpu", name)
+        self._limit("cpu", name, limits(self.version, None, cpus))
+        if self.version == "v2":
+            return []
+        return [os.open(f"{name}/{_ENTRY}", os.O_WRONLY, dir_fd=self._bases["cpu"])]
+
+    def _make(self, controller: str, name: str) -> None:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(name, dir_fd=base)
-        made = os.open(name, os.O_PATH | os.O_DIRECTORY, dir_fd=base)
+            os.mkdir(name, dir_fd=self._bases[controller])
+
+    def _limit(self, controller: str, name: str, values: dict[str, str]) -> None:
         for file, value in values.items():
             try:
-                _write(made, file, value)
+                _write(self._bases[controller], f"{name}/{file}", value)
             except FileNotFoundError:
                 if "sw" not in file:  # a kernel that does not count swap
                     raise
-        _write(made, "cgroup.procs", "0")
-        os.close(made)
 
     def expect(self, name: str) -> None:
         """A fork is about to enter it."""

@@ -1,7 +1,7 @@
 """The first process of a sandbox. It keeps the working copy, and runs commands in it when the host
 asks.
 
-It finishes the walls (mounts of its own over the shared root), then answers one JSON line with one
+It raises the walls (mounts of its own over the shared root), then answers one JSON line with one
 JSON line, in order:
 
     {"op": "write", "files": {path: [mode, content]}}    {"ok": null}
@@ -14,7 +14,6 @@ JSON line, in order:
     {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
     {"op": "freeze"} and {"op": "adopt"}                 the same, shared instead of copied
     {"op": "date", "times": {path: nanoseconds}}         {"ok": null}
-    {"op": "limit", ...}                                 {"ok": null}
     {"op": "name", "hosts": {name: address}}             {"ok": null}
     {"op": "listen", "places": [[address, port]]}        {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
@@ -49,7 +48,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from etude.core.errors import RolloutFailure
 from etude.sandbox import kernel, landlock, tree
 from etude.sandbox.command import HIDDEN, REPORT_PATH, Command, spawn
 from etude.sandbox.keeper import keep, raise_if_broken, reaped
@@ -58,8 +56,10 @@ from etude.sandbox.limits import (
     COPY_BYTES,
     COPY_FILES,
     LIMITS,
+    MAX_PROCESSES,
     OUTPUT_BYTES,
     PATCH_BYTES,
+    PROCESS_BYTES,
     QUOTAS,
     READ_BYTES,
     REPORT_BYTES,
@@ -75,6 +75,8 @@ HOME = ""
 """Of the user of an image, made of /etc/skel; empty: /tmp is that."""
 _ASIDE = "/tmp"
 """For a moment, before anything runs."""
+_LOOKS, _LOOK_S = 10, 0.005
+"""So often it is looked whether all processes have ended, before a large copy is made instead."""
 
 
 class Link:
@@ -136,10 +138,21 @@ def _kill_all() -> None:
             os.waitpid(-1, 0)
 
 
-def serve(connection: socket.socket) -> NoReturn:
+def raise_walls() -> None:
+    """Those that are the same for every sandbox."""
+    kernel.mount("proc", "/proc", "proc", HIDDEN)
+    for name, value in QUOTAS.items():
+        if os.path.exists(f"/proc/sys/{name}"):
+            kernel.put(f"/proc/sys/{name}", value)
+    socket.sethostname(HOSTNAME)
+    kernel.raise_loopback()
+
+
+def serve(connection: socket.socket, *bounds: int) -> NoReturn:
+    """`bounds`: as `Guest` takes them."""
     link = Link(connection)
     try:
-        guest = Guest(link)
+        guest = Guest(link, *bounds)
     except OSError as e:
         link.send({"error": ["RolloutFailure", f"sandbox: {e.strerror}"]})
         os._exit(1)
@@ -154,7 +167,7 @@ def serve(connection: socket.socket) -> NoReturn:
             answer = {"error": ["FileNotFoundError", str(e)]}
         except ValueError as e:
             answer = {"error": ["ValueError", str(e)]}
-        except (OSError, EOFError, RolloutFailure) as e:
+        except (OSError, EOFError) as e:
             answer = {"error": ["RolloutFailure", f"sandbox: {e}"]}
         link.send(answer)
 
@@ -166,27 +179,44 @@ def _reap() -> None:
             pass
 
 
+def _alone() -> bool:
+    """Whether nothing else is at work in this sandbox. The keeper of a process that has just ended
+    is still there for a moment."""
+    for _ in range(_LOOKS):
+        _reap()
+        if [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]:
+            return True
+        time.sleep(_LOOK_S)
+    return False
+
+
 class Guest:
     """The working copy, and the commands in it."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(
+        self,
+        link: Link,
+        disk_bytes: int = COPY_BYTES,
+        disk_files: int = COPY_FILES,
+        processes: int = MAX_PROCESSES,
+        process_bytes: int = PROCESS_BYTES,
+    ) -> None:
         self._link = link
-        self._copy_bytes = COPY_BYTES
-        self._copy_files = COPY_FILES
-        self._limits = dict(LIMITS)
+        self._copy_bytes = disk_bytes
+        self._copy_files = disk_files
+        self._limits = LIMITS | {
+            resource.RLIMIT_NPROC: processes,
+            resource.RLIMIT_AS: process_bytes,
+        }
         self._writable = (WORK, "/tmp", *([HOME] if HOME else []))
-        kernel.mount("proc", "/proc", "proc", HIDDEN)
-        self._mount_copies()
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV
+        for path in self._writable:
+            kernel.mount("tmpfs", path, "tmpfs", flags, self._copy_options())
         if HOME and os.path.isdir("/etc/skel"):
             shutil.copytree("/etc/skel", HOME, symlinks=True, dirs_exist_ok=True)
         for source, target in COVERED:
             os.makedirs(target, exist_ok=True)
             kernel.bind(source, target)
-        for name, value in QUOTAS.items():
-            if os.path.exists(f"/proc/sys/{name}"):
-                kernel.put(f"/proc/sys/{name}", value)
-        socket.sethostname(HOSTNAME)
-        kernel.raise_loopback()
         self._own_pids = os.open("/proc/self/ns/pid", os.O_RDONLY)
         self._layers = Layers(WORK)
         self._enter()
@@ -209,22 +239,8 @@ class Guest:
         finally:
             self._enter()
 
-    def _mount_copies(self, more_flags: int = 0) -> None:
-        flags = kernel.MS_NOSUID | kernel.MS_NODEV | more_flags
-        for path in self._writable:
-            kernel.mount("tmpfs", path, "tmpfs", flags, self._copy_options())
-
     def _copy_options(self) -> str:
         return f"size={self._copy_bytes},nr_inodes={self._copy_files},mode=0755"
-
-    def op_limit(
-        self, disk_bytes: int, disk_files: int, processes: int, process_bytes: int
-    ) -> None:
-        self._copy_bytes = disk_bytes
-        self._copy_files = disk_files
-        self._limits[resource.RLIMIT_NPROC] = processes
-        self._limits[resource.RLIMIT_AS] = process_bytes
-        self._mount_copies(kernel.MS_REMOUNT)
 
     def op_name(self, hosts: dict[str, str]) -> None:
         """Over the file of names that all sandboxes share, one of this one alone."""
@@ -335,9 +351,8 @@ class Guest:
         with self._link.take_socket() as to:
             copy = os.statvfs(self._work)
             used = (copy.f_blocks - copy.f_bfree) * copy.f_frsize
-            others = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
             worth_it = always or used > COPY_BYTES or len(self._layers)
-            if others or not worth_it or self._layers.full():
+            if not worth_it or self._layers.full() or not _alone():
                 return False
             with self._outside():
                 try:
@@ -402,7 +417,7 @@ class Guest:
             told, *reported = [tail.rest() for tail in tails]
             return code, told.decode(errors="replace"), _encode(b"".join(reported))
         except OSError as e:
-            raise RolloutFailure(f"a command could not be run: {e}") from e
+            raise OSError(f"a command could not be run: {e}") from e
         finally:
             for descriptor in opened:
                 os.close(descriptor)

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import (
     CommandResult,
-    Limits,
     Patch,
     Process,
     SandboxSpec,
@@ -28,20 +27,17 @@ from etude.sandbox.diff import unified_diff
 from etude.sandbox.egress import Egress, Hosts, Outside
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
-from etude.sandbox.limits import COPY_BYTES, MAX_PROCESSES, PROCESS_BYTES, files_in
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link, decoded, encoded
 from etude.sandbox.services import start_services
 from etude.sandbox.spec import check_env
 from etude.sandbox.streams import Streams
 from etude.sandbox.tree import FILE, Entry, Tree, known
-from etude.sandbox.walls import Walls
 
 
 class Owner(Protocol):
     """What a sandbox needs of the pool that it was opened from."""
 
     reply_timeout_s: float
-    walls: Walls
     outside: Outside
 
     @property
@@ -198,21 +194,6 @@ class NamespaceSandbox:
         for (host, _, port), descriptor in zip(places, descriptors, strict=True):
             await self._egress.listen(host, port, socket.socket(fileno=descriptor))
 
-    async def limit(self, limits: Limits) -> None:
-        size = limits.disk_bytes or COPY_BYTES
-        processes = limits.processes or MAX_PROCESSES
-        memory = limits.memory_bytes or PROCESS_BYTES
-        if self._pool.walls.cgroup:  # which counts what is held, and not what is only mapped
-            memory = max(memory, PROCESS_BYTES)
-        # the first process of the sandbox is one of its user's, too
-        await self._ask(
-            op="limit",
-            disk_bytes=size,
-            disk_files=files_in(size),
-            processes=processes + 1,
-            process_bytes=memory,
-        )
-
     async def diff(self) -> str:
         before = await asyncio.to_thread(known, self._before)
         answer = await self._ask(op="changes", before=before)
@@ -242,28 +223,29 @@ class NamespaceSandbox:
         await self._ask(op="apply", patch=encoded(plain))
 
     async def fork(self) -> NamespaceSandbox:
-        sandbox = await self._pool.start(self._spec, self._before, like=self)
+        sandbox = await self.branch(self._spec, self._before, always=False)
         async with close_on_failure(sandbox):
-            if not await self._share(sandbox, always=False):
-                await self._copy_to(sandbox)
             await sandbox.serve()
         return sandbox
 
-    async def copy_to(self, sandbox: NamespaceSandbox) -> None:
-        """Give another one this working copy; shared, where the kernel can, whatever its size."""
-        if not await self._share(sandbox, always=True):
-            await self._copy_to(sandbox)
-
-    async def _share(self, sandbox: NamespaceSandbox, *, always: bool) -> bool:
-        """False if the files have to be copied."""
-        if sandbox.zygote_pid != self.zygote_pid:  # and so not the same user
-            return False
+    async def branch(self, spec: SandboxSpec, before: Tree, *, always: bool) -> NamespaceSandbox:
+        """Start another one with this working copy, which the caller closes. It is shared where the
+        kernel can, if that is worth it or `always`, and otherwise copied."""
         ours, theirs = socket.socketpair()
-        with ours, theirs:
-            if not await self._ask(op="freeze", descriptor=ours, always=always):
-                return False
-            await sandbox._ask(op="adopt", descriptor=theirs)
-        return True
+        freezing = asyncio.create_task(self._ask(op="freeze", descriptor=ours, always=always))
+        try:
+            sandbox = await self._pool.start(spec, before, like=self)
+            async with close_on_failure(sandbox):
+                # by another zygote, it is not the same user
+                if await freezing and sandbox.zygote_pid == self.zygote_pid:
+                    await sandbox._ask(op="adopt", descriptor=theirs)
+                else:
+                    await self._copy_to(sandbox)
+        finally:
+            freezing.cancel()
+            ours.close()
+            theirs.close()
+        return sandbox
 
     async def _copy_to(self, sandbox: NamespaceSandbox) -> None:
         ours, theirs = socket.socketpair()

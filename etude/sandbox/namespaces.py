@@ -25,7 +25,14 @@ from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, SandboxSpec, Tier, close_on_failure
 from etude.sandbox.egress import Hosts, Outside
 from etude.sandbox.image_view import ImageView
-from etude.sandbox.limits import COPY_BYTES, LEAST_MEMORY_BYTES, files_in, memory_for
+from etude.sandbox.limits import (
+    COPY_BYTES,
+    LEAST_MEMORY_BYTES,
+    MAX_PROCESSES,
+    PROCESS_BYTES,
+    files_in,
+    memory_for,
+)
 from etude.sandbox.link import REPLY_TIMEOUT_S, Link
 from etude.sandbox.mounts import Mount, check_walled
 from etude.sandbox.namespace_sandbox import NamespaceSandbox
@@ -43,6 +50,8 @@ _FULL_S = 0.005
 """Until a zygote is asked again whose socket is full."""
 _OPENING = 32
 """Sandboxes in the making at once. More would only wait in the zygote's queue."""
+SPARES = 4
+"""For whoever opens one after the other, or a few at once. Each is 2 MiB."""
 _BOOT = (
     "import socket, sys; sys.path.append(sys.argv[1]); from etude.sandbox.zygote import main; "
     "sys.path.pop(); "
@@ -62,15 +71,17 @@ class NamespaceSandboxPool:
         mounts: Sequence[Mount] = (),
         image: ImageView | None = None,
         outside: Outside = _NO_LOG,
+        spares: int = 0,
     ) -> None:
         """Raises EtudeError with the call that was refused, where the kernel does not let us.
         `reply_timeout_s`: a zygote that does not answer for so long is replaced, and a sandbox that
-        does not has failed."""
+        does not has failed. `spares`: sandboxes that are made ahead of being wanted (`spares`)."""
         self.reply_timeout_s = reply_timeout_s
         check_walled(mounts)
         self._mounts = mounts
         self._image = image
         self.outside = outside
+        self._spares = spares
         self._template: NamespaceSandbox | None = None
         self._making_template = asyncio.Lock()
         self._sandboxes: set[NamespaceSandbox] = set()
@@ -93,7 +104,8 @@ class NamespaceSandboxPool:
             self._zygote = subprocess.Popen(
                 _zygote_argv(theirs.fileno(), mountpoint, self._shown()),
                 pass_fds=[theirs.fileno()],
-                env={"PYTHONHASHSEED": "0"},
+                # what is not bound at its start, every fork would have to look up for itself
+                env={"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
@@ -111,6 +123,8 @@ class NamespaceSandboxPool:
                 "has no walls, for code that you trust"
             )
         self.walls = Walls(**said["walls"])
+        with contextlib.suppress(ConnectionError):  # it was killed, which is noticed when it counts
+            self._control.send(f"+{self._spares}\n".encode())
 
     def _shown(self) -> dict[str, Any]:
         image = self._image
@@ -149,11 +163,12 @@ class NamespaceSandboxPool:
         self.check(spec)
         size = spec.limits.disk_bytes or COPY_BYTES
         added = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
-        template = await self._open_template()
-        sandbox = await self.start(spec, {**self._working_copy(), **added}, template)
+        before = {**self._working_copy(), **added}
+        if template := await self._open_template():
+            sandbox = await template.branch(spec, before, always=True)
+        else:
+            sandbox = await self.start(spec, before)
         try:
-            if template:
-                await template.copy_to(sandbox)
             await sandbox.fill(added)
             await sandbox.serve()
             yield sandbox
@@ -196,15 +211,6 @@ class NamespaceSandboxPool:
     ) -> NamespaceSandbox:
         """A sandbox with an empty working copy, which the caller closes. `like`: one that it may
         share files with."""
-        sandbox = await self._start(spec, before, like)
-        if spec.limits != Limits():
-            async with close_on_failure(sandbox):
-                await sandbox.limit(spec.limits)
-        return sandbox
-
-    async def _start(
-        self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None
-    ) -> NamespaceSandbox:
         async with self._opening:
             if self._closed:
                 raise RolloutFailure("sandbox: the pool is closed")
@@ -231,6 +237,7 @@ class NamespaceSandboxPool:
             "name": str(number),
             "memory_bytes": _memory_bytes(limits),
             "cpus": limits.cpus,
+            "bounds": self._bounds(limits),
             "like": str(like.number) if like else None,
         }
         ours, theirs = socket.socketpair()
@@ -252,6 +259,18 @@ class NamespaceSandboxPool:
                 sandbox.abandon()
                 return None
         return sandbox
+
+    def _bounds(self, limits: Limits) -> list[int]:
+        """As a sandbox takes them (`guest.Guest`)."""
+        if limits == Limits():
+            return []
+        size = limits.disk_bytes or COPY_BYTES
+        processes = limits.processes or MAX_PROCESSES
+        memory = limits.memory_bytes or PROCESS_BYTES
+        if self.walls.cgroup:  # which counts what is held, and not what is only mapped
+            memory = max(memory, PROCESS_BYTES)
+        # the first process of the sandbox is one of its user's, too
+        return [size, files_in(size), processes + 1, memory]
 
     async def _ask(self, line: bytes, its_end: int) -> bool:
         """False if the zygote does not read. What it is told when many sandboxes end at once fills

@@ -18,15 +18,15 @@ from etude.sandbox.image import default_store
 from etude.sandbox.imaged import ImagedPool
 from etude.sandbox.link import REPLY_TIMEOUT_S
 from etude.sandbox.mounts import Mount, find_mounts, mount_places
-from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.sandbox.namespaces import SPARES, NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 from etude.sandbox.vm import VmSandboxPool
 
 ISOLATION: dict[str, Callable[[float, Sequence[Mount], Outside], SandboxPool]] = {
     "namespaces": lambda reply_timeout_s, mounts, outside: ImagedPool(
-        NamespaceSandboxPool(reply_timeout_s, mounts, outside=outside),
+        NamespaceSandboxPool(reply_timeout_s, mounts, outside=outside, spares=SPARES),
         default_store(),
-        lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image, outside),
+        lambda image: NamespaceSandboxPool(reply_timeout_s, mounts, image, outside, SPARES),
     ),
     "gvisor": lambda reply_timeout_s, mounts, outside: GvisorSandboxPool(reply_timeout_s, mounts),
     "container": lambda reply_timeout_s, mounts, outside: ContainerSandboxPool(

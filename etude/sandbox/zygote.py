@@ -5,12 +5,13 @@ read-only, with the system's programs, a Python, and empty places for /work, /tm
 moves into it, and if it is root, gives up all of that but the rights to tidy up its cgroups and to
 become somebody else, which every sandbox does first. A sandbox is a fork with namespaces and a
 /work of its own, so opening one costs two forks and four mounts, however many others there are; no
-wall is built outside of the sandbox's own mount namespace.
+wall is built outside of the sandbox's own mount namespace. A few are made ahead (`spares`).
 
 Over the control socket come lines: a sandbox that is wanted, as JSON and with the socket that it is
-to answer on; "-" and a name, for one that is gone; "?" for a sign of life, which is sent back. The
-control socket closes when the controller ends, however it ends, and so does every sandbox's: each
-process in here ends at the end of its socket, and no other means is needed to leave nothing behind.
+to answer on; "-" and a name, for one that is gone; "+" and a number, of spares to have; "?" for a
+sign of life, which is sent back. The control socket closes when the controller ends, however it
+ends, and so does every sandbox's, and with the zygote every spare's: each process in here ends at
+the end of its socket, and no other means is needed to leave nothing behind.
 
 Standard library only, one thread, and no state of the controller: forks of this run other people's
 code.
@@ -22,30 +23,29 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import signal
 import site
 import socket
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from etude.sandbox import kernel, landlock
 from etude.sandbox.cgroups import Cgroups
 from etude.sandbox.command import environment
-from etude.sandbox.guest import GUEST_ID, Link, serve
 from etude.sandbox.limits import MEMORY_BYTES
 from etude.sandbox.root import Shown, build_root
+from etude.sandbox.spares import Ids, Spare, be_spare, map_ids
 
 NOBODY = 65534
 OWN_IDS = range(1_879_048_192, 2_147_483_648)
 """Users and groups that no distribution gives to anybody."""
-_DAY_S = 24 * 3600
 _TRIAL_S = 600.0
 """For the first sandbox to be up; the owner may lose its patience before."""
-
-_NAMESPACES = (
-    kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS | kernel.CLONE_NEWCGROUP
-)  # fmt: skip
+_PAUSE_MS = 5
+"""Without a word before a spare is made: a sandbox that was just opened is still starting, and what
+is asked for next comes first."""
 
 
 def main(control: socket.socket, mountpoint: str, told: str) -> None:
@@ -64,9 +64,32 @@ def main(control: socket.socket, mountpoint: str, told: str) -> None:
         control.sendall(json.dumps(said).encode() + b"\n")
     while not error and zygote.serve_one():
         pass
+    if not error:
+        zygote.close()
     if cgroups:
         cgroups.close()
     os._exit(0)
+
+
+class Wanted(NamedTuple):
+    """A sandbox that the host asks for."""
+
+    link: socket.socket
+    """What it is to answer on."""
+    name: str
+    memory_bytes: int
+    cpus: float | None
+    bounds: list[int]
+    """As `guest.serve` takes them."""
+    like: str | None = None
+    """The sandbox whose user it is to be, since they share files."""
+
+
+class Given(NamedTuple):
+    """A sandbox that the host has."""
+
+    ids: Ids
+    cgroup: str
 
 
 class Zygote:
@@ -86,22 +109,44 @@ class Zygote:
         self._descriptors: list[int] = []
         self._cgroups = cgroups
         root = os.geteuid() == 0
-        _wall_in(mountpoint, shown, with_cgroups=self._cgroups is not None)
-        self._own_ids = _own_ids() if root else itertools.repeat(None)
+        self._rights = _wall_in(mountpoint, shown, with_cgroups=self._cgroups is not None)
+        self._ids = _own_ids() if root else itertools.repeat(Ids(os.geteuid(), os.getegid()))
         _become_template()
         self.walls = {
             "seccomp": kernel.can_filter_calls(),
             "landlock": landlock.version(),
-            "own_users": root and next(self._own_ids) != NOBODY,
+            "own_users": root and next(self._ids).user != NOBODY,
             "cgroup": self._cgroups.version if self._cgroups else "",
             "cgroup_refused": refused,
         }
-        self._users: dict[str, int | None] = {}
         self._lived_in = bool(shown.user)
+        self._given: dict[str, Given] = {}
+        self._spares: dict[int, Spare] = {}
+        self._promised: dict[Spare, Wanted] = {}
+        """Those that are not up yet, and for somebody who has to wait for that."""
+        self._spare_names = map(str, itertools.count(1))
+        self._wished = 0
+        """Spares that the host wants to be there."""
+        self._ahead = 0
+        """The same, or none since one has failed, until somebody wants a sandbox again."""
+        self._ours = {control}
+        """What a fork must not hold, beside the ways to spares: its end would not be seen."""
+        self._poll = select.poll()
+        self._poll.register(control, select.POLLIN)
 
     def serve_one(self) -> bool:
         """False at the end of the host's side, which is a reset if it had not read our last
         word."""
+        missing = self._ahead - len(self._free())
+        heard = self._poll.poll(_PAUSE_MS if missing > 0 else None)
+        if not heard:
+            self._make_spares(missing)
+        ready = {descriptor for descriptor, _ in heard}
+        for descriptor in ready & self._spares.keys():
+            self._hear_spare(self._spares[descriptor])
+        return self._control.fileno() not in ready or self._hear()
+
+    def _hear(self) -> bool:
         try:
             words, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
             self._descriptors += descriptors
@@ -115,69 +160,130 @@ class Zygote:
     def _do(self, line: bytes) -> None:
         if line == b"?":
             self._control.sendall(line)
+        elif line.startswith(b"+"):
+            self._wished = self._ahead = int(line)
         elif line.startswith(b"-"):
-            name = line[1:].decode()
-            self._users.pop(name, None)
-            if self._cgroups:
-                self._cgroups.leave(name)
+            gone = self._given.pop(line[1:].decode(), None)
+            if gone and self._cgroups:
+                self._cgroups.leave(gone.cgroup)
         else:
             link = socket.socket(fileno=self._descriptors.pop(0))
-            self._spawn(link, self._control, **json.loads(line))
+            self._open(Wanted(link, **json.loads(line)))
 
-    def _spawn(
-        self,
-        link: socket.socket,
-        control: socket.socket,
-        name: str,
-        memory_bytes: int,
-        cpus: float | None,
-        like: str | None = None,
-    ) -> None:
-        """Fork twice: the first child makes the namespaces, and only a child of its own is process
-        1 in them. `like`: the sandbox whose user it is to be, since they share files."""
-        own_id = self._users[like] if like in self._users else next(self._own_ids)
-        self._users[name] = own_id
+    def _open(self, wanted: Wanted) -> None:
+        self._ahead = self._wished
+        self._ours.add(wanted.link)
+        if not self._free():
+            self._make_spares(1 + self._ahead)
+        spare = min(self._free(), key=lambda each: not each.is_up)
+        origin = self._given.get(wanted.like or "")
+        ids = origin.ids if origin else spare.ids
+        self._given[wanted.name] = Given(ids, spare.name)
+        if ids == spare.ids or spare.is_up:
+            self._give(spare, wanted)
+        else:
+            self._promised[spare] = wanted
+
+    def _free(self) -> list[Spare]:
+        return [spare for spare in self._spares.values() if spare not in self._promised]
+
+    def _make_spares(self, count: int) -> None:
+        """One right after the other: what this process changes in between, it takes from what it
+        shares with each of them."""
+        for _ in range(count):
+            self._make_spare()
+
+    def _make_spare(self) -> None:
+        name, ids = next(self._spare_names), next(self._ids)
         if self._cgroups:
             self._cgroups.expect(name)
-        if os.fork():
-            link.close()
-            return
-        control.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            try:
+                for other in (ours, *self._ours):
+                    other.close()
+                for each in self._spares.values():
+                    each.close()
+                be_spare(theirs, name, ids, self._cgroups, lived_in=self._lived_in)
+            finally:
+                os._exit(1)
+        theirs.close()
+        self._spares[ours.fileno()] = Spare(name, ids, ours)
+        self._poll.register(ours, select.POLLIN)
+
+    def _hear_spare(self, spare: Spare) -> None:
+        why = spare.hear()
+        wanted = self._promised.pop(spare, None)
+        if wanted and not why:
+            self._give(spare, wanted)
+        elif why:
+            self._ahead = 0
+            self._drop(spare)
+            if wanted:
+                self._refuse(wanted, why)
+            elif self._cgroups:
+                self._cgroups.leave(spare.name)
+
+    def _give(self, spare: Spare, wanted: Wanted) -> None:
+        ids = self._given[wanted.name].ids
+        cgroup: list[int] = []
         try:
             if self._cgroups:
-                self._cgroups.enter(name, memory_bytes, cpus)
-            if own_id is not None:
-                _become(own_id)
-            user, group = os.geteuid(), os.getegid()
-            kernel.unshare(_NAMESPACES)
-            _map_ids(GUEST_ID, user, GUEST_ID, group)
-            kernel.leave_keyring()
-            if self._lived_in:
-                _been_up(own_id or os.getpid())
+                cgroup = self._cgroups.bound(spare.name, wanted.memory_bytes, wanted.cpus)
+            if ids != spare.ids:
+                self._name_user(spare, ids)
+            spare.give(wanted.link, cgroup, named=ids != spare.ids, bounds=wanted.bounds)
+            self._let_go(wanted)
         except OSError as e:
-            Link(link).send({"error": ["RolloutFailure", f"sandbox: {e.strerror}"]})
-            os._exit(1)
-        if os.fork() == 0:
-            serve(link)
-        os._exit(0)
+            self._refuse(wanted, f"sandbox: {e.strerror}")
+        for descriptor in cgroup:
+            os.close(descriptor)
+        self._drop(spare)
+
+    def _name_user(self, spare: Spare, ids: Ids) -> None:
+        """Only its maker says who is in a user namespace; so be that one for a moment."""
+        os.seteuid(spare.ids.user)
+        try:
+            kernel.drop_capabilities(*self._rights)  # has the others in effect again
+            spare.name_user(ids)
+        finally:
+            os.seteuid(0)
+
+    def _refuse(self, wanted: Wanted, why: str) -> None:
+        said = {"error": ["RolloutFailure", why]}
+        with contextlib.suppress(OSError):  # nobody waits for it any more
+            wanted.link.sendall(json.dumps(said).encode() + b"\n")
+        self._let_go(wanted)
+
+    def _let_go(self, wanted: Wanted) -> None:
+        self._ours.remove(wanted.link)
+        wanted.link.close()
+
+    def _drop(self, spare: Spare) -> None:
+        del self._spares[spare.fileno()]
+        self._poll.unregister(spare)
+        spare.close()
 
     def try_one(self) -> str:
         """Open a sandbox and close it again. Empty, or the call that the kernel refused."""
         here, there = socket.socketpair()
-        # A child of this process must not hold `here`, or the sandbox would never see it close.
         here.settimeout(_TRIAL_S)
-        self._spawn(there, here, "trial", MEMORY_BYTES, None)
+        self._ours.add(here)
+        self._open(Wanted(there, "trial", MEMORY_BYTES, None, []))
         with here, here.makefile("r") as lines:
             line = lines.readline()
-        if self._cgroups:
-            self._cgroups.leave("trial")
+        self._ours.remove(here)
+        self._do(b"-trial")
         answer = (
             json.loads(line)
             if line
             else {"error": ["", "the first process of a sandbox ended without a word"]}
         )
         return str(answer["error"][1]) if "error" in answer else ""
+
+    def close(self) -> None:
+        for spare in self._spares.values():
+            spare.close()
 
 
 def _open_cgroups() -> tuple[Cgroups | None, str]:
@@ -188,7 +294,8 @@ def _open_cgroups() -> tuple[Cgroups | None, str]:
         return None, str(e.strerror)
 
 
-def _wall_in(mountpoint: str, shown: Shown, *, with_cgroups: bool) -> None:
+def _wall_in(mountpoint: str, shown: Shown, *, with_cgroups: bool) -> tuple[int, ...]:
+    """The capabilities that are left of root's."""
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     if root := os.geteuid() == 0:
@@ -196,52 +303,32 @@ def _wall_in(mountpoint: str, shown: Shown, *, with_cgroups: bool) -> None:
     else:
         user, group = os.geteuid(), os.getegid()
         kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS)
-        _map_ids(user, user, group, group)
+        map_ids("/proc/self", Ids(user, group), Ids(user, group))
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     build_root(mountpoint, shown)
     kernel.change_root(mountpoint)
-    if root:
-        os.setgroups([])
-        # the uppermost cgroups are writable to nobody, root included
-        tidying = (kernel.CAP_DAC_OVERRIDE,) if with_cgroups else ()
-        kernel.drop_capabilities(kernel.CAP_SETUID, kernel.CAP_SETGID, *tidying)
+    if not root:
+        return ()
+    os.setgroups([])
+    # the uppermost cgroups are writable to nobody, root included
+    tidying = (kernel.CAP_DAC_OVERRIDE,) if with_cgroups else ()
+    rights = (kernel.CAP_SETUID, kernel.CAP_SETGID, *tidying)
+    kernel.drop_capabilities(*rights)
+    return rights
 
 
-def _own_ids() -> Iterator[int]:
+def _own_ids() -> Iterator[Ids]:
     """A user for each sandbox, which nobody else is: the kernel counts pipes, watches and more by
     user. One for all where this root is that of a container and has too few."""
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as ranges:
             spans = [[int(word) for word in line.split()] for line in ranges]
         if not any(start <= OWN_IDS.start and OWN_IDS.stop <= start + n for start, _, n in spans):
-            return itertools.repeat(NOBODY)
+            return itertools.repeat(Ids(NOBODY, NOBODY))
     # where another pool of this machine is unlikely to be
     start = int.from_bytes(os.urandom(4))
-    return (OWN_IDS[(start + number) % len(OWN_IDS)] for number in itertools.count())
-
-
-def _become(user: int) -> None:
-    """User 0 of the host is never inside, under whatever name: it owns /proc/sys and is exempt from
-    limits."""
-    os.setresgid(user, user, user)
-    os.setresuid(user, user, user)
-    kernel.own_proc_entry()
-
-
-def _been_up(number: int) -> None:
-    """Let the sandbox find a machine that was started days ago: children of this process are born
-    into a time of their own. `number`: anything, so that sandboxes differ."""
-    kernel.unshare(kernel.CLONE_NEWTIME)
-    kernel.put("/proc/self/timens_offsets", f"boottime {_DAY_S + number * 7919 % (20 * _DAY_S)} 0")
-
-
-def _map_ids(inside_user: int, outside_user: int, inside_group: int, outside_group: int) -> None:
-    for name, text in (
-        ("setgroups", "deny"),
-        ("uid_map", f"{inside_user} {outside_user} 1"),
-        ("gid_map", f"{inside_group} {outside_group} 1"),
-    ):
-        kernel.put(f"/proc/self/{name}", text)
+    numbers = (OWN_IDS[(start + number) % len(OWN_IDS)] for number in itertools.count())
+    return (Ids(number, number) for number in numbers)
 
 
 def _become_template() -> None:

@@ -17,6 +17,7 @@ from tests.mutants.slots import ROOT
 # is run.
 WALLED = (
     "sandbox/zygote.py",
+    "sandbox/spares.py",
     "sandbox/root.py",
     "sandbox/output.py",
     "sandbox/guest.py",

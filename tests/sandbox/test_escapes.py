@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.core.sandbox import SandboxPool, SandboxSpec
-from etude.sandbox.namespaces import NamespaceSandboxPool
+from etude.sandbox.namespaces import SPARES, NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 from tests.namespaces import need_namespaces
 from tests.sandbox.conftest import OTHERS, open_pool
@@ -263,7 +263,7 @@ def canary() -> Iterator[Canary]:
 @pytest.fixture(scope="module")
 def namespaces_pool() -> Iterator[SandboxPool]:
     need_namespaces()
-    opened = NamespaceSandboxPool()
+    opened = NamespaceSandboxPool(spares=SPARES)
     yield opened
     asyncio.run(opened.close())
 

@@ -283,12 +283,12 @@ def test_every_sandbox_leaves_the_session_keyring(monkeypatch: pytest.MonkeyPatc
     need_namespaces()
     boot = """
 import ctypes, os, socket, sys; sys.path.append(sys.argv[1])
-from etude.sandbox import kernel, syscalls, zygote
+from etude.sandbox import kernel, spares, syscalls, zygote
 number, left, leave = syscalls.number_of_keyctl(os.uname().machine), [], kernel.leave_keyring
 session = lambda: ctypes.CDLL(None).syscall(number, 0, -3, 1) if number else -1
 before = session()
 kernel.leave_keyring = lambda: left.append(leave())
-zygote.serve = lambda link: zygote.Link(link).send({"error": ["", f"keyring {len(left)} {before} {session()}"]})
+spares.serve = lambda link: spares.Link(link).send({"error": ["", f"keyring {len(left)} {before} {session()}"]})
 zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4])
 """  # noqa: E501
     monkeypatch.setattr(namespaces, "_BOOT", boot)
