@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from etude.bench import sandboxes
+from etude.bench import _sandbox_tiers, sandboxes
 from etude.cli import main
+from etude.core.errors import EtudeError
 from tests.namespaces import need_namespaces
 
 
@@ -47,3 +48,15 @@ def test_others_are_what_is_installed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert found.keys() == {"bubblewrap", "crun", "runsc"}
     config = json.loads((tmp_path / "crun" / "config.json").read_text())
     assert config["process"]["args"] == ["/usr/bin/echo", "up"]
+
+
+async def test_a_runsc_that_is_too_old_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise EtudeError("runsc cannot start a sandbox on this machine: unknown platform: systrap")
+
+    monkeypatch.setattr(_sandbox_tiers.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(_sandbox_tiers, "GvisorSandboxPool", refuse)
+    assert await _sandbox_tiers.gvisor() == {}
+    assert "gvisor is left out" in capsys.readouterr().err
