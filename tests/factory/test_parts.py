@@ -304,7 +304,7 @@ def test_git_repositories_are_fetched_by_path_and_by_url(tmp_path: Path) -> None
 def test_what_a_build_makes_is_brought_along_without_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def pip(place: Path, *argv: str) -> str:
+    def pip(place: Path, *argv: str, **options: object) -> str:
         if argv[0] == "freeze":
             return "pytest==9.0\n"
         if "--target" in argv:
