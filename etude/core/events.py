@@ -381,6 +381,14 @@ class EvalDone:
     total: int
     low: float
     high: float
+    samples: int = 1
+    """Attempts at each task; `solved` and `total` count attempts."""
+
+    @property
+    def name(self) -> str:
+        """Of what can be compared: attempts are sampled at another temperature if they are several
+        at each task."""
+        return self.split if self.samples == 1 else f"{self.split} ×{self.samples}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ def metrics(event: Event) -> tuple[int, dict[str, float]]:
         case GroupDone():
             return event.admitted, {"rl/group_has_signal": float(event.kept)}
         case EvalDone():
-            return event.version, {f"eval/{event.split}": event.solved / event.total}
+            name = event.name.replace(" ×", "_x")
+            return event.version, {f"eval/{name}": event.solved / event.total}
         case _:
             return 0, {}
 

@@ -280,10 +280,10 @@ def _share_without(view: RunView) -> str:
 
 
 def _evaluations(view: RunView) -> Iterator[Line]:
-    for split in dict.fromkeys(split for _, split in view.evals):
-        *earlier, last = (result for (_, of), result in view.evals.items() if of == split)
+    for name in dict.fromkeys(name for _, name in view.evals):
+        *earlier, last = (result for (_, of), result in view.evals.items() if of == name)
         told = "".join(f"{r.solved / r.total:.1%} {_evaluated(r, view)}, " for r in earlier)
-        yield Line(f"{split} solved", f"{told}{_result(last)} {_evaluated(last, view)}")
+        yield Line(f"{name} solved", f"{told}{_result(last)} {_evaluated(last, view)}")
 
 
 def _evaluated(result: EvalDone, view: RunView) -> str:
@@ -455,7 +455,7 @@ def event_line(event: Event, view: RunView) -> str | None:
         case EvalProgress() if event.done == 0:
             return f"trying {event.split} tasks {when(event.stage)}: {event.total} of them"
         case EvalDone():
-            return f"{event.split} tasks solved {_evaluated(event, view)}: {_result(event)}"
+            return f"{event.name} tasks solved {_evaluated(event, view)}: {_result(event)}"
         case _:
             return None
 

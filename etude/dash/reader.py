@@ -237,7 +237,7 @@ class RunView:
                 self.steps = self.steps or self._steps_before  # `etude eval` begins no stage
             case EvalDone():
                 self.evaluating = None
-                self.evals[event.stage, event.split] = event
+                self.evals[event.stage, event.name] = event
             case RunDone():
                 self.finished = True
         return self.alarms.apply(event)

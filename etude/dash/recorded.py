@@ -9,13 +9,13 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar, get_args
 
 from etude.core.alarms import Alarms
 from etude.core.config import RunConfig
 from etude.core.errors import EtudeError
-from etude.core.events import AttemptDone, Event, Launched
+from etude.core.events import AttemptDone, EvalDone, Event, Launched
 from etude.core.ledger import Batched, Entry, Ledger, Unbalanced
 from etude.core.stages import RolloutStageConfig
 from etude.core.types import Trajectory
@@ -39,20 +39,6 @@ FRESH_S = 0.4
 """What was read within that time is not read again."""
 LOOK_S = 30.0
 """Between two looks for what is missing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """The result of an evaluation, as its report tells it; `samples`: attempts at each task."""
-
-    stage: str
-    split: str
-    version: int
-    solved: int
-    total: int
-    low: float
-    high: float
-    samples: int = 1
 
 
 class RecordedRun:
@@ -83,7 +69,7 @@ class RecordedRun:
         self._read: float | None = None
         self._looked: float | None = None
         self._missing: list[str] = []
-        self._reports: dict[str, Evaluated] = {}
+        self._reports: dict[str, EvalDone] = {}
         self._causes: dict[str, tuple[str, str]] = {}
         self._memos: dict[str, tuple[int, Any]] = {}
         self._unsettled: set[str] = set()
@@ -183,14 +169,14 @@ class RecordedRun:
                 self._looked = time.monotonic()
             return [*dict.fromkeys(self.damage), *self._missing]
 
-    def evaluations(self) -> list[Evaluated]:
-        """By version: the reports, and what was told since they were last looked for. An event does
-        not say how many attempts were made at each task."""
+    def evaluations(self) -> list[EvalDone]:
+        """By version: the reports, and what was told since they were last looked for. In older runs
+        only a report says how many attempts were made at each task."""
         self.missing()
         reports = list(self._reports.values())
         known = {(each.version, each.split, each.solved, each.total) for each in reports}
         told = [
-            Evaluated(**asdict(each))
+            each
             for each in self.history.evals
             if (each.version, each.split, each.solved, each.total) not in known
         ]
@@ -200,7 +186,7 @@ class RecordedRun:
         for name in self.run.evals():
             if name not in self._reports:
                 try:
-                    self._reports[name] = self.run.eval(name, Evaluated)
+                    self._reports[name] = self.run.eval(name, EvalDone)
                 except EtudeError as e:
                     self._damaged(e)
 

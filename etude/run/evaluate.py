@@ -135,6 +135,7 @@ async def evaluate(
             total=total,
             low=report.low,
             high=report.high,
+            samples=samples,
         )
     )
     return report

@@ -34,6 +34,7 @@ from etude.core.effort import Effort
 
 # Where leaving a field out means something else than nothing.
 MEANT = {
+    ("EvalDone", "samples"): 1,
     ("MismatchStats", "k1_p99"): math.nan,  # unknown, and not small
     ("Segment", "kind"): "turns",
     ("SamplingParams", "temperature"): 1.0,  # the policy's own distribution
@@ -85,6 +86,7 @@ LATER = {
     ("GroupDone", "untrainable"),
     ("GroupDone", "quarantined"),
     ("GroupDone", "jump"),
+    ("EvalDone", "samples"),
     ("FleetStatus", "sessions"),
     ("RegionStatus", "quarantined"),
     *(

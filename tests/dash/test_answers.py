@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from etude.core.events import EvalDone, EvalProgress, Launched, StageStarted
+from etude.core.metrics import metrics
 from etude.dash.answers import solve_rates
 from etude.dash.reader import RunView
-from etude.dash.recorded import Evaluated, RecordedRun
+from etude.dash.recorded import RecordedRun
 from etude.dash.table import RolloutTable
 from etude.store.objects import Objects
 from etude.store.rollouts import RolloutRow, group_rows
@@ -47,10 +48,10 @@ def test_several_attempts_at_each_task_are_a_curve_of_their_own() -> None:
 def test_reports_tell_of_evaluations_what_events_do_not() -> None:
     run = Run(Objects.open("memory:"))
     told = EvalDone(stage="rl", split="heldout", version=3, solved=9, total=16, low=0.3, high=0.8)
-    eight = Evaluated(**asdict(told), samples=8)
+    eight = replace(told, samples=8)
     recorded = RecordedRun("x", run)
     recorded.history.evals.append(told)
-    assert recorded.evaluations() == [Evaluated(**asdict(told))], "the report is not there yet"
+    assert recorded.evaluations() == [told], "the report is not there yet"
     once = replace(eight, solved=1, total=2, samples=1)
     run.put_eval("000003.heldout_x8", eight)
     run.put_eval("000003.heldout", once)
@@ -66,3 +67,14 @@ def test_an_evaluation_after_the_run_leaves_its_progress() -> None:
     assert view.steps == 0, "it may have been given more"
     view.apply(2.0, EvalProgress(stage="rl", split="heldout", done=0, total=8, solved=0))
     assert (view.done, view.steps) == (33, 60)
+
+
+def test_several_attempts_at_each_task_are_not_taken_for_one() -> None:
+    view = RunView()
+    once = EvalDone(stage="rl", split="heldout", version=3, solved=1, total=2, low=0.1, high=0.9)
+    eight = replace(once, solved=4, total=16, samples=8)
+    for each in (once, eight):
+        view.apply(0.0, each)
+    assert view.evals == {("rl", "heldout"): once, ("rl", "heldout ×8"): eight}
+    assert metrics(once) == (3, {"eval/heldout": 0.5})
+    assert metrics(eight) == (3, {"eval/heldout_x8": 0.25})
