@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import SandboxPool
 from etude.factory.harbor import is_ours, read_task
 from etude.factory.prove import Rejected, check_both_ends
@@ -68,7 +68,7 @@ async def check(
         for place in waiting:
             try:
                 await check_both_ends(read_task(place), pool, repetitions)
-            except (Rejected, EtudeError) as e:
+            except (Rejected, EtudeError, RolloutFailure) as e:
                 found.flaky += str(e) == "flaky"
                 found.broken[place.name] = str(e)
             else:

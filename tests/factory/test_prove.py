@@ -11,9 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from etude.core.errors import EtudeError
+from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import VENVS, CommandResult, SandboxPool, SandboxSpec
 from etude.core.types import Part, Score
+from etude.factory import check as checking
 from etude.factory import prove as proving
 from etude.factory.candidates import Candidate, Draft
 from etude.factory.harbor import read_settings, read_task, write_task
@@ -413,3 +414,20 @@ def test_what_commands_find_in_their_environment() -> None:
 )  # fmt: skip
 def test_files_of_the_tests(path: str, is_test: bool) -> None:
     assert is_test_file(path) is is_test
+
+
+async def test_a_sandbox_that_breaks_is_told_and_does_not_end_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check_both_ends(task: RepositoryTask, pool: SandboxPool, repetitions: int) -> None:
+        if task.id == "one":
+            raise RolloutFailure("sandbox: no answer in 240 s")
+
+    monkeypatch.setattr(checking, "check_both_ends", check_both_ends)
+    for name in ("one", "two"):
+        write_task(tmp_path / "tasks", task_of(id=name), tmp_path / "archives")
+    found = await checking.check(
+        tmp_path, cast(SandboxPool, None), repetitions=1, jobs=1, changed=lambda found: None
+    )
+    assert (found.tasks, found.ok, found.flaky) == (2, 1, 0)
+    assert found.broken == {"one": "sandbox: no answer in 240 s"}
