@@ -24,6 +24,7 @@ from etude.model.directory import MODEL_FILES
 from etude.model.tokenizer import ChatTokenizer
 from etude.store.rollouts import RolloutLog, RolloutRow, group_rows
 from etude.store.runs import Run
+from etude.store.sessions import SessionReader
 from etude.store.telemetry import EventReader
 
 LISTED = 20
@@ -111,15 +112,15 @@ def sessions(directory: str, console: Console, choice: Choice, *, as_json: bool)
         raise EtudeError(_nothing_found(directory, choice, found))
     # a session whose group never ended has no conversation to read
     wholes = ([each for each in chosen if each.object] or chosen)[: choice.count]
-    stored = StoredSessions(run)
+    stored = SessionReader(run)
     if as_json:
         for each in wholes:
-            print(json.dumps({**asdict(each), "session": _as_json(stored.whole(each))}))
+            print(json.dumps({**asdict(each), "session": _as_json(whole(stored, each))}))
         return
     _print_table(chosen, len(found), console)
     decode = _decoder(run)
     for each in wholes:
-        _print_whole(each, stored.whole(each), decode, console)
+        _print_whole(each, whole(stored, each), decode, console)
 
 
 def _nothing_found(directory: str, choice: Choice, found: Sequence[Session]) -> str:
@@ -217,23 +218,9 @@ def _of_event(t: float, event: AttemptDone) -> Session:
     )
 
 
-class StoredSessions:
-    """Sessions as they lie in the store. The object that was read last is kept: those of a group,
-    and thousands of an evaluation, lie in one, and are mostly asked for in a row."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._object: str | None = None
-        self._sessions: dict[str, Trajectory] = {}
-
-    def whole(self, session: Session) -> Trajectory | None:
-        """All that the store has of it; None if it was not stored."""
-        if session.object is None:
-            return None
-        if session.object != self._object:
-            self._sessions = {each.id: each for each in self._run.sessions(session.object)}
-            self._object = session.object
-        return self._sessions.get(session.id)
+def whole(stored: SessionReader, session: Session) -> Trajectory | None:
+    """All that the store has of it; None if it was not stored."""
+    return None if session.object is None else stored.session(session.object, session.id)
 
 
 def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:

@@ -43,7 +43,7 @@ class FreshRun:
     """All that it had changed, caches included."""
 
 
-class Verdicts:
+class GradeCache:
     """The verdicts on one task so far, by the change that earned them. Attempts at a task often end
     in the very same change, and a command that is the same each time need not run for each."""
 
@@ -117,13 +117,13 @@ async def grade_by_command(
     only: Collection[str] = ("*",),
     without: Collection[str] = CACHES,
     expected: Collection[str] = (),
-    verdicts: Verdicts | None = None,
+    graded: GradeCache | None = None,
 ) -> Score:
     """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
     path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
     `classname::name`, as in `tests.test_cart::test_total`, which stands for all cases of a
-    parametrized test. The part `tests` is the share that passed. `verdicts`: those on this task,
-    where the same change is to be graded once."""
+    parametrized test. The part `tests` is the share that passed. `graded`: what was graded of this
+    task, where the same change is to be graded once."""
     try:
         change = _taken(await sandbox.patch(), only, without)
 
@@ -131,7 +131,7 @@ async def grade_by_command(
             ran = await _run_over(change, pool, spec, argv, timeout_s, files or {})
             return _judged(ran, expected)
 
-        return await (verdicts or Verdicts()).on(change, run_and_judge)
+        return await (graded or GradeCache()).on(change, run_and_judge)
     except TimeoutError:
         return _worthless(f"the command was still at work after {timeout_s:g} s")
     except ValueError as e:

@@ -14,7 +14,7 @@ from etude.factory.check import heldout_repositories, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
-from etude.rewards.fresh import Verdicts
+from etude.rewards.fresh import GradeCache
 
 HELDOUT_SHARE = 4
 """One in this many."""
@@ -34,7 +34,7 @@ class TaskFolder:
         repositories = heldout_repositories(Path(path))
         self._heldout = heldout_ids(self._tasks.values(), repositories)
         # they were proven: the same change is graded alike each time
-        self._verdicts: defaultdict[str, Verdicts] = defaultdict(Verdicts)
+        self._graded: defaultdict[str, GradeCache] = defaultdict(GradeCache)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Those of a split, in an order that does not favour a repository. None are novel."""
@@ -50,7 +50,7 @@ class TaskFolder:
         return {path: text.decode() for path, text in self._tasks[task.id].solution.items()}
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
-        return await grade(self._tasks[task.id], sandbox, self._pool, self._verdicts[task.id])
+        return await grade(self._tasks[task.id], sandbox, self._pool, self._graded[task.id])
 
 
 def heldout_ids(tasks: Collection[RepositoryTask], repositories: Collection[str] = ()) -> set[str]:

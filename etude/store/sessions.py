@@ -47,13 +47,13 @@ class SessionReader:
 
     def __init__(self, run: Run) -> None:
         self._objects = run.objects
-        self._last: tuple[str, bytes] = ("", b"")
+        self._last: tuple[str, list[tuple[str, msgspec.Raw]]] = ("", [])
 
     def session(self, key: str, id: str) -> Trajectory:
         """One session, whole. Raises `Missing` if the object holds none of that id."""
         where = self._where(key)
-        for raw in self._each(key):
-            if unpack(bytes(raw), _Named, where).id == id:
+        for own, raw in self._each(key):
+            if own == id:
                 return unpack(bytes(raw), Trajectory, where)
         raise Missing(f"{where} holds no session {id!r}")
 
@@ -63,8 +63,8 @@ class SessionReader:
         where = self._where(key)
         found = [
             unpack(bytes(raw), _Conversation, where)
-            for raw in self._each(key)
-            if only is None or unpack(bytes(raw), _Named, where).id in only
+            for own, raw in self._each(key)
+            if only is None or own in only
         ]
         names = [each.name for each in fields(_Conversation)]
         return [
@@ -72,14 +72,18 @@ class SessionReader:
             for said in found
         ]
 
-    def _each(self, key: str) -> list[msgspec.Raw]:
-        last, data = self._last
+    def _each(self, key: str) -> list[tuple[str, msgspec.Raw]]:
+        """With its id."""
+        last, sessions = self._last
         if last != key:
-            data = self._objects.get_sealed(key)
-            self._last = (key, data)
-        if key.startswith("groups/"):
-            return unpack(data, _Group, self._where(key)).trajectories
-        return unpack(data, list[msgspec.Raw], self._where(key))
+            data, where = self._objects.get_sealed(key), self._where(key)
+            if key.startswith("groups/"):
+                raws = unpack(data, _Group, where).trajectories
+            else:
+                raws = unpack(data, list[msgspec.Raw], where)
+            sessions = [(unpack(bytes(raw), _Named, where).id, raw) for raw in raws]
+            self._last = (key, sessions)
+        return sessions
 
     def _where(self, key: str) -> str:
         return f"{self._objects.url}: {key}"

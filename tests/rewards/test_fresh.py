@@ -14,7 +14,7 @@ import pytest
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import Patch, Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Score
-from etude.rewards.fresh import Verdicts, grade_by_command, run_in_fresh_sandbox
+from etude.rewards.fresh import GradeCache, grade_by_command, run_in_fresh_sandbox
 from etude.rewards.junit import parse_junit
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
@@ -246,10 +246,10 @@ def counting(answer: Score | Exception) -> tuple[list[int], Callable[[], Awaitab
 
 
 async def test_the_same_change_is_graded_once_whoever_comes_first() -> None:
-    verdicts = Verdicts()
+    graded = GradeCache()
     calls, grade = counting(Score(1.0, ()))
     change = {"src/shape.py": (0o100644, b"x")}
-    scores = await asyncio.gather(*(verdicts.on(dict(change), grade) for _ in range(5)))
+    scores = await asyncio.gather(*(graded.on(dict(change), grade) for _ in range(5)))
     assert calls == [0] and {score.reward for score in scores} == {1.0}
     others: list[Patch] = [
         {},
@@ -260,18 +260,18 @@ async def test_the_same_change_is_graded_once_whoever_comes_first() -> None:
         {**change, "src/b.py": (0o100644, b"x")},
     ]
     for other in others:
-        await verdicts.on(other, grade)
+        await graded.on(other, grade)
     assert len(calls) == 1 + len(others)
 
 
 async def test_what_came_to_nothing_is_graded_again_by_whoever_waited() -> None:
-    verdicts = Verdicts()
+    graded = GradeCache()
     failing_calls, failing = counting(RolloutFailure("lost"))
     calls, grade = counting(Score(0.0, ()))
-    first = asyncio.create_task(verdicts.on({}, failing))
+    first = asyncio.create_task(graded.on({}, failing))
     await asyncio.sleep(0)
-    second = asyncio.create_task(verdicts.on({}, grade))
-    third = asyncio.create_task(verdicts.on({}, grade))
+    second = asyncio.create_task(graded.on({}, grade))
+    third = asyncio.create_task(graded.on({}, grade))
     with pytest.raises(RolloutFailure):
         await first
     assert (await second, await third) == (Score(0.0, ()), Score(0.0, ()))
@@ -279,24 +279,24 @@ async def test_what_came_to_nothing_is_graded_again_by_whoever_waited() -> None:
 
 
 async def test_a_waiting_grader_that_is_cancelled_leaves_the_others_alone() -> None:
-    verdicts = Verdicts()
+    graded = GradeCache()
     calls, grade = counting(Score(1.0, ()))
-    tasks = [asyncio.create_task(verdicts.on({}, grade)) for _ in range(3)]
+    tasks = [asyncio.create_task(graded.on({}, grade)) for _ in range(3)]
     await asyncio.sleep(0)
     tasks[0].cancel()
     assert [await task for task in tasks[1:]] == [Score(1.0, ())] * 2
     assert len(calls) == 2
 
 
-async def test_old_verdicts_are_forgotten() -> None:
-    verdicts = Verdicts()
+async def test_old_grades_are_forgotten() -> None:
+    graded = GradeCache()
     calls, grade = counting(Score(1.0, ()))
     changes: list[Patch] = [{"a.py": (0o100644, str(number).encode())} for number in range(100)]
     for change in changes:
-        await verdicts.on(change, grade)
-    await verdicts.on(changes[-1], grade)
+        await graded.on(change, grade)
+    await graded.on(changes[-1], grade)
     assert len(calls) == 100
-    await verdicts.on(changes[0], grade)
+    await graded.on(changes[0], grade)
     assert len(calls) == 101
 
 
@@ -312,8 +312,8 @@ class Counting:
         return self._pool.open(spec)
 
 
-async def test_with_verdicts_a_fresh_sandbox_is_for_new_changes_only(pool: SandboxPool) -> None:
-    counted, verdicts = Counting(pool), Verdicts()
+async def test_with_a_cache_a_fresh_sandbox_is_for_new_changes_only(pool: SandboxPool) -> None:
+    counted, cache = Counting(pool), GradeCache()
 
     async def worth_of(source: str, argv: list[str], timeout_s: float = 60.0) -> float:
         async with pool.open(SPEC) as sandbox:
@@ -328,7 +328,7 @@ async def test_with_verdicts_a_fresh_sandbox_is_for_new_changes_only(pool: Sandb
                 files={"tests/check.py": CHECK},
                 only=("src/*",),
                 expected=NAMES,
-                verdicts=verdicts,
+                graded=cache,
             )
             return score.reward
 
