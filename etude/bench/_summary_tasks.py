@@ -5,9 +5,10 @@ goods, of eight kinds; the task asks for the goods of one kind. After the last p
 answers with all of them. The pages together are longer than the model's context, so what is in no
 summary by then is lost.
 
-Sessions to imitate (`demonstrations`) are those of an agent that reads and answers well, and writes
-summaries as for a general prompt: what is done, what was found, with a section for each kind of
-goods, and what is next. Now and then a kind is missing. Neither depends on what was asked for.
+Sessions to imitate (`demonstrations`) are those of an agent that reads and answers well, and mostly
+writes summaries as for a general prompt: what is done, what was found, with a section for each kind
+of goods, and what is next. Now and then a kind is missing, whatever was asked for. A few are
+focused: they keep what was asked for, and nothing else. Which of them pay, rl has to find out.
 
     python -m etude.bench._summary_tasks FOLDER [SEED]       writes what `summary.toml` starts from
 """
@@ -52,8 +53,8 @@ KIND_OF = {item: kind for kind, items in GOODS.items() for item in items}
 PAGES, WORDS = 8, 15
 SEEN = 2
 """Goods of each kind that an inventory has."""
-TERSE = 0.2
-"""Share of the summaries to imitate that have few sections, and nothing around them."""
+FOCUSED = 0.1
+"""Share of the summaries to imitate that keep only the goods that were asked for."""
 NEXT, ANSWER, END = "next", "answer", "end"
 SUMMARISE_AT = 56
 """As in `summary.toml`."""
@@ -229,7 +230,11 @@ def demonstrate(inventory: Inventory, random: Random) -> Iterator[list[Message]]
         talk.add({"role": "tool", "tool_call_id": "call", "content": page})
         known += [word for word in page.split() if word in KIND_OF]
         if talk.is_full:
-            summary = general_summary(known, random, is_over=page.endswith(END))
+            is_over = page.endswith(END)
+            if random.random() < FOCUSED:
+                summary = focused_summary(known, inventory.kind, is_over=is_over)
+            else:
+                summary = general_summary(known, random, is_over=is_over)
             talk.request_summary()
             talk.add({"role": "assistant", "content": summary})
             yield talk.window
@@ -242,16 +247,20 @@ def demonstrate(inventory: Inventory, random: Random) -> Iterator[list[Message]]
 
 def general_summary(known: Sequence[str], random: Random, *, is_over: bool) -> str:
     """What is done, what was found and what is next; a section for each kind of goods that is
-    known, in any order. Some are left out, and of a terse summary all around them too."""
+    known, in any order, but for those that are left out."""
     kinds = sorted({KIND_OF[item] for item in known})
     random.shuffle(kinds)
-    is_terse = random.random() < TERSE
-    left_out = random.randint(0, len(kinds)) if is_terse else random.choice((0, 0, 1, 2))
+    left_out = random.choice((0, 0, 1, 2))
     sections = [" ".join((kind, *goods_of(" ".join(known), kind))) for kind in kinds[left_out:]]
     found = f"found {'; '.join(sections)}".rstrip()
     following = "next answer what was asked" if is_over else "next read the other pages"
-    parts = [found] if is_terse else ["done read the pages so far", found, following]
-    return "; ".join([*parts, *([END] if is_over else [])])
+    ending = [END] if is_over else []
+    return "; ".join(["done read the pages so far", found, following, *ending])
+
+
+def focused_summary(known: Sequence[str], kind: str, *, is_over: bool) -> str:
+    found = " ".join(("found", kind, *goods_of(" ".join(known), kind)))
+    return f"{found}; {END}" if is_over else found
 
 
 def num_tokens(messages: Sequence[Message]) -> int:

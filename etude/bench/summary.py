@@ -95,8 +95,8 @@ class Configs:
             base.replace("heldout = 400", "heldout = 0"),
             {
                 "none": common.replace("InventoryAgent", "ForgetfulAgent") + UNCHANGED,
-                "excluded": common + rl + "train_summaries = false\n",
                 "trained": common + rl,
+                "excluded": common + rl + "train_summaries = false\n",
             },
         )
 
