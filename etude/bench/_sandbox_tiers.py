@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+from etude.bench._sandbox_database import POSTGRES
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, Sandbox, SandboxPool, SandboxSpec, Service
 from etude.sandbox.gvisor import GvisorSandboxPool
@@ -22,13 +24,20 @@ from etude.sandbox.vm import VmSandboxPool
 _STARTS = 10
 _FORKS = 5
 _LONG_S = 600.0
-_POSTGRES = Path("/usr/lib/postgresql/15/bin")
 _START_POSTGRES = f"""
-{_POSTGRES}/initdb -D /work/db -N -A trust > /dev/null
-exec {_POSTGRES}/postgres -D /work/db -k /tmp -c shared_buffers=16MB -c fsync=off
+{POSTGRES}/initdb -D /work/db -N -A trust > /dev/null
+exec {POSTGRES}/postgres -D /work/db -k /tmp -c shared_buffers=16MB -c fsync=off
 """
 _ROWS = "create table t as select n, md5(n::text) from generate_series(1, 100000) n"
 _COUNT = "import time\nn = 0\nwhile True: n += 1; time.sleep(0.1)"
+
+
+class _TimedPool(GvisorSandboxPool):
+    async def restore(self, image: Path, limits: Limits) -> Any:
+        began = time.perf_counter()
+        machine = await super().restore(image, limits)
+        self.restored_s = time.perf_counter() - began
+        return machine
 
 
 async def gvisor() -> dict[str, float]:
@@ -36,7 +45,7 @@ async def gvisor() -> dict[str, float]:
     if shutil.which("runsc") is None:
         return {}
     try:
-        pool = GvisorSandboxPool()
+        pool = _TimedPool()
     except EtudeError as e:
         print(f"gvisor is left out: {e}", file=sys.stderr)
         return {}
@@ -46,7 +55,7 @@ async def gvisor() -> dict[str, float]:
         figures = await _starts(pool)
         async with pool.open(SandboxSpec()) as sandbox:
             figures["fork_p50_ms"] = await _fork_ms(sandbox)
-        if _POSTGRES.exists() and shutil.which("redis-server"):
+        if POSTGRES.exists() and shutil.which("redis-server"):
             figures |= await _live_fork(pool)
     finally:
         await pool.close()
@@ -100,7 +109,7 @@ async def _starts(pool: SandboxPool) -> dict[str, float]:
     }
 
 
-async def _live_fork(pool: GvisorSandboxPool) -> dict[str, float]:
+async def _live_fork(pool: _TimedPool) -> dict[str, float]:
     services = (
         Service(name="db", argv=("sh", "db.sh"), port=5432, ready_s=_LONG_S),
         Service(name="cache", argv=("redis-server", "--save", ""), port=6379, ready_s=_LONG_S),
@@ -108,23 +117,32 @@ async def _live_fork(pool: GvisorSandboxPool) -> dict[str, float]:
     files = {"db.sh": _START_POSTGRES, "count.py": _COUNT}
     spec = SandboxSpec(files=files, services=services, limits=Limits(disk_bytes=256 << 20))
     async with pool.open(spec) as sandbox:
-        argv = ["psql", "-h", "db", "-U", "user", "-qc", _ROWS, "postgres"]
+        argv = [f"{POSTGRES}/psql", "-h", "db", "-U", "user", "-qc", _ROWS, "postgres"]
         made = await sandbox.run(argv, timeout_s=_LONG_S)
         assert made.exit_code == 0, made
         await sandbox.start(["python", "count.py"])
-        return {"live_fork_p50_ms": await _fork_ms(sandbox)}
+        forks, restores = [], []
+        for _ in range(_FORKS):
+            forks.append(await _fork_s(sandbox))
+            restores.append(pool.restored_s)
+    return {
+        "live_fork_p50_ms": 1e3 * statistics.median(forks),
+        "live_restore_p50_ms": 1e3 * statistics.median(restores),
+    }
 
 
 async def _fork_ms(sandbox: Sandbox) -> float:
+    return 1e3 * statistics.median([await _fork_s(sandbox) for _ in range(_FORKS)])
+
+
+async def _fork_s(sandbox: Sandbox) -> float:
     """Checkpoint and restoration, until the fork answers."""
-    times = []
-    for _ in range(_FORKS):
-        began = time.perf_counter()
-        fork = await sandbox.fork()
-        await fork.diff()
-        times.append(time.perf_counter() - began)
-        await fork.close()
-    return 1e3 * statistics.median(times)
+    began = time.perf_counter()
+    fork = await sandbox.fork()
+    await fork.diff()
+    seconds = time.perf_counter() - began
+    await fork.close()
+    return seconds
 
 
 def tiers() -> dict[str, float]:

@@ -10,10 +10,15 @@ a fork costs.
     namespaces.kernel_mib_each              what else the machine has less, by MemAvailable
     namespaces.fork_1gb_p50_ms, .._p99_ms   a fork of a working copy of 1 GB that was written to
                                             since the last one, 50 ms ago, until the fork answers
+    namespaces.branch_postgres_p50_ms, ..   the same with a PostgreSQL of 375 MB (where that is
+                                            installed), until the fork's own server answers
+    namespaces.branch_postgres_row_p50_ms   and until it has given a row of its one large table,
+                                            which is copied as it is opened
     gvisor.start_p50_ms, echo_p50_ms        as above, in a sandbox of gVisor (where runsc is there)
     gvisor.fork_p50_ms                      a fork of one as it runs, until the fork answers
     gvisor.live_fork_p50_ms                 the same with PostgreSQL (100,000 rows), Redis and a
                                             Python at work in it, where those are installed
+    gvisor.live_restore_p50_ms              of that, from its checkpoint until it answers
     vm.start_p50_ms, echo_p50_ms            as above, in a virtual machine (where QEMU is there)
     vm.fork_p50_ms                          a fork of one as it runs, until the fork answers
     host.start_p50_ms, host.echo_p50_ms     as above, by way of a sandbox host on this machine
@@ -42,6 +47,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.bench._sandbox_database import branched
 from etude.bench._sandbox_fleet import simulated
 from etude.bench._sandbox_repositories import forked_repositories
 from etude.bench._sandbox_soak import soaked
@@ -84,6 +90,8 @@ async def _namespaces() -> dict[str, float]:
         figures = await _one_by_one(pool)
         figures |= await _burst(pool)
         figures |= await _fork(pool)
+        for name, times in (await branched(pool)).items():
+            figures |= _percentiles(name, times)
     finally:
         await pool.close()
     return {f"namespaces.{name}": value for name, value in figures.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.core.sandbox import Limits
-from etude.sandbox.limits import COPY_BYTES, LIMITS, memory_for
+from etude.sandbox.limits import COPY_BYTES, LIMITS, largest_file, memory_for
 from etude.sandbox.mounts import Mount, search_path
 from etude.sandbox.places import LINKS, WORK
 
@@ -95,8 +95,12 @@ def oci_spec(
 ) -> dict[str, Any]:
     """`cgroup`: the path of one to be made for it; empty: none."""
     argv = [base_python(), "-B", "-s", "-S", "-P", "-X", "utf8", "-c", _START, SOURCE]
-    memory = limits.memory_bytes or memory_for(limits.disk_bytes or COPY_BYTES)
-    process_limits = {**LIMITS, resource.RLIMIT_AS: max(memory, LIMITS[resource.RLIMIT_AS])}
+    disk = limits.disk_bytes or COPY_BYTES
+    memory = limits.memory_bytes or memory_for(disk)
+    process_limits = LIMITS | {
+        resource.RLIMIT_AS: max(memory, LIMITS[resource.RLIMIT_AS]),
+        resource.RLIMIT_FSIZE: largest_file(disk),
+    }
     linux: dict[str, Any] = {
         "namespaces": [{"type": kind} for kind in ("pid", "network", "ipc", "uts", "mount")]
     }

@@ -63,6 +63,7 @@ from etude.sandbox.limits import (
     QUOTAS,
     READ_BYTES,
     REPORT_BYTES,
+    largest_file,
 )
 from etude.sandbox.output import Tail, open_pipes, open_terminal
 from etude.sandbox.places import WORK
@@ -207,6 +208,7 @@ class Guest:
         self._limits = LIMITS | {
             resource.RLIMIT_NPROC: processes,
             resource.RLIMIT_AS: process_bytes,
+            resource.RLIMIT_FSIZE: largest_file(disk_bytes),
         }
         self._writable = (WORK, "/tmp", *([HOME] if HOME else []))
         flags = kernel.MS_NOSUID | kernel.MS_NODEV

@@ -31,10 +31,9 @@ PATCH_BYTES = 16 * MIB
 REPORT_BYTES = MIB
 """The end of a command's report that is kept."""
 
-PROCESS_BYTES = 512 * MIB
 LIMITS = {
     resource.RLIMIT_AS: PROCESS_BYTES,
-    resource.RLIMIT_FSIZE: 16 * MIB,
+    resource.RLIMIT_FSIZE: COPY_BYTES // 2,
     resource.RLIMIT_NPROC: MAX_PROCESSES,  # of the whole sandbox: its user exists only in there
     resource.RLIMIT_NOFILE: 256,
     # at 0, a kernel that pipes core dumps to a program would still start it; 1 means never
@@ -64,6 +63,11 @@ the tests of a correct solution may run out of their time."""
 def memory_for(disk_bytes: int) -> int:
     """What a sandbox may hold of which nothing else is said: files are in memory, too."""
     return MEMORY_BYTES + 2 * max(0, disk_bytes - COPY_BYTES)
+
+
+def largest_file(copy_bytes: int) -> int:
+    """Bytes that one file may have, where a working copy may have so many."""
+    return max(LIMITS[resource.RLIMIT_FSIZE], copy_bytes // 2)
 
 
 def files_in(copy_bytes: int) -> int:

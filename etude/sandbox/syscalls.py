@@ -27,9 +27,12 @@ _SETSOCKOPT = (54, 208)
 _IGNORED_OPTIONS = {"SO_SNDBUF": socket.SO_SNDBUF, "SO_RCVBUF": socket.SO_RCVBUF}
 """Memory of the kernel, megabytes a socket. What is too much of it the kernel cuts down without a
 word; here, all of it."""
+_SHMGET = (29, 194)
+_SHM_BYTES = 4096
+"""PostgreSQL marks its directory as taken with a segment of 56 bytes. No larger ones: memory that
+no process has is outside of a process's limits. A namespace has at most 4,096 segments, 16 MiB."""
 _REFUSED = {
     "io_setup": (206, 0),  # of these, one machine has so many
-    "shmget": (29, 194),
     "semget": (64, 190),
     "msgget": (68, 186),
     "ptrace": (101, 117),
@@ -53,8 +56,9 @@ _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)
 is one."""
 
 _NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
-"""Places in what a filter reads of a call. An argument's lower half: both machines have it
-first."""
+_UPPER = 4
+"""Places in what a filter reads of a call. An argument's lower half, which both machines have
+first, and how far behind it the upper one is."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _IGNORE, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x00050000 | errno.EPERM, 0x80000000
 _X32 = 0x40000000
@@ -86,7 +90,17 @@ def program(machine: str) -> bytes | None:
         _step(_IF_EQUAL, socket.SOL_SOCKET, yes=1),
         _step(_RETURN, _ALLOW),
     ]
+    of_segments = [
+        _step(_LOAD, _SECOND_ARGUMENT + _UPPER),
+        _step(_IF_EQUAL, 0, yes=1),
+        _step(_RETURN, _REFUSE),
+        _step(_LOAD, _SECOND_ARGUMENT),
+        _step(_IF_AT_LEAST, _SHM_BYTES + 1, no=1),
+        _step(_RETURN, _REFUSE),
+        _step(_RETURN, _ALLOW),
+    ]
     for call, inner in (
+        (_SHMGET, of_segments),
         (_IOCTL, _by_argument(_SECOND_ARGUMENT, _REFUSED_IOCTLS.values(), _REFUSE)),
         (_FCNTL, _by_argument(_SECOND_ARGUMENT, _REFUSED_FCNTLS.values(), _REFUSE)),
         (

@@ -119,7 +119,8 @@ async def test_it_sees_no_process_but_its_own_and_no_descriptor_but_three(
         "os.memfd_create('hidden')",
         "socket.socket(socket.AF_VSOCK)",
         "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
-        "check(libc.shmget(0, 4096, 0o1600))",
+        "check(libc.shmget(0, ctypes.c_size_t(4097), 0o1600))",
+        "check(libc.shmget(0, ctypes.c_size_t(1 << 32), 0o1600))",
         "check(libc.semget(0, 1, 0o1600))",
         "check(libc.msgget(0, 0o1600))",
         "check(libc.ptrace(0, 0, 0, 0))",
@@ -145,6 +146,20 @@ except (OSError, MemoryError, ValueError):
     assert await result(walled, script) == "refused"
 
 
+async def test_small_shared_memory_is_its_own_and_there_are_few(
+    walled: NamespaceSandboxPool,
+) -> None:
+    script = """
+import ctypes
+libc = ctypes.CDLL(None)
+made = sum(libc.shmget(key, ctypes.c_size_t(4096), 0o1600) >= 0 for key in range(1, 6000))
+print(made, libc.shmget(7, ctypes.c_size_t(4096), 0) >= 0)
+"""
+    assert await result(walled, script) == "4096 True"
+    look = "import ctypes; print(ctypes.CDLL(None).shmget(7, ctypes.c_size_t(4096), 0))"
+    assert await result(walled, look) == "-1"
+
+
 def refused(
     machine: str,
     number: int,
@@ -152,10 +167,11 @@ def refused(
     arch: int | None = None,
     second: int = 0,
     third: int = 0,
+    upper: int = 0,
 ) -> str:
     """What the filter says to a call, by a little interpreter of what it is written in."""
     arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine] if arch is None else arch
-    read = {0: number, 4: arch, 16: argument, 24: second, 32: third}
+    read = {0: number, 4: arch, 16: argument, 24: second, 28: upper, 32: third}
     steps, at, value = list(struct.iter_unpack("=HBBI", syscalls.program(machine) or b"")), 0, 0
     while True:
         code, yes, no, operand = steps[at]
@@ -177,8 +193,11 @@ def refused(
 
 
 @pytest.mark.parametrize(
-    ("machine", "sockets", "keyctl", "read", "ioctl", "fcntl", "setsockopt", "io_setup"),
-    [("x86_64", 41, 250, 0, 16, 72, 54, 206), ("aarch64", 198, 219, 63, 29, 25, 208, 0)],
+    ("machine", "sockets", "keyctl", "read", "ioctl", "fcntl", "setsockopt", "io_setup", "shmget"),
+    [
+        ("x86_64", 41, 250, 0, 16, 72, 54, 206, 29),
+        ("aarch64", 198, 219, 63, 29, 25, 208, 0, 194),
+    ],
 )
 def test_the_filter_on_both_machines(
     machine: str,
@@ -189,9 +208,13 @@ def test_the_filter_on_both_machines(
     fcntl: int,
     setsockopt: int,
     io_setup: int,
+    shmget: int,
 ) -> None:
     assert refused(machine, read) == "allowed"
     assert refused(machine, keyctl) == refused(machine, io_setup) == "refused"
+    sizes = ((0, 0), (4096, 0), (4097, 0), (0, 1))  # of a segment: the lower and the upper half
+    said = [refused(machine, shmget, second=size, upper=more) for size, more in sizes]
+    assert said == ["allowed", "allowed", "refused", "refused"]
     assert [n for n in range(1024, 1040) if refused(machine, fcntl, second=n) == "refused"] == [
         1031  # F_SETPIPE_SZ
     ]

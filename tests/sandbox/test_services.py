@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from etude.bench._sandbox_database import POSTGRES
 from etude.core.errors import EtudeError, RolloutFailure
-from etude.core.sandbox import Limits, SandboxSpec, Service
+from etude.core.sandbox import Limits, Sandbox, SandboxSpec, Service
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 from tests.sandbox.test_isolation import LONG_S, descendants, until
@@ -108,3 +109,34 @@ async def test_who_cannot_give_services_says_so() -> None:
             pass
     with pytest.raises(ValueError, match="letters, digits and hyphens"):
         Service(name="a b", argv=("true",), port=1)
+
+
+@pytest.mark.tiers
+async def test_a_database_is_branched(walled: NamespaceSandboxPool) -> None:
+    if not POSTGRES.exists():
+        pytest.skip("apt install postgresql")
+    settings = "-k /tmp -c shared_buffers=16MB -c fsync=off"
+    start = f"""
+[ -e db ] || {POSTGRES}/initdb -D db -N -A trust > /dev/null
+exec {POSTGRES}/postgres -D db {settings}
+"""
+    psql = (str(POSTGRES / "psql"), "-h", "db", "-U", "user", "-d", "postgres", "-Atqc")
+    # the fork is of one at work: its port answers before its log is read
+    up = (*psql, "select 1")
+    service = Service(name="db", argv=("sh", "db.sh"), port=5432, check=up, ready_s=LONG_S)
+    limits = Limits(disk_bytes=256 << 20)
+
+    async def sql(sandbox: Sandbox, text: str) -> str:
+        ran = await sandbox.run((*psql, text), timeout_s=LONG_S)
+        assert ran.exit_code == 0, ran
+        return ran.output.strip()
+
+    spec = SandboxSpec(files={"db.sh": start}, services=(service,), limits=limits)
+    async with walled.open(spec) as origin:
+        # more than the 16 MiB that a file may have where nothing is said
+        await sql(origin, "create table t as select n from generate_series(1, 600000) n")
+        fork = await origin.fork()
+        for number, each in enumerate((origin, fork)):
+            await sql(each, f"insert into t values ({-number})")
+            assert await sql(each, "select count(*), min(n) from t") == f"600001|{-number}"
+        await fork.close()

@@ -10,7 +10,7 @@ import pytest
 
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, SandboxSpec
-from etude.sandbox.limits import files_in
+from etude.sandbox.limits import files_in, largest_file
 from etude.sandbox.namespaces import NamespaceSandboxPool
 
 MIB = 1 << 20
@@ -78,12 +78,18 @@ async def test_other_limits_are_those_that_were_asked_for(walled: NamespaceSandb
     spec = SandboxSpec(limits=Limits(disk_bytes=64 * MIB, processes=5))
     found = await seen(walled, spec)
     assert found["limits"]["NPROC"] == [6, 6]  # the sandbox's first process counts
+    assert found["limits"]["FSIZE"] == [32 * MIB] * 2
     assert found["room"] == [[64 * MIB, 8192]] * 2
 
 
 def test_larger_copies_have_room_for_more_files_and_small_ones_for_no_fewer() -> None:
     sizes = (1, 32 * MIB, 48 * MIB, 320 * MIB)
     assert [files_in(size) for size in sizes] == [4096, 4096, 6144, 40960]
+
+
+def test_a_file_may_have_half_of_a_large_copy_and_no_less_of_a_small_one() -> None:
+    sizes = (1, 32 * MIB, 48 * MIB, 320 * MIB)
+    assert [largest_file(size) // MIB for size in sizes] == [16, 16, 24, 160]
 
 
 async def test_its_names_and_places(walled: NamespaceSandboxPool) -> None:
