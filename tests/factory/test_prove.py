@@ -152,6 +152,16 @@ async def test_tests_that_are_shown_stay(monkeypatch: pytest.MonkeyPatch) -> Non
     assert task.changes == {"shop/cart.py": BAD} and task.tests == {"tests/test_shop.py": TESTS}
 
 
+async def test_advice_of_hypothesis_is_not_what_a_user_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    advice = "You can reproduce this test case by adding @reproduce_failure('6', b'AA==') here"
+    failure = f"assert 2 == 1&#10;Failing test case: x=1&#10;&#10;{advice}&#10;and more"
+    results = ran({TOTAL: failure, NAMES: None, OTHER: None})
+    task, _ = await proved(monkeypatch, CANDIDATE, results, kind="bugs")
+    assert "assert 2 == 1\nFailing test case: x=1\nand more\n" in task.instruction
+
+
 async def test_tests_of_a_base_class_hide_with_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
     inherited = "tests/test_shop.py::TestShop::test_inherited"
     candidate = replace(CANDIDATE, tests=(inherited, OTHER))
