@@ -111,9 +111,8 @@ def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Cons
         found = asyncio.run(run())
     for name, why in found.broken.items():
         console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
-    console.print(
-        f"{found.ok} of {found.tasks} tasks hold; {found.flaky} are flaky", highlight=False
-    )
+    flaky = counted(found.flaky, "is flaky", "are flaky")
+    console.print(f"{found.ok} of {found.tasks} tasks hold; {flaky}", highlight=False)
     if json:
         told = {"tasks": found.tasks, "ok": found.ok, "flaky": found.flaky}
         print(json_format.dumps(told), flush=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.core.errors import EtudeError
-from etude.factory.task import GRADING_S, LIMITS, PYTEST, Files, RepositoryTask
+from etude.factory.task import GRADING_S, LIMITS, PYTEST, Files, RepositoryTask, python_env
 
 _ARCHIVE = "repository.tar.gz"
 _AGENT_S = 1800.0
@@ -180,12 +180,12 @@ def _value(value: object) -> str:
 def _dockerfile(task: RepositoryTask) -> str:
     """For those who run it with Docker; our sandboxes read the same files without."""
     installed = shlex.join(task.requirements)
-    path = ":".join(f"/work/{each}".rstrip("/") for each in task.pythonpath)
+    env = python_env(task.pythonpath, task.requirements)
     return (
         f"FROM python:{sys.version_info[0]}.{sys.version_info[1]}-slim\n"
         f"RUN pip install --no-cache-dir {installed or 'pytest'}\n"
         "WORKDIR /work\n"
-        f"ENV PYTHONPATH={path} PYTHONDONTWRITEBYTECODE=1\n"
+        f"ENV {' '.join(f'{name}={value}' for name, value in env.items())}\n"
         f"ADD {_ARCHIVE} /work/\n"
         "COPY changes/ /work/\n"
     )

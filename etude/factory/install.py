@@ -87,8 +87,11 @@ class PipInstaller:
 
 
 class CopyInstaller:
-    """An `Installer` that copies pytest and coverage from this Python, for packages that need
-    nothing else. It needs no network."""
+    """An `Installer` that copies pytest, coverage and `packages` from this Python, for repositories
+    that need nothing else. It needs no network."""
+
+    def __init__(self, packages: tuple[str, ...] = ()) -> None:
+        self._packages = packages
 
     def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
         installed = Installed(requirements=recipe.requirements, generated={}, metadata={})
@@ -97,7 +100,7 @@ class CopyInstaller:
 
     def install_again(self, installed: Installed, place: Path) -> None:
         site = make_venv(place)
-        for name in (*TOOLS, "pluggy", "iniconfig", "packaging", "pygments"):
+        for name in (*TOOLS, "pluggy", "iniconfig", "packaging", "pygments", *self._packages):
             for each in importlib.metadata.files(name) or []:
                 if each.parts[0] != ".." and Path(each.locate()).is_file():
                     target = site / each

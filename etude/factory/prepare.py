@@ -95,7 +95,8 @@ async def _find_recipe(
                 break
             continue
         files = {**checkout.files, **installed.generated}
-        ran = await run_suite(workshop.pool, files, recipe, venv, lines=True)
+        requirements = installed.requirements
+        ran = await run_suite(workshop.pool, files, recipe, venv, requirements, lines=True)
         if best is None or len(ran.passed) > len(best[2].passed):
             best = recipe, installed, ran
         if (
@@ -125,7 +126,9 @@ async def _reproduce(
     half.rename(final)
     files = {**checkout.files, **installed.generated}
     others = [
-        await run_suite(workshop.pool, files, recipe, checkout.name, lines=False)
+        await run_suite(
+            workshop.pool, files, recipe, checkout.name, installed.requirements, lines=False
+        )
         for _ in range(PLAIN_RUNS)
     ]
     survey = combine(first, others)

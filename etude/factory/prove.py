@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ _UNKNOWN_S = 30.0
 """Of a processor, for tests that are not in the survey."""
 _WAITING_S = 300.0
 """For what waits, and does not compute."""
+_REPRODUCTION = re.compile(r"\s*^You can reproduce this .*@reproduce_failure\(.*$", re.MULTILINE)
+"""Advice of Hypothesis, which a user would not pass on."""
 
 
 class Rejected(Exception):
@@ -187,7 +190,8 @@ async def _outcomes(
     processor_s: float,
 ) -> tuple[Mapping[str, bool], bytes]:
     """Test -> whether it passed, and the report that says so."""
-    env = sandbox_env(repository.name, repository.recipe.pythonpath)
+    pythonpath = repository.recipe.pythonpath
+    env = sandbox_env(repository.name, pythonpath, repository.requirements)
     spec = SandboxSpec(files=files, env=env, limits=LIMITS)
     async with pool.open(spec) as sandbox:
         argv = pytest_argv(candidate.tests, plain=False, processor_s=processor_s)
@@ -217,7 +221,7 @@ def _error_of(test: str, report: bytes) -> str:
     for case in ElementTree.fromstring(report).iter("testcase"):
         if _is_case(f"{case.get('classname')}::{case.get('name')}", reported_name(test)):
             for failure in (*case.iter("failure"), *case.iter("error")):
-                return failure.get("message", "").strip()
+                return _REPRODUCTION.sub("", failure.get("message", "")).strip()
     return ""
 
 

@@ -124,11 +124,22 @@ def combine(first: SuiteRun, others: Sequence[SuiteRun]) -> Survey:
 
 
 async def run_suite(
-    pool: SandboxPool, files: Files, recipe: Recipe, venv: str, *, lines: bool
+    pool: SandboxPool,
+    files: Files,
+    recipe: Recipe,
+    venv: str,
+    requirements: Sequence[str],
+    *,
+    lines: bool,
 ) -> SuiteRun:
-    """All tests in a fresh sandbox. `lines`: with what each runs, which takes longer."""
+    """All tests in a fresh sandbox. `requirements`: what is installed. `lines`: with what each
+    runs, which takes longer."""
     plugin = resources.files("etude.factory").joinpath("survey_plugin.py").read_bytes()
-    env = sandbox_env(venv, recipe.pythonpath) | ({"ETUDE_SURVEY": "/work/"} if lines else {})
+    env = sandbox_env(venv, recipe.pythonpath, requirements)
+    # a test that needs one order of a set would fail good answers: it shows itself here
+    env["PYTHONHASHSEED"] = "random"
+    if lines:
+        env["ETUDE_SURVEY"] = "/work/"
     spec = SandboxSpec(files={**files, _PLUGIN: plugin}, env=env, limits=LIMITS)
     plugin_options = "-p etude_survey --continue-on-collection-errors"
     command = f"{PYTEST} {PLAIN} {plugin_options} {shlex.join(recipe.tests)}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from etude.core.sandbox import VENVS, Limits, SandboxSpec
@@ -27,6 +27,14 @@ PYTEST = (
 PLAIN = "--assert=plain"
 """Failures are told in fewer words, and files with thousands of tests are read in a fraction of the
 time."""
+_FIXED_EXAMPLES = {
+    # also where a repository loads a profile of its own
+    "PYTEST_ADDOPTS": "--hypothesis-seed=0",
+    # Hypothesis takes this for CI and lets no busy machine fail a test: no deadline, no check for
+    # slow examples. CI itself would be read by pytest too, and by tests that skip themselves there.
+    "__TOX_ENVIRONMENT_VARIABLE_ORIGINAL_CI": "true",
+}
+"""Hypothesis draws the same examples every time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +82,7 @@ class RepositoryTask:
 
     @property
     def env(self) -> dict[str, str]:
-        return sandbox_env(self.venv, self.pythonpath)
+        return sandbox_env(self.venv, self.pythonpath, self.requirements)
 
     @property
     def expected(self) -> tuple[str, ...]:
@@ -102,12 +110,23 @@ class RepositoryTask:
         )
 
 
-def sandbox_env(venv: str, pythonpath: tuple[str, ...]) -> dict[str, str]:
+def sandbox_env(
+    venv: str, pythonpath: Iterable[str], requirements: Iterable[str]
+) -> dict[str, str]:
     """The environment variables of commands in a working copy."""
+    path = f"{VENVS}/{venv}/bin:/usr/local/bin:/usr/bin:/bin"
+    return {"PATH": path, **python_env(pythonpath, requirements)}
+
+
+def python_env(pythonpath: Iterable[str], requirements: Iterable[str]) -> dict[str, str]:
+    """Those of them that Python and its tests look at. Tests that were proven end the same way
+    every time, so chance is taken out of them as far as it can be from outside."""
+    installed = {re.split(r"[^\w.-]", each)[0].lower() for each in requirements}
     return {
-        "PATH": f"{VENVS}/{venv}/bin:/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": ":".join(f"/work/{place}".rstrip("/") for place in pythonpath),
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+        **(_FIXED_EXAMPLES if "hypothesis" in installed else {}),
     }
 
 

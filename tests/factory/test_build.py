@@ -16,8 +16,9 @@ from etude.cli import main
 from etude.commands.tasks import print_build
 from etude.core.harness_config import CodeConfig
 from etude.core.types import Attempt, Transcript
+from etude.factory import check as checking
 from etude.factory.build import Options, Status, open_workshop
-from etude.factory.check import check, task_folders
+from etude.factory.check import Checked, check, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import GRADING_S, RepositoryTask
@@ -138,6 +139,22 @@ async def test_a_check_finds_what_does_not_hold(built: tuple[Path, Status], tmp_
         )
     assert found.broken == {wrong.name: "the solution fails"}
     assert (found.tasks, found.ok, found.flaky) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(("flaky", "said"), [(0, "0 are"), (1, "1 is"), (2, "2 are")])
+def test_a_check_says_how_many_are_flaky(
+    flaky: int,
+    said: str,
+    built: tuple[Path, Status],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def found(*_: object, **__: object) -> Checked:
+        return Checked(tasks=5, ok=5 - flaky, flaky=flaky)
+
+    monkeypatch.setattr(checking, "check", found)
+    assert main(["tasks", "check", str(built[0])]) == (1 if flaky else 0)
+    assert f"{5 - flaky} of 5 tasks hold; {said} flaky" in capsys.readouterr().out
 
 
 async def test_a_run_can_be_made_of_it(built: tuple[Path, Status]) -> None:

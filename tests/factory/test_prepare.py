@@ -67,8 +67,16 @@ class Scripted:
         (place / "new").touch()
 
     async def run_suite(
-        self, pool: object, files: Any, recipe: Recipe, venv: str, *, lines: bool
+        self,
+        pool: object,
+        files: Any,
+        recipe: Recipe,
+        venv: str,
+        requirements: Sequence[str],
+        *,
+        lines: bool,
     ) -> SuiteRun:
+        assert requirements == ("a==1",), "those that were installed, not those asked for"
         self.suites.append({"files": set(files), "recipe": recipe, "venv": venv, "lines": lines})
         found = self.ends.pop(0)
         assert isinstance(found, SuiteRun)

@@ -139,7 +139,8 @@ async def test_a_task_is_all_that_is_known_of_it(monkeypatch: pytest.MonkeyPatch
     (spec,) = pool.specs
     assert spec.files == {**REPOSITORY.files, "shop/cart.py": BAD}
     assert spec.limits == LIMITS == task.as_task().sandbox.limits
-    assert spec.env == sandbox_env("shop", ("src", "")) == task.as_task().sandbox.env
+    assert spec.env == task.as_task().sandbox.env
+    assert spec.env == sandbox_env("shop", ("src", ""), REPOSITORY.requirements)
     ((argv, how),) = pool.asked
     # 4 and 4 times what the tests and their start take
     assert argv == pytest_argv(CANDIDATE.tests, plain=False, processor_s=4 + 4 * 3.75)
@@ -149,6 +150,16 @@ async def test_a_task_is_all_that_is_known_of_it(monkeypatch: pytest.MonkeyPatch
 async def test_tests_that_are_shown_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     task, _ = await proved(monkeypatch, replace(CANDIDATE, shows_tests=True), FAILS)
     assert task.changes == {"shop/cart.py": BAD} and task.tests == {"tests/test_shop.py": TESTS}
+
+
+async def test_advice_of_hypothesis_is_not_what_a_user_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    advice = "You can reproduce this test case by adding @reproduce_failure('6', b'AA==') here"
+    failure = f"assert 2 == 1&#10;Failing test case: x=1&#10;&#10;{advice}&#10;and more"
+    results = ran({TOTAL: failure, NAMES: None, OTHER: None})
+    task, _ = await proved(monkeypatch, CANDIDATE, results, kind="bugs")
+    assert "assert 2 == 1\nFailing test case: x=1\nand more\n" in task.instruction
 
 
 async def test_tests_of_a_base_class_hide_with_their_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,7 +384,7 @@ def test_a_task_that_is_written_again_is_the_new_one(tmp_path: Path) -> None:
     assert settings["metadata"]["category"] == "software-engineering"
     docker = (place / "environment" / "Dockerfile").read_text()
     assert "pip install --no-cache-dir six==1.0\n" in docker
-    assert "ENV PYTHONPATH=/work/src:/work PYTHONDONTWRITEBYTECODE=1" in docker
+    assert "ENV PYTHONPATH=/work/src:/work PYTHONDONTWRITEBYTECODE=1 PYTHONHASHSEED=0\n" in docker
     for script in ("solution/solve.sh", "tests/test.sh"):
         assert (place / script).stat().st_mode & 0o777 == 0o755
         assert (place / script).read_text().startswith("#!/bin/sh\n")
@@ -390,11 +401,19 @@ def test_settings_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> 
 
 
 def test_what_commands_find_in_their_environment() -> None:
-    assert sandbox_env("shop", ("src", "")) == {
+    plain = {
         "PATH": f"{VENVS}/shop/bin:/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": "/work/src:/work",
         "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
     }
+    others = ("pytest==9.0", "hypothesis-jsonschema==0.23")
+    assert sandbox_env("shop", ("src", ""), others) == plain
+    # pytest knows the option only where hypothesis is installed
+    for requirement in ("hypothesis==6.1", "Hypothesis[numpy] >= 6", "hypothesis"):
+        env = sandbox_env("shop", ("src", ""), (*others, requirement))
+        assert env["PYTEST_ADDOPTS"] == "--hypothesis-seed=0" and env.items() > plain.items()
+        assert "CI" not in env
     (shell, flag, command) = pytest_argv(("a b.py::c",), processor_s=1.2)
     assert (shell, flag) == ("sh", "-c") and command.startswith(
         "ulimit -t 2; exec python -m pytest"
