@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import socket
 import subprocess
@@ -21,11 +22,12 @@ from tests.namespaces import need_namespaces
 from tests.sandbox.conftest import OTHERS, open_pool
 from tests.sandbox.test_isolation import LONG_S
 
+LIBC = ctypes.CDLL(None)
 HELPERS = r"""
 import array, ctypes, fcntl, glob, mmap, os, platform, resource, signal, socket, stat, struct, sys, termios
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
-PATH, SECRET, PORT, ABSTRACT, UNIX, PID, HOST = {path!r}, {secret!r}, {port}, {abstract!r}, {unix!r}, {pid}, {host!r}
+PATH, SECRET, PORT, ABSTRACT, UNIX, PID, HOST, KEY = {path!r}, {secret!r}, {port}, {abstract!r}, {unix!r}, {pid}, {host!r}, {key}
 X86 = platform.machine() == "x86_64"
 
 def ok(result):
@@ -160,7 +162,8 @@ ATTEMPTS = {
     "userfaultfd": "call(323, 282, 1) >= 0",
     "performance events": "call(298, 241, bytes(120), 0, -1, -1, 0) >= 0",
     "a keyring": "call(250, 219, 0, -3, 1) > 0",
-    "shared memory": "call(29, 194, 0, 4096, 0o1666) >= 0",
+    "shared memory": "call(29, 194, 0, 4097, 0o1666) >= 0",
+    "shared memory of the host": "call(29, 194, KEY, 0, 0) >= 0",
     "a message queue": "call(68, 186, 0, 0o1666) >= 0",
     "calls by another table": "X86 and call(0x40000000 + 39, 0) > 0",
 }
@@ -184,7 +187,8 @@ bytes of a process that is not there. On the machine's kernel each would be a st
 
 
 class Canary:
-    """What a sandbox must not reach: ports, sockets, a file, an environment and a process."""
+    """What a sandbox must not reach: ports, sockets, a file, shared memory, an environment and a
+    process."""
 
     def __init__(self, directory: Path) -> None:
         self.secret = f"secret-{os.urandom(8).hex()}"
@@ -203,6 +207,8 @@ class Canary:
         for each in (*self._listeners, self._udp):
             each.setblocking(False)
         self.process = subprocess.Popen(["sleep", "1000"], env={"SECRET": self.secret})
+        key = int.from_bytes(os.urandom(3)) + 1
+        self._segment = LIBC.shmget(key, 64, 0o1666)  # which anybody may read
         self._values = {
             "path": str(self.path),
             "secret": self.secret,
@@ -211,6 +217,7 @@ class Canary:
             "unix": str(directory / "socket"),
             "pid": self.process.pid,
             "host": _address(),
+            "key": key,
         }
 
     def script(self, attempt: str) -> str:
@@ -238,6 +245,7 @@ class Canary:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
+        LIBC.shmctl(self._segment, 0, None)  # IPC_RMID
         for each in (*self._listeners, self._udp):
             each.close()
 
