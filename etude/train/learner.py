@@ -206,7 +206,7 @@ class Learner:
         losses = objective.token_losses(
             logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_ids_N, ref_logp_N
         )
-        router_mismatch_N = routers.token_mismatches(routing, micro.logits_indices_N)
+        router_mismatch_N = routers.token_mismatches(routing, micro)
         balancing = routers.end_microbatch(routing, micro) * (micro.num_loss_tokens / total)
         loss = (losses.loss_N * micro.weights_N).sum() / divisor + balancing
         loss.backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,159 @@
+"""Steps of sparse models that ranks take together in tests, importable by their processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.core.types import Batch
+from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from etude.model.lora import LoraConfig, add_adapter
+from etude.model.transformer import init_from_scratch
+from etude.train.distributed import World
+from etude.train.learner import Learner
+from etude.train.packing import TokenSequence
+from etude.train.stats import RlStats
+from tests.small_model import config
+from tests.train.distributed_work import Arrays, arrays, batch
+
+EXPERTS = ExpertsConfig(
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    layers=(0, 1),
+    router_aux_loss_coef=0.5,
+)
+SPARSE: dict[str, ModelConfig] = {
+    "qwen3_moe": dataclasses.replace(config(), model_type="qwen3_moe", experts=EXPERTS),
+    "deepseek_v3": dataclasses.replace(
+        config(),
+        model_type="deepseek_v3",
+        latent=LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10),
+        experts=dataclasses.replace(EXPERTS, layers=(1,), sigmoid=True, n_shared_experts=1),
+    ),
+    "gpt_oss": dataclasses.replace(
+        config(),
+        model_type="gpt_oss",
+        attention_bias=True,
+        attention_out_bias=True,
+        sliding_window=5,
+        sliding_layers=(0,),
+        experts=dataclasses.replace(EXPERTS, router_bias=True, swiglu_limit=2.0),
+    ),
+}
+ADAPTER = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj"))
+
+
+class Layout(NamedTuple):
+    """A model and how ranks share the work on it."""
+
+    model: str
+    context_parallel: int = 1
+    optimizer: str = "adamw"
+    adapted: bool = False
+
+
+@dataclass(frozen=True)
+class SparseRun:
+    steps: list[RlStats]
+    loss: float
+    """Of a supervised step, and of an evaluation after it."""
+    gradients: list[Arrays]
+    """This rank's rows of the gradient of every parameter, step by step."""
+    biases: Arrays
+    """What steers the routers' choice after all steps."""
+    masters: Arrays
+
+
+class GradientRecorder:
+    """An optimizer that keeps the gradients of each step, as they were before the clip."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.gradients: list[Arrays] = []
+
+    def step(self, gradients: Mapping[str, Tensor], **told: Any) -> None:
+        self.gradients.append(arrays(gradients))
+        self._optimizer.step(gradients, **told)
+
+    def state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self._optimizer.state()
+        return state
+
+
+def routed(step: int, experts: ExpertsConfig) -> tuple[Batch, dict[str, bytes]]:
+    """A batch, and the experts that an engine used: of one row for all tokens but the last, of the
+    others for fewer, and of one for none."""
+    plain, rng = batch(step), random.Random(step)
+    objects, rows = {}, []
+    for number, row in enumerate(plain.rows):
+        size = max(0, len(row.tokens) - 1 - 3 * number)
+        ids = [
+            rng.sample(range(experts.num_experts), experts.num_experts_per_tok)
+            for _ in range(size * len(experts.layers))
+        ]
+        objects[row.sample] = bytes(expert for some in ids for expert in some)
+        named = row.sample if size and number != 2 else None
+        rows.append(dataclasses.replace(row, experts=named))
+    return dataclasses.replace(plain, rows=tuple(rows)), objects
+
+
+def run_sparse(world: World, layout: Layout) -> SparseRun:
+    """Two steps of rl that replay experts and balance the load, a supervised one, and an
+    evaluation."""
+    shape = SPARSE[layout.model]
+    assert shape.experts is not None
+    model = init_from_scratch(shape, 0)
+    if layout.adapted:
+        add_adapter(model, ADAPTER, 0)
+    learner = Learner(
+        model,
+        world,
+        optimizer=layout.optimizer,
+        published_dtype=torch.float32,
+        context_parallel=layout.context_parallel,
+    )
+    recorder = GradientRecorder(learner._optimizer)
+    learner._optimizer = recorder  # type: ignore[assignment]
+    model.gradient_checkpointing = layout.model == "deepseek_v3"
+    steps = []
+    for step in (1, 2):
+        told, objects = routed(step, shape.experts)
+        stats = learner.rl_step(
+            told,
+            lr=1e-3,
+            microbatch_tokens=0,  # the loss that balances is one of each microbatch
+            fetch_experts=objects.__getitem__,
+            router_replay_min_score=0.5,
+            router_balance=True,
+        )
+        steps.append(stats)
+    texts = [TokenSequence(row.tokens, row.mask) for row in batch(3).rows]
+    balance = shape.experts.sigmoid
+    supervised = learner.supervised_step(texts, lr=1e-3, router_balance=balance)
+    fixed = {n: t for n, t in model.state_dict().items() if n.endswith("correction_bias")}
+    masters = {n: t for n, t in learner.state().items() if n.startswith("master.")}
+    return SparseRun(
+        steps,
+        supervised.loss + learner.evaluate(texts),
+        recorder.gradients,
+        arrays(fixed),
+        arrays(masters),
+    )
+
+
+def run_layouts(world: World, layouts: Sequence[Layout]) -> dict[Layout, SparseRun]:
+    return {layout: run_sparse(world, layout) for layout in layouts}
+
+
+def whole(parts: Sequence[Arrays]) -> Arrays:
+    """What ranks hold together: the rows of each stand behind those of the rank before."""
+    names = {name for part in parts for name in part}
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}
