@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from etude.core.types import Batch
+from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from etude.model.experts import Routing
 from etude.model.lora import LoraConfig, add_adapter
-from etude.model.transformer import init_from_scratch
+from etude.model.transformer import Transformer, init_from_scratch
 from etude.train.distributed import World
 from etude.train.learner import Learner
 from etude.train.packing import TokenSequence
@@ -56,6 +58,7 @@ class Layout(NamedTuple):
 
     model: str
     context_parallel: int = 1
+    expert_parallel: int = 1
     optimizer: str = "adamw"
     adapted: bool = False
 
@@ -88,20 +91,23 @@ class GradientRecorder:
         return state
 
 
-def routed(step: int, experts: ExpertsConfig) -> tuple[Batch, dict[str, bytes]]:
-    """A batch, and the experts that an engine used: of one row for all tokens but the last, of the
-    others for fewer, and of one for none."""
+@torch.no_grad()
+def routed(step: int, model: Transformer) -> tuple[Batch, dict[str, bytes]]:
+    """A batch, and the experts that an engine used: mostly those of the model. Of the first row for
+    all tokens but the last, of the others for fewer, and of one for none."""
     plain, rng = batch(step), random.Random(step)
+    assert model.config.experts is not None
+    num_experts = model.config.experts.num_experts
     objects, rows = {}, []
     for number, row in enumerate(plain.rows):
-        size = max(0, len(row.tokens) - 1 - 3 * number)
-        ids = [
-            rng.sample(range(experts.num_experts), experts.num_experts_per_tok)
-            for _ in range(size * len(experts.layers))
-        ]
-        objects[row.sample] = bytes(expert for some in ids for expert in some)
-        named = row.sample if size and number != 2 else None
-        rows.append(dataclasses.replace(row, experts=named))
+        routing, size = Routing(), len(row.tokens) - 1
+        model(torch.tensor(row.tokens[:-1]), torch.arange(size), CausalAttention([size]), routing)
+        ids_TLk = routing.chosen()[: max(1, size - 3 * number)]
+        for ids_k in ids_TLk.flatten(0, 1):
+            if rng.random() < 0.2:
+                ids_k.copy_(torch.tensor(rng.sample(range(num_experts), len(ids_k))))
+        objects[row.sample] = bytes(ids_TLk.flatten().tolist())
+        rows.append(dataclasses.replace(row, experts=None if number == 2 else row.sample))
     return dataclasses.replace(plain, rows=tuple(rows)), objects
 
 
@@ -113,19 +119,20 @@ def run_sparse(world: World, layout: Layout) -> SparseRun:
     model = init_from_scratch(shape, 0)
     if layout.adapted:
         add_adapter(model, ADAPTER, 0)
+    batches = [routed(step, model) for step in (1, 2)]
     learner = Learner(
         model,
         world,
         optimizer=layout.optimizer,
         published_dtype=torch.float32,
         context_parallel=layout.context_parallel,
+        expert_parallel=layout.expert_parallel,
     )
     recorder = GradientRecorder(learner._optimizer)
     learner._optimizer = recorder  # type: ignore[assignment]
     model.gradient_checkpointing = layout.model == "deepseek_v3"
     steps = []
-    for step in (1, 2):
-        told, objects = routed(step, shape.experts)
+    for told, objects in batches:
         stats = learner.rl_step(
             told,
             lr=1e-3,

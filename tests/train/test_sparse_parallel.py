@@ -12,9 +12,11 @@ from tests.train.together import together
 
 LAYOUTS = (
     Layout("qwen3_moe", context_parallel=2),
-    Layout("qwen3_moe", context_parallel=4, adapted=True),
-    Layout("deepseek_v3", context_parallel=2, optimizer="muon"),
-    Layout("gpt_oss", context_parallel=2),
+    Layout("qwen3_moe", expert_parallel=2),
+    Layout("qwen3_moe", context_parallel=2, expert_parallel=2),
+    Layout("qwen3_moe", context_parallel=4, expert_parallel=2, adapted=True),
+    Layout("deepseek_v3", context_parallel=2, expert_parallel=2, optimizer="muon"),
+    Layout("gpt_oss", context_parallel=2, expert_parallel=4),
 )
 
 
@@ -31,7 +33,7 @@ def name_of(layout: Layout) -> str:
 def test_ranks_take_the_step_of_one_and_route_as_one(
     four: list[dict[Layout, SparseRun]], layout: Layout
 ) -> None:
-    alone = run_sparse(SINGLE_PROCESS, layout._replace(context_parallel=1))
+    alone = run_sparse(SINGLE_PROCESS, layout._replace(context_parallel=1, expert_parallel=1))
     runs = [rank[layout] for rank in four]
     for run in runs:
         for a, b in zip(alone.steps, run.steps, strict=True):
