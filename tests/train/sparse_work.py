@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Batch
@@ -23,7 +24,7 @@ from etude.train.learner import Learner
 from etude.train.packing import TokenSequence
 from etude.train.stats import RlStats
 from tests.small_model import config
-from tests.train.distributed_work import Arrays, arrays, batch
+from tests.train.distributed_work import Arrays, arrays, batch, published
 
 EXPERTS = ExpertsConfig(
     num_experts=8,
@@ -70,9 +71,10 @@ class SparseRun:
     """Of a supervised step, and of an evaluation after it."""
     gradients: list[Arrays]
     """This rank's rows of the gradient of every parameter, step by step."""
-    biases: Arrays
-    """What steers the routers' choice after all steps."""
-    masters: Arrays
+    rows: dict[str, tuple[int, NDArray[np.float32]]]
+    """What the rank publishes in the end, what is under an adapter too, and the number of its first
+    row."""
+    state: Arrays
 
 
 class GradientRecorder:
@@ -95,7 +97,7 @@ class GradientRecorder:
 def routed(step: int, model: Transformer) -> tuple[Batch, dict[str, bytes]]:
     """A batch, and the experts that an engine used: mostly those of the model. Of the first row for
     all tokens but the last, of the others for fewer, and of one for none."""
-    plain, rng = batch(step), random.Random(step)
+    plain, rng = batch(step, rows=5), random.Random(step)
     assert model.config.experts is not None
     num_experts = model.config.experts.num_experts
     objects, rows = {}, []
@@ -142,22 +144,36 @@ def run_sparse(world: World, layout: Layout) -> SparseRun:
             router_balance=True,
         )
         steps.append(stats)
-    texts = [TokenSequence(row.tokens, row.mask) for row in batch(3).rows]
+    texts = [TokenSequence(row.tokens, row.mask) for row in batch(3, rows=5).rows]
     balance = shape.experts.sigmoid
     supervised = learner.supervised_step(texts, lr=1e-3, router_balance=balance)
-    fixed = {n: t for n, t in model.state_dict().items() if n.endswith("correction_bias")}
-    masters = {n: t for n, t in learner.state().items() if n.startswith("master.")}
-    return SparseRun(
-        steps,
-        supervised.loss + learner.evaluate(texts),
-        recorder.gradients,
-        arrays(fixed),
-        arrays(masters),
-    )
+    loss = supervised.loss + learner.evaluate(texts)
+    rows = published(learner) | {
+        name: (first, rows.float().numpy().copy())
+        for name, (rows, first, _, _) in (learner.base_rows() if layout.adapted else {}).items()
+    }
+    return SparseRun(steps, loss, recorder.gradients, rows, arrays(learner.state()))
 
 
 def run_layouts(world: World, layouts: Sequence[Layout]) -> dict[Layout, SparseRun]:
     return {layout: run_sparse(world, layout) for layout in layouts}
+
+
+def load(
+    world: World, layout: Layout, states: Sequence[Arrays]
+) -> dict[str, tuple[int, NDArray[np.float32]]]:
+    """What a rank publishes that goes on from the states of so many ranks."""
+    learner = Learner(
+        init_from_scratch(SPARSE[layout.model], 1),
+        world,
+        optimizer=layout.optimizer,
+        published_dtype=torch.float32,
+        expert_parallel=layout.expert_parallel,
+    )
+    learner.load_shards(
+        len(states), lambda rank: {n: torch.from_numpy(a) for n, a in states[rank].items()}
+    )
+    return published(learner)
 
 
 def whole(parts: Sequence[Arrays]) -> Arrays:
