@@ -132,7 +132,7 @@ def run_sparse(world: World, layout: Layout) -> SparseRun:
     )
     recorder = GradientRecorder(learner._optimizer)
     learner._optimizer = recorder  # type: ignore[assignment]
-    model.gradient_checkpointing = layout.model == "deepseek_v3"
+    model.gradient_checkpointing = layout.model != "qwen3_moe"
     steps = []
     for told, objects in batches:
         stats = learner.rl_step(

@@ -24,12 +24,10 @@ from tests.train.sparse_work import EXPERTS, SPARSE, Layout, SparseRun, run_spar
 from tests.train.together import together
 
 LAYOUTS = (
-    Layout("qwen3_moe", expert_parallel=2),
     Layout("qwen3_moe", context_parallel=2, expert_parallel=2),
-    Layout("qwen3_moe", context_parallel=2, adapted=True),
     Layout("qwen3_moe", expert_parallel=4, adapted=True),
-    Layout("deepseek_v3", context_parallel=2, expert_parallel=2, optimizer="muon"),
-    Layout("gpt_oss", context_parallel=4, expert_parallel=4),
+    Layout("deepseek_v3", context_parallel=2),
+    Layout("gpt_oss", context_parallel=2, expert_parallel=2, optimizer="muon"),
 )
 
 
