@@ -6,9 +6,9 @@ group alone, and tokens travel: each is sent to the ranks that hold its experts,
 of it is sent back. The gradient of an expert is of all tokens that came, whoever sent them.
 
 With W ranks in groups of S consecutive ones, a rank's part is an S-th of the experts, and the W / S
-ranks with the same part in all groups share it as ranks share all other weights. A rank owns the
-same rows as without this, W-th of the experts in the order of ranks, so that masters, optimizers,
-checkpoints and published weights are the same, and another size goes on from them.
+ranks with the same part shard it as ranks shard all other weights. A rank owns the same rows as
+without this, a W-th of the experts in the order of ranks, so that masters, optimizers, checkpoints
+and published weights are the same, and another size goes on from them.
 
 Shapes: X experts, M pairs of a token and an expert of it that this rank computes the tokens of, R
 those whose experts are here, S ranks of the group, Y experts of a part; E hidden size.
