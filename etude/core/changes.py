@@ -35,7 +35,14 @@ OPERATIONAL: dict[str, set[str]] = {
         "canary",
     },
     "harness": {"concurrency", "timeout_s"},
-    "trainer": {"device", "ranks", "context_parallel", "gradient_checkpointing", "timeout_s"},
+    "trainer": {
+        "device",
+        "ranks",
+        "context_parallel",
+        "expert_parallel",
+        "gradient_checkpointing",
+        "timeout_s",
+    },
     "rewards.judge": {"url", "timeout_s"},
     "placement": {"trainer", "engines", "sandbox_cpus"},
     "sandbox": {

@@ -306,11 +306,15 @@ class RunConfig(Config):
                 "batch_invariant = true computes in float32 on the CPU, and in bfloat16 on CUDA: "
                 "leave out engine.dtype and trainer.compute_dtype"
             )
-        if self.trainer.ranks % self.trainer.context_parallel:
-            raise ValueError(
-                f"trainer.context_parallel = {self.trainer.context_parallel} does not divide "
-                f"trainer.ranks = {self.trainer.ranks}: so many of the ranks compute each row"
-            )
+        for key, work in (
+            ("context_parallel", "compute each row"),
+            ("expert_parallel", "hold the experts of a layer"),
+        ):
+            if self.trainer.ranks % (size := getattr(self.trainer, key)):
+                raise ValueError(
+                    f"trainer.{key} = {size} does not divide trainer.ranks = {self.trainer.ranks}: "
+                    f"so many of the ranks {work} together"
+                )
         if (self.trainer.published_dtype, self.trainer.compute_dtype) == ("float32", "bfloat16"):
             raise ValueError(
                 'trainer.compute_dtype = "bfloat16" rounds weights too: leave out '

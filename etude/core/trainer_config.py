@@ -19,7 +19,10 @@ class TrainerConfig(Config):
     goes on from the same checkpoints, but not to the last bit."""
     context_parallel: Count = 1
     """Ranks that compute each row together, for rows whose activations do not fit one device; it
-    divides `ranks`. Not for models with experts or recurrent layers."""
+    divides `ranks`. Not for models with recurrent layers."""
+    expert_parallel: Count = 1
+    """Ranks that hold the experts of a layer together: tokens are sent to them, and no rank gathers
+    all experts. It divides `ranks`, and these the number of experts. For sparse models."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """The optimizer. `muon` updates the matrices within layers by orthogonalised momentum, and the
     rest as `adamw` does."""

@@ -14,7 +14,7 @@ hidden size, F size within an expert, L layers that have experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -172,14 +172,30 @@ class Router(nn.Module):
         return scores_NGX.masked_fill(out_NG.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
+class ExpertExchange(Protocol):
+    """Where the experts of a layer are divided among processes: brings tokens to them and back."""
+
+    places_X: Tensor
+    """The place of each expert in the order in which the processes hold them."""
+
+    def __call__(
+        self, x_ME: Tensor, ends_X: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """What the experts make of tokens that are sorted by the place of their expert; `compute`
+        does it for the experts that are here."""
+
+
 class StackedExperts(nn.Module):
-    """The weights of all experts of a layer, one behind the other."""
+    """The weights of all experts of a layer, one behind the other; of those that this process
+    holds, where there is an `exchange`."""
 
     arithmetic = PLAIN
+    exchange: ExpertExchange | None = None
 
     def __init__(self, hidden_size: int, c: ExpertsConfig, act: str = "silu") -> None:
         super().__init__()
         self.act = act
+        self.num_experts = c.num_experts
         self.gate_up_proj = nn.Parameter(
             torch.empty(c.num_experts, 2 * c.moe_intermediate_size, hidden_size)
         )
@@ -200,20 +216,25 @@ class StackedExperts(nn.Module):
         """The weighted sum of what the experts of each token make of it. Sorted by expert, so that
         each reads its tokens in one product; added up in the order of `ids_Nk`, so that a token
         does not depend on its neighbours."""
-        num_per_token = ids_Nk.shape[1]
+        num_per_token, exchange = ids_Nk.shape[1], self.exchange
+        if exchange is not None:
+            ids_Nk = exchange.places_X[ids_Nk]
         ids_M, order_M = ids_Nk.flatten().sort(stable=True)
         # Not `bincount`, whose result has a size that a compiler cannot know.
         ends_X = torch.searchsorted(
-            ids_M, torch.arange(1, len(self.down_proj) + 1, device=ids_M.device)
+            ids_M, torch.arange(1, self.num_experts + 1, device=ids_M.device)
         )
         x_ME = x_NE[order_M // num_per_token]
-        y_ME = self._each(x_ME, ends_X)
+        if exchange is None:
+            y_ME = self._each(x_ME, ends_X)
+        else:
+            y_ME = exchange(x_ME, ends_X, self._each)
         y_NkE = torch.empty_like(y_ME).index_copy(0, order_M, y_ME).view(*ids_Nk.shape, -1)
         return (y_NkE * weights_Nk.unsqueeze(-1).to(y_NkE.dtype)).sum(1)
 
     def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
         """What experts make of the tokens that are theirs, sorted by expert: `ends_X`."""
-        bf16 = x_ME.is_cuda and x_ME.dtype == torch.bfloat16
+        bf16 = x_ME.is_cuda and x_ME.dtype == torch.bfloat16 and len(x_ME)
         if bf16 and not self.arithmetic.invariant and self.act == "silu":
             return _grouped(x_ME, self.gate_up_proj, self.down_proj, ends_X.int())
         return _one_by_one(x_ME, ends_X, self._one)
@@ -232,6 +253,7 @@ class ClampedExperts(StackedExperts):
     def __init__(self, hidden_size: int, c: ExpertsConfig) -> None:
         nn.Module.__init__(self)
         number, size = c.num_experts, c.moe_intermediate_size
+        self.num_experts = number
         assert c.swiglu_limit is not None
         self.limit = c.swiglu_limit
         self.alpha = c.swiglu_alpha
@@ -245,7 +267,8 @@ class ClampedExperts(StackedExperts):
             yield f"experts.{name}", tensor
 
     def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
-        if not x_ME.is_cuda or x_ME.dtype != torch.bfloat16 or self.arithmetic.invariant:
+        bf16 = x_ME.is_cuda and x_ME.dtype == torch.bfloat16 and len(x_ME)
+        if not bf16 or self.arithmetic.invariant:
             return _one_by_one(x_ME, ends_X, self._one)
         grouped_mm: Any = F.grouped_mm
         rows_M = torch.arange(len(x_ME), device=x_ME.device)
@@ -273,7 +296,8 @@ def _one_by_one(x_ME: Tensor, ends_X: Tensor, compute: Callable[[int, Tensor], T
         for expert, x_nE in enumerate(x_ME.split_with_sizes(counts_X.tolist()))
         if len(x_nE)
     ]
-    return torch.cat(parts) if parts else x_ME
+    # Without a token the weights still get a gradient, of zeros, which ranks add up.
+    return torch.cat(parts) if parts else compute(0, x_ME)
 
 
 def _grouped(x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, ends_X: Tensor) -> Tensor:

@@ -72,13 +72,23 @@ in."""
 
 
 def hf_rows(
-    model: Transformer, held: Mapping[str, tuple[int, Tensor]], dtype: torch.dtype = torch.bfloat16
+    model: Transformer,
+    held: Mapping[str, tuple[int, Tensor]],
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    counts: Mapping[str, int] | None = None,
 ) -> dict[str, Rows]:
     """What a rank that holds some rows of each parameter has of the tensors by their Hugging Face
     names: views. `held`: name of a parameter or buffer -> the number of its first row here, and the
-    rows; of others it has nothing to say."""
+    rows; of others it has nothing to say. `counts`: how many rows a parameter has in all, if not as
+    many as the model's."""
+    counts = counts or {}
     whole = {
-        name: torch.empty(t.shape, dtype=t.dtype, device="meta")
+        name: torch.empty(
+            (counts.get(name, len(t)), *t.shape[1:]) if t.ndim else t.shape,
+            dtype=t.dtype,
+            device="meta",
+        )
         for name, t in model.state_dict().items()
         if name in held
     }

@@ -4,7 +4,8 @@ For rows so long that their activations do not fit one device. A rank computes t
 head for its own tokens only; keys and values are gathered in every layer, which is little beside
 activations where several query heads share them. Log-probs are gathered too, one number a token, so
 that every rank of the group computes the same loss of the whole microbatch, whatever that loss adds
-up over a row, and takes the gradient of its own tokens from there.
+up over a row, and takes the gradient of its own tokens from there. The loss that balances experts
+is made in the same way, from sums over the group.
 
 A later token attends to more than an earlier one. So the tokens are cut into twice as many chunks
 as there are ranks, and a rank takes one from the front and its mirror image from the back: all have
@@ -130,6 +131,12 @@ class ContextGroup:
         gathered: Tensor = _Gather.apply(own_tX, sharding, self._group)  # type: ignore[no-untyped-call]
         return gathered
 
+    def sum(self, own: Tensor) -> Tensor:
+        """The sum of what all ranks have. The gradient of a rank's own is that of this rank's loss,
+        since all compute the same."""
+        summed: Tensor = _Sum.apply(own, self._group)  # type: ignore[no-untyped-call]
+        return summed
+
     def assemble(self, own_n: Tensor, places_n: Tensor, count: int) -> Tensor:
         """`count` numbers, of which each rank has those at its places. The gradient of a rank's
         own is that of this rank's loss, since all compute the same."""
@@ -137,10 +144,48 @@ class ContextGroup:
         return assembled
 
 
+@dataclass(frozen=True)
+class ContextShare:
+    """The tokens of a microbatch that this rank computes: `places_of` its sharding, in that order.
+    Tokens of no sequence are the last of them, if it has any."""
+
+    sharding: ContextSharding
+    group: ContextGroup
+    total: int
+    """The number of tokens of the microbatch, those of no sequence left out."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], group: ContextGroup) -> ContextShare:
+        return cls(ContextSharding.of(lengths, group.size), group, sum(lengths))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of this rank's tokens, those of no sequence left out."""
+        chunks = self.sharding.chunks_of(self.group.rank)
+        return sum(len(range(chunk.start, min(chunk.stop, self.total))) for chunk in chunks)
+
+    def take(self, all_TX: Tensor, fill: int = 0) -> Tensor:
+        """This rank's part of something that every token has. `fill`: for tokens of no sequence."""
+        missing = self.sharding.num_tokens - self.total
+        padded = torch.cat((all_TX, all_TX.new_full((missing, *all_TX.shape[1:]), fill)))
+        chunks = self.sharding.chunks_of(self.group.rank)
+        return torch.cat([padded[chunk.start : chunk.stop] for chunk in chunks])
+
+    def find(self, indices_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of these tokens are this rank's: where they stand among its own, and among the
+        N."""
+        size = self.sharding.chunk
+        front, back = self.sharding.chunks_of(self.group.rank)
+        in_front_N = (indices_N >= front.start) & (indices_N < front.stop)
+        in_back_N = (indices_N >= back.start) & (indices_N < back.stop)
+        places_n = (in_front_N | in_back_N).nonzero().squeeze(1)
+        there_N = torch.where(in_front_N, indices_N - front.start, indices_N - back.start + size)
+        return there_N[places_n], places_n
+
+
 def check_context_parallel(config: ModelConfig, *, invariant: bool) -> None:
     """Raise EtudeError for a model whose tokens cannot be divided."""
     cannot = {
-        "experts": config.experts is not None,
         "recurrent layers": config.linear is not None,
         "invariant arithmetic": invariant,
     }
@@ -251,6 +296,20 @@ class _Gather(torch.autograd.Function):
         own = torch.empty_like(parts[0])
         dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=ctx.group)
         return own, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce; backward sums nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        summed = own.clone()
+        dist.all_reduce(summed, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
 
 
 class _Assemble(torch.autograd.Function):

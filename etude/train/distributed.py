@@ -38,6 +38,7 @@ from etude.model.transformer import Transformer
 # What shards is imported where it is needed: that takes as long as half of torch, and most runs
 # have one rank.
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 LIVENESS_S = 10.0  # for a rank that is well, however busy
@@ -101,20 +102,13 @@ class World:
         if self.world_size == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.world_size,))
-        exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in model.model.layers:
-            fully_shard(block, mesh=mesh, mp_policy=exact)
+            shard_module(block, mesh)
         # The root keeps its parameters between the passes: the head is needed after `forward` has
         # returned.
-        fully_shard(model, mesh=mesh, mp_policy=exact, reshard_after_forward=False)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # losses are divided by the tokens of the whole batch already
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        shard_module(model, mesh, reshard_after_forward=False)
 
     def reshard(self, model: Transformer) -> None:
         """Free the gathered parameters after passes that no backward pass follows; the next step
@@ -179,6 +173,23 @@ class World:
 
 
 SINGLE_PROCESS = World()
+
+
+def shard_module(
+    module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool = True
+) -> None:
+    """Shard what of a module is not sharded yet among the ranks of a mesh."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    sharded = fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        reshard_after_forward=reshard_after_forward,
+    )
+    # losses are divided by the tokens of the whole batch already
+    sharded.set_gradient_divide_factor(1.0)
+    sharded.set_force_sum_reduction_for_comms(True)
 
 
 def shard_rows(count: int, rank: int, size: int) -> slice:

@@ -35,6 +35,7 @@ from etude.model.transformer import Transformer
 from etude.train.checkpoint import fill_tensors
 from etude.train.context_parallel import ContextGroup, check_context_parallel
 from etude.train.distributed import SINGLE_PROCESS, World, local_tensor, shard_rows
+from etude.train.expert_parallel import distribute_experts
 from etude.train.flops import sequence_cost
 from etude.train.host_copy import AsyncHostCopy
 from etude.train.loss import token_logprobs
@@ -84,6 +85,7 @@ class Learner:
         published_dtype: torch.dtype = torch.bfloat16,
         compute_dtype: torch.dtype = torch.float32,
         context_parallel: int = 1,
+        expert_parallel: int = 1,
     ) -> None:
         self.model = model
         self.world = world
@@ -95,6 +97,7 @@ class Learner:
         self.compute_dtype = compute_dtype
         self.device = next(model.parameters()).device
         self._sequence_cost = sequence_cost(model)
+        self._num_rows = {name: len(p) for name, p in model.named_parameters()}
         self._masters = {
             name: p.detach()[world.local_rows(len(p))].to(torch.float32, copy=True)
             for name, p in model.named_parameters()
@@ -103,7 +106,10 @@ class Learner:
         self._is_adapted = len(self._masters) < len(list(model.parameters()))
         if self._is_adapted:
             model.cast(published_dtype)  # the base is what was published
-        world.shard(model.cast(compute_dtype))
+        model.cast(compute_dtype)
+        if expert_parallel > 1:
+            distribute_experts(model, world, expert_parallel)
+        world.shard(model)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         # and no learner is held by a parameter, or neither would ever go
         self._gradients: dict[str, Tensor] = {}
@@ -206,7 +212,7 @@ class Learner:
         losses = objective.token_losses(
             logp_N, micro.old_logprobs_N, micro.advantages_N, micro.row_ids_N, ref_logp_N
         )
-        router_mismatch_N = routers.token_mismatches(routing, micro.logits_indices_N)
+        router_mismatch_N = routers.token_mismatches(routing, micro)
         balancing = routers.end_microbatch(routing, micro) * (micro.num_loss_tokens / total)
         loss = (losses.loss_N * micro.weights_N).sum() / divisor + balancing
         loss.backward()  # type: ignore[no-untyped-call]
@@ -329,12 +335,13 @@ class Learner:
     ) -> dict[str, files.Rows]:
         held = {
             name: (
-                self.world.local_rows(len(p)).start,
+                self.world.local_rows(self._num_rows[name]).start,
                 local_tensor(p).detach().to(self.published_dtype, copy=True),
             )
             for name, p in parameters.items()
         }
-        return files.hf_rows(self.model, held | dict(others), self.published_dtype)
+        held |= others
+        return files.hf_rows(self.model, held, self.published_dtype, counts=self._num_rows)
 
     def begin_stage(self) -> None:
         """Begin a stage: reset the optimizer and drop the snapshot. The weights stay."""
@@ -402,7 +409,7 @@ class Learner:
         """The part of a tensor of one of `size` ranks that this rank holds."""
         if name.startswith("fixed.") or tensor.ndim == 0:  # every rank has the whole of it
             return tensor if rank == 0 or tensor.ndim == 0 else tensor[:0]
-        count = len(self._parameters[name.partition(".")[2]])
+        count = self._num_rows[name.partition(".")[2]]
         theirs, ours = shard_rows(count, rank, size), self.world.local_rows(count)
         start, stop = max(theirs.start, ours.start), min(theirs.stop, ours.stop)
         return tensor[start - theirs.start : max(start, stop) - theirs.start].clone()

@@ -28,15 +28,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from etude.model.attention import CausalAttention
 from etude.model.tiled_attention import TiledCausalAttention
 from etude.model.transformer import Routing, Transformer
-from etude.train.context_parallel import ContextGroup, ContextParallelAttention, ContextSharding
+from etude.train.context_parallel import ContextParallelAttention, ContextShare
 from etude.train.head import TokenDistributionStats, head_logprobs
 from etude.train.packing import PackedMicrobatch
 
@@ -154,8 +154,8 @@ def token_logprobs(
     Only positions that predict a counted token reach the head: every other token costs no logits
     and gets no gradient.
     """
-    if packed.context_group is not None:
-        return _divided_logprobs(model, packed, packed.context_group, with_stats=with_stats)
+    if (share := packed.share) is not None:
+        return _divided_logprobs(model, packed, share, routing, with_stats=with_stats)
     hidden_NE, tokens_N = predicting_states(model, packed, routing)
     return head_logprobs(model, hidden_NE, tokens_N, packed.temperature_N, with_stats=with_stats)
 
@@ -172,36 +172,33 @@ def predicting_states(
 
 
 def _divided_logprobs(
-    model: Transformer, packed: PackedMicrobatch, group: ContextGroup, *, with_stats: bool
+    model: Transformer,
+    packed: PackedMicrobatch,
+    share: ContextShare,
+    routing: Routing | None,
+    *,
+    with_stats: bool,
 ) -> tuple[Tensor, TokenDistributionStats]:
     """`token_logprobs` of a microbatch whose tokens are divided among ranks (`context_parallel`):
-    each computes those that its own tokens predict, and all get all."""
-    sharding = ContextSharding.of(packed.lengths, group.size)
-    device = packed.tokens_T.device
-    own_t = torch.tensor(sharding.places_of(group.rank), device=device)
-    missing = (0, sharding.num_tokens - len(packed.tokens_T))
-    tokens_t, positions_t = (
-        F.pad(each_T, missing).index_select(0, own_t)
-        for each_T in (packed.tokens_T, packed.positions_T)
+    each computes those that its own tokens predict, and all get all. `routing` is that of the
+    rank's own tokens."""
+    hidden_tE = model(
+        share.take(packed.tokens_T),
+        share.take(packed.positions_T),
+        ContextParallelAttention(share.sharding, share.group),
+        routing,
     )
-    hidden_tE = model(tokens_t, positions_t, ContextParallelAttention(sharding, group))
-    # where each token of the microbatch stands among this rank's own
-    there_T = torch.full((sharding.num_tokens,), -1, device=device)
-    there_T[own_t] = torch.arange(len(own_t), device=device)
-    there_N = there_T[packed.logits_indices_N]
-    places_n = (there_N >= 0).nonzero().squeeze(1)
+    own_n, places_n = share.find(packed.logits_indices_N)
     temperature_N = packed.temperature_N
     logp_n, stats = head_logprobs(
         model,
-        hidden_tE.index_select(0, there_N[places_n]),
+        hidden_tE.index_select(0, own_n),
         packed.targets_N[places_n],
         None if temperature_N is None else temperature_N[places_n],
         with_stats=with_stats,
     )
-    count = len(there_N)
-    logp_N = group.assemble(logp_n, places_n, count)
+    assemble = partial(share.group.assemble, places_n=places_n, count=packed.num_loss_tokens)
+    logp_N = assemble(logp_n)
     if not with_stats:
         return logp_N, stats
-    return logp_N, TokenDistributionStats(
-        *(group.assemble(each_n, places_n, count) for each_n in stats)
-    )
+    return logp_N, TokenDistributionStats(*map(assemble, stats))

@@ -103,7 +103,7 @@ class Muon:
     Matrices that are one parameter here are made orthogonal one by one, as Hugging Face names them.
     A step has the size that AdamW's typically has, so rate and decay mean the same for both. It
     takes whole matrices: each is gathered when its turn comes, and every rank keeps what concerns
-    its rows.
+    its rows. A row of stacked experts is a whole matrix, and stays where it is.
     """
 
     def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
@@ -129,14 +129,15 @@ class Muon:
             gradient, momentum = gradients[name] / divisor, self._momentum[name]
             momentum.lerp_(gradient, 1 - MOMENTUM)
             ahead = gradient.lerp(momentum, MOMENTUM)  # as Nesterov does
-            update = full_tensor(ahead, self._parameters[name])
+            is_stacked = master.ndim > 2
+            update = ahead if is_stacked else full_tensor(ahead, self._parameters[name])
             for tensor in files.hf_tensors(self._model, {name: update}).values():
                 # Some families have all experts of a layer in one tensor.
                 for matrix in tensor.view(-1, *tensor.shape[-2:]):
                     matrix.copy_(orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape)))
-            master.mul_(1 - lr * weight_decay).sub_(
-                update[self._world.local_rows(len(update))], alpha=lr
-            )
+            if not is_stacked:
+                update = update[self._world.local_rows(len(update))]
+            master.mul_(1 - lr * weight_decay).sub_(update, alpha=lr)
 
     def reset(self) -> None:
         self._rest.reset()

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.core.types import Row
-from etude.train.context_parallel import ContextGroup
+from etude.train.context_parallel import ContextGroup, ContextShare
 
 Ints = NDArray[np.int64]
 
@@ -139,6 +139,12 @@ class PackedMicrobatch:
     def num_loss_tokens(self) -> int:
         """The number of tokens that the loss counts."""
         return len(self.targets_N)
+
+    @property
+    def share(self) -> ContextShare | None:
+        """The part of the tokens that this rank computes; None: all."""
+        group = self.context_group
+        return None if group is None else ContextShare.of(self.lengths, group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

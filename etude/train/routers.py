@@ -6,8 +6,12 @@ bias for each expert that only steers the choice; after a step it is nudged up f
 less than their share and down for the others, and it is published like any weight. The others have
 an auxiliary loss, which is least when all experts are equally likely and equally used.
 
-Shapes: T tokens that are read, N those that the loss counts, X experts, k experts of a token, L
-layers that have experts.
+Where the tokens of a microbatch are divided among ranks (`context_parallel`), a rank's routing is
+of its own tokens. Counts are summed over all ranks at the end of a step; the loss is a product of
+two means over all tokens of the microbatch, and so these ranks exchange the sums of both.
+
+Shapes: T tokens that are read (by this rank), N those that the loss counts, X experts, k experts of
+a token, L layers that have experts.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from etude.core.types import Row
 from etude.model.config import ExpertsConfig
 from etude.model.experts import Router, Routing, read_ids
 from etude.model.transformer import Transformer
+from etude.train.context_parallel import ContextShare
 from etude.train.distributed import SINGLE_PROCESS, World
 from etude.train.packing import PackedMicrobatch
 
@@ -66,19 +71,27 @@ class ExpertRouters:
         """The routing to hand to the forward pass; None if nothing is replayed or balanced."""
         if not self._config or (micro.experts_TLk is None and not self._balance):
             return None
+        replay, share = micro.experts_TLk, micro.share
+        if replay is not None and share is not None:
+            replay = share.take(replay, fill=-1)
         return Routing(
-            micro.experts_TLk,
+            replay,
             min_score=self._min_score,
             keep_scores=self._balance and not self._config.sigmoid,
         )
 
-    def token_mismatches(self, routing: Routing | None, places_N: Tensor) -> Tensor:
+    def token_mismatches(self, routing: Routing | None, micro: PackedMicrobatch) -> Tensor:
         """The router mismatch of each token that the loss counts, before `end_microbatch`: 1 if any
         router would have chosen another expert at the position that predicts it, and 0 if not; NaN
         if nothing was replayed."""
+        indices_N, share = micro.logits_indices_N, micro.share
         if routing is None or routing.replay is None:
-            return torch.full_like(places_N, torch.nan, dtype=torch.float32)
-        return routing.mismatches()[places_N].float()
+            return torch.full_like(indices_N, torch.nan, dtype=torch.float32)
+        mismatches_T = routing.mismatches().float()
+        if share is None:
+            return mismatches_T[indices_N]
+        own_n, places_n = share.find(indices_N)
+        return share.group.assemble(mismatches_T[own_n], places_n, len(indices_N))
 
     def end_microbatch(self, routing: Routing | None, micro: PackedMicrobatch) -> Tensor | float:
         """Count mismatches and loads; return the load-balancing loss, a mean over the tokens of the
@@ -92,12 +105,15 @@ class ExpertRouters:
             self.num_replaced += int(routing.replaced().sum())
         if not self._balance:
             return 0.0
-        used_TLk = routing.chosen()
+        share = micro.share
+        num_tokens = len(micro.tokens_T) if share is None else share.num_tokens
+        used_TLk = routing.chosen()[:num_tokens]
         for layer, load_X in enumerate(self.loads_LX):
             load_X += used_TLk[:, layer].flatten().bincount(minlength=len(load_X)).cpu()
         if self._config.sigmoid:
             return 0.0
-        return self._config.router_aux_loss_coef * balance_loss(routing.scores, used_TLk)
+        scores_TX = [scores[:num_tokens] for scores in routing.scores]
+        return self._config.router_aux_loss_coef * balance_loss(scores_TX, used_TLk, share)
 
     @torch.no_grad()
     def end_step(self, world: World = SINGLE_PROCESS) -> None:
@@ -145,10 +161,17 @@ def experts_to_replay(
     return ids
 
 
-def balance_loss(scores_TX: Sequence[Tensor], used_TLk: Tensor) -> Tensor:
+def balance_loss(
+    scores_TX: Sequence[Tensor], used_TLk: Tensor, share: ContextShare | None = None
+) -> Tensor:
     """The load-balancing loss of Switch Transformers: the number of experts times the sum over them
-    of load times mean score, all layers taken together."""
+    of load times mean score, all layers taken together. `share`: the tokens are only a part of the
+    microbatch's, and the loss is that of all."""
     scores_TLX = torch.stack(list(scores_TX), 1)
-    num_experts = scores_TLX.shape[-1]
-    load_X = used_TLk.flatten().bincount(minlength=num_experts) / scores_TLX[..., 0].numel()
-    return num_experts * (load_X * scores_TLX.mean((0, 1))).sum()
+    num_tokens, num_layers, num_experts = scores_TLX.shape
+    load_X = used_TLk.flatten().bincount(minlength=num_experts)
+    sums_2X = torch.stack((load_X.to(scores_TLX), scores_TLX.sum((0, 1))))
+    if share is not None:
+        sums_2X, num_tokens = share.group.sum(sums_2X), share.total
+    means_2X = sums_2X / (num_tokens * num_layers)
+    return num_experts * means_2X.prod(0).sum()

@@ -98,10 +98,7 @@ def check_training(config: RunConfig, *, resumed: bool) -> None:
         check_ranks(select_device(config.trainer.device), ranks)
     if not resumed:
         shape = model_shape(config)
-        if config.trainer.context_parallel > 1:
-            from etude.train.context_parallel import check_context_parallel
-
-            check_context_parallel(shape, invariant=config.batch_invariant)
+        _check_parallel(config, shape)
         if config.trainer.lora is not None:
             _check_adapter(config.trainer.lora, shape)
     import_from(config.folder)
@@ -112,6 +109,21 @@ def check_training(config: RunConfig, *, resumed: bool) -> None:
             objective_of(stage)
         if isinstance(stage, DistillConfig):
             _check_teacher(stage, config)
+
+
+def _check_parallel(config: RunConfig, shape: ModelConfig) -> None:
+    """Check that ranks can share rows and experts as they are told to."""
+    trainer, invariant = config.trainer, config.batch_invariant
+    if trainer.context_parallel > 1:
+        from etude.train.context_parallel import check_context_parallel
+
+        check_context_parallel(shape, invariant=invariant)
+    if trainer.expert_parallel > 1:
+        from etude.train.expert_parallel import check_expert_parallel
+
+        check_expert_parallel(
+            shape, ranks=trainer.ranks, size=trainer.expert_parallel, invariant=invariant
+        )
 
 
 def _check_adapter(lora: LoraTable, shape: ModelConfig) -> None:

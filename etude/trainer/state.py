@@ -129,6 +129,7 @@ class TrainerState:
             published_dtype=getattr(torch, config.trainer.published_dtype),
             compute_dtype=compute,
             context_parallel=config.trainer.context_parallel,
+            expert_parallel=config.trainer.expert_parallel,
         )
 
     def _replace_learner(self, stage: str, resumed: Checkpoint | None) -> None:

@@ -399,6 +399,7 @@ def test_batch_invariance_on_a_device() -> None:
             "remove one of them",
         ),
         (["trainer.ranks=3", "trainer.context_parallel=2"], "does not divide trainer.ranks = 3"),
+        (["trainer.ranks=3", "trainer.expert_parallel=2"], "does not divide trainer.ranks = 3"),
         (
             ["batch_invariant=true", "engine.dtype=bfloat16"],
             "batch_invariant = true computes in float32",

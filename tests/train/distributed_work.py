@@ -101,9 +101,13 @@ def published(learner: Learner) -> dict[str, tuple[int, NDArray[np.float32]]]:
 
 def joined(curves: Sequence[Curve]) -> Arrays:
     """What all ranks publish together."""
+    return joined_rows([curve.rows for curve in curves])
+
+
+def joined_rows(ranks: Sequence[Mapping[str, tuple[int, NDArray[np.float32]]]]) -> Arrays:
     found: dict[str, list[tuple[int, NDArray[np.float32]]]] = {}
-    for curve in curves:
-        for name, rows in curve.rows.items():
+    for rank in ranks:
+        for name, rows in rank.items():
             found.setdefault(name, []).append(rows)
     return {
         name: np.concatenate([r for _, r in sorted(parts, key=lambda p: p[0])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from etude.model.transformer import init_from_scratch
 from etude.train.context_parallel import (
     ContextParallelAttention,
     ContextSharding,
+    ContextShare,
     check_context_parallel,
 )
 from etude.train.distributed import SINGLE_PROCESS
@@ -44,6 +46,24 @@ def test_every_token_is_of_one_rank_and_sees_its_sequence_up_to_itself(
             queries += range(piece.low, piece.high)
             assert (start_of[piece.low : piece.high] == piece.start).all()
         assert queries == part
+
+
+@given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 5), st.data())
+def test_a_rank_finds_what_is_its_own(lengths: list[int], size: int, data: st.DataObject) -> None:
+    total, found, count = sum(lengths), [], 0
+    indices = data.draw(st.lists(st.integers(0, total - 1), unique=True).map(sorted))
+    for rank in range(size):
+        share = ContextShare.of(lengths, cast(Any, SimpleNamespace(rank=rank, size=size)))
+        places = share.sharding.places_of(rank)
+        own_t = share.take(torch.arange(total)[:, None], fill=-1).squeeze(1)
+        assert own_t.tolist() == [place if place < total else -1 for place in places]
+        assert share.num_tokens == (own_t >= 0).sum()
+        assert (own_t[: share.num_tokens] >= 0).all()
+        own_n, places_n = share.find(torch.tensor(indices, dtype=torch.int64))
+        assert own_t[own_n].tolist() == [indices[place] for place in places_n]
+        found += places_n.tolist()
+        count += share.num_tokens
+    assert sorted(found) == list(range(len(indices))) and count == total
 
 
 @given(st.integers(1, 6), st.integers(1, 5))
@@ -120,7 +140,7 @@ def test_the_step_is_that_of_one_rank(
 
 
 def test_what_cannot_be_divided_is_refused_by_name() -> None:
-    with pytest.raises(EtudeError, match="does not know experts and invariant arithmetic"):
-        check_context_parallel(MODELS["moe"], invariant=True)
+    with pytest.raises(EtudeError, match="does not know recurrent layers and invariant arithmetic"):
+        check_context_parallel(MODELS["hybrid"], invariant=True)
     with pytest.raises(EtudeError, match="context_parallel = 2 ranks compute one row, and 1 can"):
         Learner(init_from_scratch(MODELS["dense"], 0), SINGLE_PROCESS, context_parallel=2)

@@ -1,0 +1,150 @@
+"""Expert parallelism: the experts of every layer divided among the ranks of a group.
+
+Sharded like all other weights (`distributed`), the experts of a layer are gathered on every rank
+for every pass, and a token needs few of them. Here a rank gathers the experts of its part of the
+group alone, and tokens travel: each is sent to the ranks that hold its experts, and what these make
+of it is sent back. The gradient of an expert is of all tokens that came, whoever sent them.
+
+With W ranks in groups of S consecutive ones, a rank's part is an S-th of the experts, and the W / S
+ranks with the same part shard it as ranks shard all other weights. A rank owns the same rows as
+without this, a W-th of the experts in the order of ranks, so that masters, optimizers, checkpoints
+and published weights are the same, and another size goes on from them.
+
+Shapes: X experts, M pairs of a token and an expert of it that this rank computes the tokens of, R
+those whose experts are here, S ranks of the group, Y experts of a part; E hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from etude.core.errors import EtudeError
+from etude.model.config import ModelConfig
+from etude.model.experts import StackedExperts
+from etude.model.transformer import Transformer
+from etude.train.distributed import World, shard_module
+
+
+def check_expert_parallel(
+    config: ModelConfig, *, ranks: int, size: int, invariant: bool = False
+) -> None:
+    """Raise EtudeError for experts that cannot be divided so."""
+    asked = f"trainer.expert_parallel = {size}"
+    if config.experts is None:
+        raise EtudeError(f"{asked} divides experts, and the model has none: leave it at 1")
+    if invariant:
+        raise EtudeError(f"{asked} does not know invariant arithmetic: leave it at 1")
+    if ranks % size:
+        raise EtudeError(
+            f"{asked} ranks hold the experts of a layer together, and {ranks} cannot be divided "
+            f"into such groups: give a number that divides trainer.ranks"
+        )
+    if config.experts.num_experts % ranks:
+        raise EtudeError(
+            f"{asked} gives each rank as many experts as any other, and {ranks} ranks cannot share "
+            f"{config.experts.num_experts} in this way: leave it at 1, or give trainer.ranks that "
+            f"divide the number of experts"
+        )
+
+
+def expert_places(num_experts: int, ranks: int, size: int) -> Tensor:
+    """[X], the place of each expert in the order in which a group holds them: those of its first
+    rank, then of the second. A part is made up of what the ranks that share it own, in the order of
+    ranks."""
+    owners = torch.arange(num_experts).view(ranks // size, size, num_experts // ranks)
+    held_X = owners.transpose(0, 1).flatten()
+    return torch.empty_like(held_X).index_copy(0, held_X, torch.arange(num_experts))
+
+
+def distribute_experts(model: Transformer, world: World, size: int) -> None:
+    """Keep this rank's part of all experts, sharded among the ranks that have the same part; to be
+    called before `World.shard`."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    check_expert_parallel(
+        model.config, ranks=world.world_size, size=size, invariant=model.invariant
+    )
+    assert model.config.experts is not None
+    num_experts = model.config.experts.num_experts
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(
+        device.type, (world.world_size // size, size), mesh_dim_names=("shard", "expert")
+    )
+    places_X = expert_places(num_experts, world.world_size, size).to(device)
+    exchange = AllToAllExchange(mesh.get_group("expert"), size, places_X)
+    part = world.rank % size
+    own_Y = places_X.argsort().view(size, -1)[part]
+    for module in model.modules():
+        if isinstance(module, StackedExperts):
+            _keep(module, own_Y)
+            module.exchange = exchange
+            shard_module(module, mesh["shard"])
+
+
+@torch.no_grad()
+def _keep(experts: StackedExperts, own_Y: Tensor) -> None:
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        own = nn.Parameter(parameter.index_select(0, own_Y), parameter.requires_grad)
+        setattr(experts, name, own)
+
+
+class AllToAllExchange:
+    """The ranks of a group exchange tokens, each for all experts of its part."""
+
+    def __init__(self, group: Any, size: int, places_X: Tensor) -> None:
+        self._group = group
+        self._size = size
+        self.places_X = places_X
+        # Ranks exchange in there. Not a decorator: that would load the compiler with this module.
+        self._exchange_uncompiled = torch.compiler.disable(self._exchange)  # type: ignore[no-untyped-call]
+
+    def __call__(
+        self, x_ME: Tensor, ends_X: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        y_ME: Tensor = self._exchange_uncompiled(x_ME, ends_X, compute)
+        return y_ME
+
+    def _exchange(
+        self, x_ME: Tensor, ends_X: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        sent_SY = ends_X.diff(prepend=ends_X.new_zeros(1)).view(self._size, -1)
+        got_SY = torch.empty_like(sent_SY)
+        dist.all_to_all_single(got_SY, sent_SY, group=self._group)
+        sent, got = torch.stack((sent_SY.sum(1), got_SY.sum(1))).tolist()
+        x_RE = self._all_to_all(x_ME, sent, got)
+        # What came is sorted by rank, then by expert; experts read their tokens in one product.
+        expert_SY = torch.arange(got_SY.shape[1], device=got_SY.device).expand_as(got_SY)
+        expert_R = expert_SY.flatten().repeat_interleave(got_SY.flatten(), output_size=sum(got))
+        order_R = expert_R.argsort(stable=True)
+        y_RE = compute(x_RE[order_R], got_SY.sum(0).cumsum(0))
+        return self._all_to_all(torch.empty_like(y_RE).index_copy(0, order_R, y_RE), got, sent)
+
+    def _all_to_all(self, x_ME: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        received: Tensor = _AllToAll.apply(x_ME, sent, got, self._group)  # type: ignore[no-untyped-call]
+        return received
+
+
+class _AllToAll(torch.autograd.Function):
+    """`sent` rows to each rank in turn, `got` rows from each; backward is the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_ME: Tensor, sent: Sequence[int], got: Sequence[int], group: Any
+    ) -> Tensor:
+        ctx.sent, ctx.got, ctx.group = sent, got, group
+        return _sent(x_ME, sent, got, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _sent(gradients[0], ctx.got, ctx.sent, ctx.group), None, None, None
+
+
+def _sent(x_ME: Tensor, sent: Sequence[int], got: Sequence[int], group: Any) -> Tensor:
+    received = x_ME.new_empty(sum(got), *x_ME.shape[1:])
+    dist.all_to_all_single(received, x_ME.contiguous(), list(got), list(sent), group=group)
+    return received
