@@ -10,6 +10,7 @@ import hashlib
 import io
 import itertools
 import tokenize
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -93,6 +94,7 @@ class Drafts:
         self._rows = rows
         self._kinds = kinds
         self._parsed: dict[str, SourceFile | None] = {}
+        self._told: Counter[tuple[str, tuple[object, ...]]] = Counter()
 
     def all(self) -> Iterator[Draft]:
         """All of them, a kind after the other in turn, always in the same order."""
@@ -120,7 +122,12 @@ class Drafts:
         return Random(f"{self._name} {kind}")
 
     def _draft(self, kind: str, *told: object, make: Callable[[], Candidate | None]) -> Draft:
-        digest = hashlib.blake2b(repr(told).encode(), digest_size=4).hexdigest()
+        """A line may have several places of which the same is told: each after the first has its
+        number in the id."""
+        earlier = self._told[kind, told]
+        self._told[kind, told] += 1
+        words = (*told, earlier) if earlier else told
+        digest = hashlib.blake2b(repr(words).encode(), digest_size=4).hexdigest()
         return Draft(f"{self._name}-{kind}-{digest}", kind, make)
 
     def _sources(self) -> list[str]:

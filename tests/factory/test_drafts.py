@@ -67,6 +67,14 @@ def drafts_of(source: str) -> list[Draft]:
     return found
 
 
+def test_several_mistakes_of_one_kind_in_a_line_have_ids_of_their_own() -> None:
+    """They may be proven at the same time, and the second would be written over the first."""
+    source = "def area(a):\n    return [a * 2, a * 3, a * 4, a * 5]\n"
+    ids = [draft.id for draft in drafts_of(source)]
+    assert len(ids) == len(set(ids))
+    assert ids == [draft.id for draft in drafts_of(source)]
+
+
 def test_no_mistake_is_drafted_twice() -> None:
     # there is one way alone to get each of these wrong
     source = "".join(f"def part_{n}(a):\n    return a\n\n\n" for n in range(5))
