@@ -295,3 +295,32 @@ def test_how_the_shards_of_a_large_version_are_cut(monkeypatch: pytest.MonkeyPat
     assert [(shard.first, shard.last) for shard in shards] == [
         ("a", "b"), ("b", "c"), ("c", "c"),
     ]  # fmt: skip
+
+
+class Answering:
+    """A library that answers so, whatever it is asked."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def encode(self, *_: object) -> int:
+        return self._code
+
+    apply = encode
+
+
+def test_what_the_library_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = KINDS["int32"]
+    data = np.zeros(100, "<u4")
+    for code, size in ((-1, None), (400, None), (399, 399), (0, 0)):
+        monkeypatch.setattr(fast, "LIBRARY", Answering(code))
+        made = fast.encode_delta(kind, data, data)
+        assert (made if made is None else len(made)) == size, "never larger than the elements"
+    fast.apply_delta(kind, data, b"x", data.copy())
+    for code, error in ((-2, MemoryError), (-1, Damaged), (1, Damaged)):
+        monkeypatch.setattr(fast, "LIBRARY", Answering(code))
+        with pytest.raises(error):
+            fast.apply_delta(kind, data, b"x", data.copy())
+    monkeypatch.setattr(fast, "LIBRARY", Answering(-2))
+    with pytest.raises(MemoryError):
+        fast.encode_delta(kind, data, data)
