@@ -15,8 +15,9 @@ from etude.weights.follow import CorruptWeights, Follower
 from etude.weights.layout import Extent, build_layout
 from etude.weights.manifest import Chain, VersionGone, find_newest, read_manifest
 from etude.weights.publish import Publisher, SnapshotPolicy, publish
-from etude.weights.records import Epoch, follows, is_sound, leads_on, shard_key
+from etude.weights.records import Epoch, follows, is_sound, leads_on, manifest_key, shard_key
 from etude.weights.shards import ChangeStats, sort_of
+from etude.weights.signing import Corrupt
 from etude.weights.snapshot import Part, Snapshots, bits
 from etude.weights.tensors import TensorEntry
 from tests.weights.test_weights import bits as all_bits
@@ -88,6 +89,21 @@ def test_the_newest_version_by_its_number(chain: Chain) -> None:
             read_manifest(chain.objects, version)
     with pytest.raises(VersionGone, match="version 2 was deleted by .*; versions 3 to 5 are there"):
         read_manifest(chain.objects, 2)
+
+
+def test_a_damaged_manifest_hides_no_older_version(chain: Chain) -> None:
+    made = run(Publisher(chain), larger(1), range(3, 6))
+    key = manifest_key(1, 5)
+    chain.objects.put(key, chain.objects.get(key)[:-3])
+    late = Chain(chain.objects, sleep=lambda seconds: None)
+    for version in (3, 4):
+        assert late.find(version)[1].version == version
+        assert all_bits(Follower(late).fetch(version)) == all_bits(made[version])
+    assert list(late.lineage()) == [3, 4, 5]
+    with pytest.raises(Corrupt, match="000005.json"):
+        late.find(5)
+    with pytest.raises(Corrupt, match="000005.json"):
+        late.head()
 
 
 def test_exactly_one_route_is_applied_or_refused_by_its_ends(chain: Chain) -> None:
