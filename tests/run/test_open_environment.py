@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from etude.core.config import RunConfig, parse
-from etude.core.harness_config import SERVERS
+from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits
 from etude.run import controller
-from etude.run.controller import build_review, open_environment, server_mounts
+from etude.run.controller import build_agent, build_review, open_environment
 from etude.run.pull import PullEnvironment
 from etude.run.service import ServiceEnvironment
 from etude.sandbox.fleet import Need
@@ -117,16 +116,68 @@ def test_a_budget_bounds_what_it_names(text: str, need: Need | None) -> None:
     assert controller._budget(config(f"[sandbox.budget]\n{text}").sandbox.budget) == need
 
 
-def test_language_servers_that_this_installation_has_are_shown() -> None:
-    programs = sysconfig.get_path("scripts")
-    there = f'diagnostics = {{x = ["{Path(programs, "python").name}", "nothing-such"]}}'
-    away = 'diagnostics = {x = ["nothing-such", "python"]}'
-    walled, open_ = '[sandbox]\nisolation = "gvisor"\n', '[sandbox]\nisolation = "process"\n'
-    mount = (f"{programs}:{SERVERS}",)
-    assert server_mounts(config(f"{walled}[harness.code]\n{there}")) == mount
-    assert server_mounts(config(f"{walled}[harness.code]\n{away}")) == ()
-    assert server_mounts(config(f"{open_}[harness.code]\n{there}")) == ()
-    assert server_mounts(config(walled)) == ()
+async def test_weaker_sandboxes_than_a_run_accepts_are_closed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool()
+    pool.tier = "process"
+    monkeypatch.setattr(controller, "open_sandbox_pool", lambda *named, **told: pool)
+    said = config('[sandbox]\nisolation = "gvisor"\nmin_isolation = "gvisor"\n')
+    with pytest.raises(EtudeError, match="no more than tier process, .* none below gvisor"):
+        async with open_environment(said):
+            pass
+    assert pool.is_closed
+
+
+HARNESS = "[harness]\nmax_turns = 3\nmax_tokens = 44\ntimeout_s = 5.0\ntool_delay_s = 0.5\n"
+LIMITS = {
+    "max_turns": 3, "max_tokens": 44, "timeout_s": 5.0, "temperature": 0.25, "tool_delay_s": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "agent", "key", "more"),
+    [
+        ('agent = "mine.py:A"', "mine.py:A", "harness.agent", {}),
+        (
+            'agent = "mine.py:A"\nsummarise_at = 90',
+            "mine.py:A",
+            "harness.agent",
+            {"summarise_at": 90},
+        ),
+        (
+            'command = ["run", "it"]\nenv = {A = "b"}',
+            controller.COMMAND_AGENT,
+            "harness.command",
+            {"argv": ("run", "it"), "env": {"A": "b"}},
+        ),
+    ],
+)
+def test_an_agent_is_told_the_limits_of_the_file(
+    text: str, agent: str, key: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(controller, "build", lambda *named, **told: built.append((*named, told)))
+    harness = config(HARNESS + text).harness
+    http: Any = object()
+    build_agent(harness, http, http, desk=None, temperature=0.25)
+    assert built == [(agent, key, http, LIMITS | more)]
+
+
+def test_an_environment_may_bring_its_agent() -> None:
+    told: list[Any] = []
+
+    class Bringing:
+        def own_agent(self, desk: object, **limits: Any) -> str:
+            told.append((desk, limits))
+            return "own"
+
+    nobody: Any = None
+    desk: Any = object()
+    environment: Any = Bringing()
+    harness = config(HARNESS + 'command = ["run"]').harness
+    assert build_agent(harness, environment, nobody, desk=desk, temperature=0.25) == "own"  # type: ignore[comparison-overlap]
+    assert told == [(desk, LIMITS)]
 
 
 JUDGE = (
