@@ -194,14 +194,18 @@ def _linear(read: _Reader, family: Family) -> LinearConfig | None:
             f"config.json: layer_types = {told!r} is not supported: {FULL} or {LINEAR} for each of "
             f"{len(depth)} layers is, {FULL} at least once"
         )
-    sizes = {f.name: read(f"linear_{f.name}") for f in fields(LinearConfig) if f.name != "layers"}
+    layers = tuple(n for n, kind in enumerate(told) if kind == LINEAR)
+    names = [f.name for f in fields(LinearConfig) if f.name != "layers"]
+    if not layers:
+        read.asked |= {f"linear_{name}" for name in names}
+        return None
+    sizes = {name: read(f"linear_{name}") for name in names}
     if sizes["num_value_heads"] % sizes["num_key_heads"]:
         raise ValueError(
             f"config.json: linear_num_value_heads = {sizes['num_value_heads']} cannot be shared "
             f"among linear_num_key_heads = {sizes['num_key_heads']}"
         )
-    layers = tuple(n for n, kind in enumerate(told) if kind == LINEAR)
-    return LinearConfig(layers=layers, **sizes) if layers else None
+    return LinearConfig(layers=layers, **sizes)
 
 
 # Windows

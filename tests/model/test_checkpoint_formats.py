@@ -204,3 +204,11 @@ def test_large_matrices_and_edges_in_blocks() -> None:
     off = (from_fp8(stored, scale).float() - weight).abs()
     assert (off <= weight.abs() / 15 + scale.max() / 100).all()
     assert (off[256:] == 0).all()
+
+
+def test_a_block_of_zeros_is_one_of_zeros() -> None:
+    weight = torch.zeros(130, 300)
+    weight[0, 0] = 448.0
+    stored, scale = rounded(weight)
+    assert scale.shape == (2, 3) and (scale == 1.0).all()
+    assert stored.shape == weight.shape and torch.equal(stored.float(), weight)

@@ -149,6 +149,16 @@ def test_a_file_becomes_the_model_that_it_was_made_from(family: str, tmp_path: P
         assert read.decode(read.encode(text)) == text
     assert (read.eos_token_id, read.eos_token) == (2, "<|im_end|>")
     assert read.render([{"role": "user", "content": "hi"}]) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert json.loads(small["tokenizer_config.json"]) == {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+    }
+    assert json.loads(small["generation_config.json"]) == {"bos_token_id": 1, "eos_token_id": 2}
+    assert json.loads(small["config.json"])["eos_token_id"] == 2
+    card = (tmp_path / "m" / "README.md").read_text()
+    assert card == "# m.gguf\n\nConverted from `m.gguf`: bf16 of the values that it held.\n"
 
 
 def test_quantised_weights_stand_for_their_values(tmp_path: Path) -> None:

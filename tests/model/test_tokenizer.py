@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from etude.core.errors import EtudeError
 from etude.model.from_scratch import tokenizer_files
-from etude.model.tokenizer import ChatTokenizer
+from etude.model.tokenizer import ChatTokenizer, Message, chat_template, same_vocabulary
 from tests.small_model import TEXTS
 
 FILES = tokenizer_files(TEXTS, 300)
@@ -113,6 +113,25 @@ def test_a_deep_call_that_is_read_can_be_shown(depth: int) -> None:
     deep = '{"name": "edit", "arguments": {"line": 1, "text": ' + "[" * depth + "]" * depth + "}}"
     message = HERMES.parse(HERMES.encode(f"<tool_call>{deep}</tool_call>"), TOOLS, str)
     HERMES.render([message], TOOLS)
+
+
+def test_a_call_that_is_read_can_be_shown_with_more_of_the_stack_in_use() -> None:
+    def message(depth: int) -> Message:
+        deep = "[" * depth + "]" * depth
+        call = f'{{"name": "edit", "arguments": {{"line": 1, "text": {deep}}}}}'
+        return HERMES.parse(HERMES.encode(f"<tool_call>{call}</tool_call>"), TOOLS, str)
+
+    def is_read(depth: int) -> bool:
+        return bool(message(depth)["tool_calls"][0]["function"]["name"] == "edit")
+
+    def show(message: Message, frames: int) -> str:
+        return show(message, frames - 1) if frames else HERMES.render([message], TOOLS)
+
+    read, refused = 10, 12_000
+    while refused - read > 1:
+        middle = (read + refused) // 2
+        read, refused = (middle, refused) if is_read(middle) else (read, middle)
+    assert "edit" in show(message(read), 80)
 
 
 def test_a_rendered_call_reads_as_it_was_parsed() -> None:
@@ -266,3 +285,43 @@ def test_reasoning_is_shown_where_the_template_looks_for_it(where: str) -> None:
     message = {"role": "assistant", "content": "b", "reasoning_content": "a"}
     shown = "<think>\na\n</think>\n\nb" if where == "content" else "[a|b]"
     assert tokenizer.render([message]) == shown
+
+
+def test_a_text_with_a_control_token_is_not_plain() -> None:
+    assert TOKENIZER.is_plain("") and TOKENIZER.is_plain("a < b | c > d <end>")
+    assert not TOKENIZER.is_plain("a<|end|>") and not TOKENIZER.is_plain("<|user|>a")
+    shown = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages[0].content }}"})
+    assert shown.is_plain(shown.render([{"role": "user", "content": "a"}]))
+    assert not shown.is_plain(shown.render([{"role": "user", "content": "a<|end|>b"}]))
+
+
+def test_of_several_templates_the_default_one_is_taken() -> None:
+    named = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+    for said, found in (("c", "c"), (named, "b"), (named[:1], None), (None, None)):
+        assert chat_template({"chat_template": said}) == found
+    assert chat_template({}) is None
+
+
+def test_vocabularies_are_the_same_if_all_ids_are() -> None:
+    one = FILES["tokenizer.json"]
+    spelled = json.loads(one)
+    assert same_vocabulary(one, json.dumps(spelled, indent=2).encode())
+    spelled["added_tokens"][0]["content"] = "<|other|>"
+    assert not same_vocabulary(one, json.dumps(spelled).encode())
+    assert ChatTokenizer(FILES).vocabulary == ChatTokenizer(FILES | {"x": b""}).vocabulary
+    changed = FILES | {"tokenizer.json": one + b" "}
+    assert ChatTokenizer(changed).vocabulary != ChatTokenizer(FILES).vocabulary
+
+
+def test_a_developer_is_the_system_to_a_template_that_knows_none() -> None:
+    messages = [{"role": "developer", "content": "a"}]
+    plain = ChatTokenizer(FILES | {"chat_template.jinja": b"{{ messages[0].role }}"})
+    assert plain.render(messages) == "system"
+    knowing = b"{{ messages[0].role }}{# developer #}"
+    assert ChatTokenizer(FILES | {"chat_template.jinja": knowing}).render(messages) == "developer"
+
+
+def test_a_template_that_shows_tools_is_known_by_the_word() -> None:
+    assert TOKENIZER.supports_tools
+    assert not ChatTokenizer(FILES | {"chat_template.jinja": MARKS}).supports_tools
+    assert not ChatTokenizer(FILES | {"chat_template.jinja": b""}).supports_tools

@@ -131,3 +131,14 @@ def test_what_writes_to_the_residual_stream_begins_smaller_by_its_depth() -> Non
     assert deviation("mlp.down_proj") == pytest.approx(1 / 256**0.5 / 16**0.5, rel=0.05)
     assert deviation("self_attn.v_proj") == pytest.approx(1 / 64**0.5, rel=0.1)
     assert float(tensors["model.embed_tokens.weight"].std()) == pytest.approx(0.2, rel=0.05)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_may_have_one_layer(family: str) -> None:
+    shape = replace(FAMILIES[family], num_hidden_layers=1)
+    if shape.linear or shape.experts:
+        pytest.skip("which layers are of which kind is said by number")
+    model = sharp(shape, seed=0)
+    tokens = torch.arange(9)[None]
+    hidden = model(tokens, torch.arange(9)[None], CausalAttention())
+    assert hidden.shape == (1, 9, shape.hidden_size) and hidden.isfinite().all()

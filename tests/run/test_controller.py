@@ -33,6 +33,7 @@ from etude.core.types import Score, Task, Trajectory
 from etude.rewards.review import Review
 from etude.run import controller as controller
 from etude.run.controller import Controller, read_tasks
+from etude.run.evaluate import Report
 from etude.run.loop import RolloutLoop
 from etude.sandbox.fake import FakeSandboxPool
 from etude.store.rollouts import RolloutLog
@@ -433,6 +434,10 @@ async def test_an_evaluation_leaves_one_row_for_each_task(monkeypatch: pytest.Mo
     assert temperatures == [0.3]
     await evaluated.evaluate(1, "novel")
     assert gateway.loaded == [1]  # not a second time
+    await evaluated.evaluate(1, "novel", samples=3)
+    assert run.evals() == ["000001.novel", "000001.novel_x3"]
+    report = run.eval("000001.novel_x3", Report)
+    assert (report.samples, report.total, report.solved) == (3, 6, 3)
 
 
 async def test_a_split_without_tasks_is_not_evaluated() -> None:

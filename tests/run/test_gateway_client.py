@@ -186,3 +186,9 @@ async def test_how_busy_a_region_is_counts_from_the_last_look(
     assert await busy() == 1.0, "a step that was counted late"
     time_s, busy_s = 116.0, 0.5
     assert await busy() == 0.0, "a worker that was started again counts from 0"
+
+
+async def test_no_connection_is_left_open() -> None:
+    async with GatewayClient("http://there") as gateway:
+        assert not gateway.http.closed
+    assert gateway.http.closed

@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from etude.core.advantage import AdvantageEstimator
-from etude.core.ledger import Entry, Issued
+from etude.core.ledger import Batched, Dropped, Entry, Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Group, Score, Segment, Trajectory
-from etude.run.journal import Journal, load
+from etude.run.journal import Journal, Recovered, load, unrecorded
 from etude.store.runs import Run
 
 
@@ -66,3 +66,21 @@ def test_a_finished_group_is_found_though_no_listing_shows_it(
     assert [(drop.samples, drop.reason) for drop in recovered.entries] == [  # type: ignore[union-attr]
         (("g000002.0",), "interrupted")
     ]
+
+
+def test_batches_that_no_entry_speaks_of_come_in_their_order() -> None:
+    entries: list[Entry] = [issued("g"), Batched(step=2, samples=("g.0",))]
+    steps = [70000, 3, 2, 33, 1000, 8]
+    assert unrecorded(entries, steps) == [3, 8, 33, 1000, 70000]
+    assert unrecorded(entries, [2]) == unrecorded(entries, []) == []
+
+
+def test_only_what_a_stop_cut_short_was_interrupted() -> None:
+    made: list[Entry] = [
+        Dropped(samples=("a.0",), reason="interrupted"),
+        Dropped(samples=("b.0",), reason="failed"),
+        issued("c"),
+        Dropped(samples=("d.0", "d.1"), reason="interrupted"),
+    ]
+    recovered = Recovered(made, [], [], slots=0, batched=0, unlisted=[])
+    assert recovered.interrupted == ("a.0", "d.0", "d.1")

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qsl
 
 import aiohttp
 import pytest
@@ -22,7 +23,7 @@ from aiohttp.test_utils import TestServer
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.remote import RemoteTask, RolloutRequest
+from etude.core.remote import RemoteTask, RolloutRequest, TaskPage
 from etude.core.types import Segment, SessionAccess, Task, Trajectory
 from etude.model.tokenizer import ChatTokenizer
 from etude.run import service as service_module
@@ -256,6 +257,83 @@ async def test_one_that_has_lost_the_rollout_is_asked_for_another() -> None:
 
     service.looked = look
     assert (await attempt(service)).reward == 0.5 and len(service.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("statuses", "told"),
+    [
+        ([200], ""),
+        ([500, 502, 429, 503, 200], ""),
+        ([503, 400], "answers 400 to GET /rollouts: no"),
+        ([499], "answers 499 to GET /rollouts: no"),
+    ],
+)
+async def test_what_is_said_of_a_running_one(statuses: list[int], told: str) -> None:
+    service, left = Service((202, {"status": "running"})), list(statuses)
+
+    async def look(http: web.Request) -> web.Response:
+        status = left.pop(0)
+        return web.json_response(DONE) if status == 200 else web.Response(status=status, text="no")
+
+    service.looked = look
+    done = await attempt(service)
+    assert (done.reward, done.status) == ((None, "failed") if told else (0.5, "done"))
+    assert told in (done.error or "") and left == [] and len(service.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("statuses", "told"),
+    [
+        ([500, 429, 503, 200], ""),
+        ([403], "answers 403 to GET /health: no"),
+        ([500, 404], "answers 404 to GET /health: no"),
+    ],
+)
+async def test_a_rollout_begins_when_the_service_is_well(statuses: list[int], told: str) -> None:
+    left = list(statuses)
+
+    class Ailing(Service):
+        async def health(self, http: web.Request) -> web.Response:
+            status = left.pop(0)
+            if status == 200:
+                return web.json_response({"capacity": 0})  # it has room for one
+            return web.Response(status=status, text="no")
+
+    service = Ailing((200, DONE))
+    done = await attempt(service)
+    assert told in (done.error or "") and left == []
+    assert len(service.asked) == (0 if told else 1)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 5, 9])
+def test_tasks_come_in_pages_and_no_more_than_asked_for(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_module, "PAGE", 2)
+    asked: list[dict[str, str]] = []
+    client = ServiceClient("http://there/")
+
+    def page(url: str) -> TaskPage:
+        assert url.startswith("http://there/tasks?")
+        query = dict(parse_qsl(url.partition("?")[2]))
+        asked.append(query)
+        first = int(query.get("after", "0"))
+        found = [RemoteTask(id=str(n), prompt="x") for n in range(first, min(first + 2, 5))]
+        return TaskPage(tasks=tuple(found), next=str(first + 2) if first < 4 else None)
+
+    monkeypatch.setattr(client, "_page", page)
+    found = client.tasks("train", limit)
+    assert [task.id for task in found] == [str(n) for n in range(min(limit, 5))]
+    sizes = {1: "1", 2: "2", 3: "21", 5: "221", 9: "222"}[limit]
+    assert [query["limit"] for query in asked] == list(sizes)
+    assert [query.get("after") for query in asked] == [None, "2", "4"][: len(sizes)]
+    assert {query["split"] for query in asked} == {"train"}
+
+
+def test_an_empty_page_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = ServiceClient("http://there")
+    monkeypatch.setattr(client, "_page", lambda url: TaskPage(tasks=(), next="x"))
+    assert client.tasks("train", 3) == []
 
 
 async def test_one_that_does_not_end_is_cancelled_and_has_failed(

@@ -15,7 +15,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import EVENTS, EvalDone, FitStep, GroupDone, StepDone
 from etude.core.metrics import metrics
 from etude.launch.local import in_background
-from etude.run.sinks import Sinks, WandbLike, forward_events
+from etude.run.sinks import SINKS, Sinks, WandbLike, forward_events
 from etude.store.objects import Objects
 from etude.store.runs import Run
 
@@ -120,3 +120,29 @@ async def test_what_breaks_meanwhile_is_told_afterwards() -> None:
             await asyncio.sleep(0)
             done = True
     assert done
+
+
+def test_each_of_several_sinks_gets_the_numbers_and_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[tuple[Any, ...]] = []
+
+    class Noting:
+        def __init__(self, run: str, directory: Path) -> None:
+            happened.append(("open", run, directory))
+
+        def write(self, t: float, step: int, numbers: dict[str, float]) -> None:
+            happened.append(("write", t, step, numbers))
+
+        def close(self) -> None:
+            happened.append(("close",))
+
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(SINKS, name, Noting)
+    sinks = Sinks(["wandb", "trackio"], run="r", directory=tmp_path)
+    sinks.write(5.0, STEP)
+    sinks.close()
+    step, numbers = metrics(STEP)
+    assert happened == [
+        *[("open", "r", tmp_path)] * 2, *[("write", 5.0, step, numbers)] * 2, *[("close",)] * 2,
+    ]  # fmt: skip

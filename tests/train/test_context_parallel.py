@@ -113,6 +113,55 @@ def test_the_parts_attend_as_the_whole_does(device: str, dtype: torch.dtype, err
         assert (mixed.flatten(1) - whole[own].flatten(1)).abs().max() < error
 
 
+def _by_hand(
+    q_tHD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    longest_q: int,
+    longest_k: int,
+    dropout: float,
+    is_causal: bool,
+    wants_mask: bool,
+    *,
+    scale: float | None,
+) -> tuple[Tensor]:
+    """What the kernel of the device is documented to do with these arguments."""
+    assert is_causal and not wants_mask and dropout == 0.0
+    assert (longest_q, longest_k) == (int(queries.diff().max()), int(keys.diff().max()))
+    assert queries.dtype == keys.dtype == torch.int32
+    found = []
+    for n in range(len(queries) - 1):
+        own = (queries[n], queries[n + 1]), (keys[n], keys[n + 1])
+        q, (k, v) = q_tHD[slice(*own[0])], (each[slice(*own[1])] for each in (k_TKD, v_TKD))
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        ahead = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)
+        scores = torch.einsum("thd,shd->hts", q, k) * (scale or q.shape[-1] ** -0.5)
+        weights = scores.masked_fill(ahead, -torch.inf).softmax(-1)
+        found.append(torch.einsum("hts,shd->thd", weights, v))
+    return (torch.cat(found),)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_one_kernel_is_given_the_keys_of_each_piece(
+    scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", _by_hand, raising=False)
+    generator = torch.Generator().manual_seed(0)
+    sharding = ContextSharding.of([70, 1, 13, 7], 3)
+    q, k = (torch.randn(sharding.num_tokens, n, 16, generator=generator) for n in (4, 2))
+    v = torch.randn(sharding.num_tokens, 2, 10, generator=generator)  # narrower than the keys
+    whole = CausalAttention(sharding.lengths, torch.device("cpu"))(0, q, k, v, scale)
+    for rank in range(3):
+        own = torch.tensor(sharding.places_of(rank))
+        attend = ContextParallelAttention(sharding, cast(Any, _Gathered(rank, [])))
+        mixed = attend._together(q[own], k, v, scale)
+        assert mixed.shape == (len(own), 4, 10)
+        torch.testing.assert_close(mixed.flatten(1), whole[own].flatten(1), atol=1e-5, rtol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def four() -> list[dict[tuple[str, int], Curve]]:
     return together(4, distributed_work.divide, (2, 4))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -91,6 +92,22 @@ def test_the_value_of_the_clipped_losses_by_hand() -> None:
     assert ppo_clip(tokens, Clip(0.2, 0.2)).tolist() == pytest.approx([-1.2, 1.6, -4.8])
     # Both tokens of the first row have the row's ratio, 1.
     assert gspo(tokens, Clip(0.2, 0.2)).tolist() == pytest.approx([-1.0, 2.0, -4.8])
+
+
+def test_losses_are_set_as_their_papers_have_them() -> None:
+    found = {
+        name: ((loss.clip.low, loss.clip.high), loss.aggregate, loss.correction)
+        for name, loss in LOSS.items()
+    }
+    assert found == {
+        "reinforce": ((math.inf, math.inf), "token", "truncated"),
+        "ppo_clip": ((0.2, 0.2), "token", "none"),
+        "grpo": ((0.2, 0.2), "sequence", "none"),
+        "dr_grpo": ((0.2, 0.2), "constant", "none"),
+        "dapo": ((0.2, 0.28), "token", "none"),
+        "gspo": ((3e-4, 4e-4), "sequence", "none"),
+        "cispo": ((1.0, 4.0), "token", "none"),
+    }
 
 
 @pytest.mark.parametrize("name", LOSS)
