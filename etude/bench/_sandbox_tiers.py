@@ -32,7 +32,7 @@ _ROWS = "create table t as select n, md5(n::text) from generate_series(1, 100000
 _COUNT = "import time\nn = 0\nwhile True: n += 1; time.sleep(0.1)"
 
 
-class _TimedPool(GvisorSandboxPool):
+class TimedGvisorPool(GvisorSandboxPool):
     async def restore(self, image: Path, limits: Limits) -> Any:
         began = time.perf_counter()
         machine = await super().restore(image, limits)
@@ -45,7 +45,7 @@ async def gvisor() -> dict[str, float]:
     if shutil.which("runsc") is None:
         return {}
     try:
-        pool = _TimedPool()
+        pool = TimedGvisorPool()
     except EtudeError as e:
         print(f"gvisor is left out: {e}", file=sys.stderr)
         return {}
@@ -109,7 +109,7 @@ async def _starts(pool: SandboxPool) -> dict[str, float]:
     }
 
 
-async def _live_fork(pool: _TimedPool) -> dict[str, float]:
+async def _live_fork(pool: TimedGvisorPool) -> dict[str, float]:
     services = (
         Service(name="db", argv=("sh", "db.sh"), port=5432, ready_s=_LONG_S),
         Service(name="cache", argv=("redis-server", "--save", ""), port=6379, ready_s=_LONG_S),

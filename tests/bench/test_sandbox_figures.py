@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from etude.bench import _sandbox_tiers, sandboxes
+from etude.bench import _sandbox_database, _sandbox_tiers, sandboxes
 from etude.cli import main
 from etude.core.errors import EtudeError
+from etude.core.sandbox import SandboxPool
+from etude.sandbox.fake import FakeSandboxPool
 from tests.namespaces import need_namespaces
+
+
+async def branched(pool: SandboxPool) -> dict[str, list[float]]:
+    return {"branch_postgres": [0.05, 0.06]}
 
 
 def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,6 +24,7 @@ def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     for name, value in (("_STARTS", 3), ("_BURST", 4), ("_OTHER_STARTS", 1), ("_GB", 1_000_000)):
         monkeypatch.setattr(sandboxes, name, value)
     monkeypatch.setattr(sandboxes, "others", lambda directory: {"plain": ["echo", "up"]})
+    monkeypatch.setattr(sandboxes, "branched", branched)
     monkeypatch.setattr(sandboxes, "tiers", lambda: {"host.start_p50_ms": 1.0})
     assert main(["bench", "sandboxes", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)["figures"]
@@ -31,6 +38,8 @@ def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         "namespaces.kernel_mib_each",
         "namespaces.fork_1gb_p50_ms",
         "namespaces.fork_1gb_p99_ms",
+        "namespaces.branch_postgres_p50_ms",
+        "namespaces.branch_postgres_p99_ms",
         "host.start_p50_ms",
         "plain.echo_p50_ms",
         "plain.echo_p99_ms",
@@ -57,6 +66,11 @@ async def test_a_runsc_that_is_too_old_is_left_out(
         raise EtudeError("runsc cannot start a sandbox on this machine: unknown platform: systrap")
 
     monkeypatch.setattr(_sandbox_tiers.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(_sandbox_tiers, "GvisorSandboxPool", refuse)
+    monkeypatch.setattr(_sandbox_tiers, "TimedGvisorPool", refuse)
     assert await _sandbox_tiers.gvisor() == {}
     assert "gvisor is left out" in capsys.readouterr().err
+
+
+async def test_without_postgresql_no_branch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sandbox_database, "POSTGRES", Path("/nowhere"))
+    assert await _sandbox_database.branched(FakeSandboxPool()) == {}
