@@ -179,6 +179,7 @@ def live(
         with together.naming_lost_ranks():
             made = Trainer(run, run.config(), emit, together)
             made.train()
+            made.close()
             together.close()
     except EtudeError as e:
         run.objects.put(f"last words/{rank}", str(e).encode())
