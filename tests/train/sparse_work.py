@@ -24,7 +24,7 @@ from etude.train.learner import Learner
 from etude.train.packing import TokenSequence
 from etude.train.stats import RlStats
 from tests.small_model import config
-from tests.train.distributed_work import Arrays, arrays, batch, published
+from tests.train.distributed_work import MODELS, Arrays, arrays, batch, published
 
 EXPERTS = ExpertsConfig(
     num_experts=8,
@@ -42,12 +42,7 @@ SPARSE: dict[str, ModelConfig] = {
         experts=dataclasses.replace(EXPERTS, layers=(1,), sigmoid=True, n_shared_experts=1),
     ),
     "gpt_oss": dataclasses.replace(
-        config(),
-        model_type="gpt_oss",
-        attention_bias=True,
-        attention_out_bias=True,
-        sliding_window=5,
-        sliding_layers=(0,),
+        MODELS["gpt-oss"],
         experts=dataclasses.replace(EXPERTS, router_bias=True, swiglu_limit=2.0),
     ),
 }
