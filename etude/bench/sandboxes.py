@@ -6,6 +6,7 @@ a fork costs.
     namespaces.close_p50_ms                 from the end of the last command to nothing left
     namespaces.burst_s                      1,000 wanted at once, until the last one answers
     namespaces.burst_close_s                until nothing of them is left
+    namespaces.starts_per_s                 begun and ended again for 10 s, 64 at any time
     namespaces.mib_each                     PSS of all their processes, divided by their number
     namespaces.kernel_mib_each              what else the machine has less, by MemAvailable
     namespaces.fork_1gb_p50_ms, .._p99_ms   a fork of a working copy of 1 GB that was written to
@@ -58,6 +59,8 @@ from etude.sandbox.namespaces import SPARES, NamespaceSandboxPool
 _STARTS = 200
 _OTHER_STARTS = 50
 _BURST = 1000
+_AT_ONCE = 64
+_SUSTAINED_S = 10.0
 _FORKS = 20
 _APART_S = 0.05
 _LONG_S = 600.0
@@ -88,6 +91,7 @@ async def _namespaces() -> dict[str, float]:
     pool = NamespaceSandboxPool(spares=SPARES)
     try:
         figures = await _one_by_one(pool)
+        figures |= await _sustained(pool)
         figures |= await _burst(pool)
         figures |= await _fork(pool)
         for name, times in (await branched(pool)).items():
@@ -113,6 +117,20 @@ async def _one_by_one(pool: NamespaceSandboxPool) -> dict[str, float]:
         | _percentiles("echo", sorted(echoes))
         | {"close_p50_ms": 1e3 * sorted(closes)[len(closes) // 2]}
     )
+
+
+async def _sustained(pool: NamespaceSandboxPool) -> dict[str, float]:
+    began = time.perf_counter()
+    started = 0
+
+    async def one_after_another() -> None:
+        nonlocal started
+        while time.perf_counter() < began + _SUSTAINED_S:
+            async with pool.open(SandboxSpec()):
+                started += 1
+
+    await asyncio.gather(*[one_after_another() for _ in range(_AT_ONCE)])
+    return {"starts_per_s": started / (time.perf_counter() - began)}
 
 
 async def _burst(pool: NamespaceSandboxPool) -> dict[str, float]:

@@ -21,7 +21,8 @@ async def branched(pool: SandboxPool) -> dict[str, list[float]]:
 
 def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     need_namespaces()
-    for name, value in (("_STARTS", 3), ("_BURST", 4), ("_OTHER_STARTS", 1), ("_GB", 1_000_000)):
+    small = {"_STARTS": 3, "_SUSTAINED_S": 0.1, "_BURST": 4, "_OTHER_STARTS": 1, "_GB": 1_000_000}
+    for name, value in small.items():
         monkeypatch.setattr(sandboxes, name, value)
     monkeypatch.setattr(sandboxes, "others", lambda directory: {"plain": ["echo", "up"]})
     monkeypatch.setattr(sandboxes, "branched", branched)
@@ -32,6 +33,7 @@ def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         "load_before",
         *(f"namespaces.{name}_p{share}_ms" for name in ("start", "echo") for share in (50, 99)),
         "namespaces.close_p50_ms",
+        "namespaces.starts_per_s",
         "namespaces.burst_s",
         "namespaces.burst_close_s",
         "namespaces.mib_each",
@@ -46,6 +48,7 @@ def test_the_figures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     }
     assert all(value >= 0 for value in figures.values())
     assert 0 < figures["namespaces.start_p50_ms"] < figures["namespaces.echo_p50_ms"]
+    assert figures["namespaces.starts_per_s"] > 0
     assert figures["namespaces.mib_each"] > 0
 
 
