@@ -20,7 +20,7 @@ from etude.core.schema import (
 CODING_AGENT = "etude.harness.agent:CodingAgent"
 CODE_AGENT = "etude.harness.code.agent:CodeAgent"
 ToolKind = Literal[
-    "read", "edit", "write", "apply_patch", "grep", "glob", "terminal", "run_tests", "todo",
+    "read", "edit", "write", "apply_patch", "undo", "grep", "glob", "terminal", "run_tests", "todo",
     "ask_user", "debug", "submit",
 ]  # fmt: skip
 TOOL_KINDS: tuple[ToolKind, ...] = get_args(ToolKind)

@@ -339,3 +339,54 @@ async def test_a_sandbox_that_breaks_is_no_answer(call: Session) -> None:
     await call.sandbox.close()
     with pytest.raises(RolloutFailure):
         await call("terminal", command="true")
+
+
+async def test_undo(call: Session) -> None:
+    assert "no change to take back" in await call("undo")
+    await call("edit", path=EFFORT, old="import", new="IMPORT", all=True)
+    await call("read", path=EFFORT)  # changes nothing
+    await call("write", path="new.py", content="x = 1\n")
+    assert await call("undo") == "ok: new.py as before that change"
+    with pytest.raises(FileNotFoundError):
+        await call.sandbox.read("new.py")
+    assert await call("undo") == f"ok: {EFFORT} as before that change"
+    assert await call.sandbox.read(EFFORT) == FILES[EFFORT]
+    assert "no change to take back" in await call("undo")
+
+
+async def test_undo_takes_a_patch_back_as_a_whole(call: Session) -> None:
+    await call.sandbox.write("old.bin", b"\xff\x00")
+    await call("write", path="old.bin", content="text\n")
+    first = FILES[EFFORT].splitlines()[0]
+    patch = f"""*** Begin Patch
+*** Update File: {EFFORT}
+*** Move to: moved.py
+-{first}
++{first} again
+*** Add File: more.py
++x = 1
+*** Delete File: pyproject.toml
+*** End Patch"""
+    assert (await call("apply_patch", patch=patch)).startswith("ok")
+    assert await call.sandbox.read("moved.py") != FILES[EFFORT]
+    assert (await call("undo")).startswith("ok: ")
+    for path in (EFFORT, "pyproject.toml"):
+        assert await call.sandbox.read(path) == FILES[path]
+    for path in ("moved.py", "more.py"):
+        with pytest.raises(FileNotFoundError):
+            await call.sandbox.read(path)
+    assert await call.sandbox.read("old.bin") == "text\n"
+    await call("undo")
+    assert await call.sandbox.read_bytes("old.bin") == b"\xff\x00"
+
+
+async def test_undo_leaves_what_somebody_else_wrote(call: Session) -> None:
+    await call("write", path="a.py", content="x = 1\n")
+    await call("write", path="b.py", content="x = 1\n")
+    await call("terminal", command="echo x = 2 > b.py")
+    assert "b.py was changed again by something else" in await call("undo")
+    assert await call.sandbox.read("b.py") == "x = 2\n"
+    await call("write", path="b.py", content="x = 3\n")
+    assert await call("undo") == "ok: b.py as before that change"
+    assert await call.sandbox.read("b.py") == "x = 2\n"
+    assert await call.sandbox.read("a.py") == "x = 1\n"

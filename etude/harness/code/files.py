@@ -1,4 +1,4 @@
-"""Tools for files: read, edit, write, and a patch over several."""
+"""Tools for files: read, edit, write, a patch over several, and the way back."""
 
 from __future__ import annotations
 
@@ -138,6 +138,13 @@ class ApplyPatch(Tool):
             for name in (change.path, change.to)
         ]
         return dataclasses.replace(change, path=path, to=to)
+
+
+class Undo(Tool):
+    description = "Take back the newest change of a file by these tools, and then the one before."
+
+    async def call(self) -> str:
+        return f"ok: {', '.join(await self.workspace.undo())} as before that change"
 
 
 def _unix(text: str) -> str:

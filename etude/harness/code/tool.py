@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from etude.core.harness_config import CodeConfig
@@ -35,6 +36,14 @@ class ToolError(ValueError):
     """What the model did wrong, and what it can do instead."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChangedFile:
+    """What a file held before a tool changed it, and after. None: there was no such file."""
+
+    before: bytes | None
+    after: bytes | None
+
+
 class Workspace:
     """A working copy as the tools of one session see it."""
 
@@ -45,9 +54,16 @@ class Workspace:
         """Runs of the tests that failed."""
         self.open_todos: list[str] = []
         """What the model's own list says is not done."""
+        self._changes: list[dict[str, ChangedFile]] = [{}]
+        """Of each call of a tool that changed files, the newest last; none yet of this one."""
         self._diagnostics = diagnostics
         self._root: str | None = None
         self._finds_python: bool | None = None
+
+    def begin_call(self) -> None:
+        """What is changed from now on is taken back at once."""
+        if self._changes[-1]:
+            self._changes.append({})
 
     async def by_path(self, argv: Sequence[str]) -> Sequence[str]:
         """A command as the terminal finds it: what a sandbox takes `python` for is a Python without
@@ -93,11 +109,43 @@ class Workspace:
         it was there."""
         place = await self.inside(path)
         said = await self._diagnostics.changed(place, before, text)
-        await self.sandbox.write(place, text)
+        await self._change(place, text)
         return said
 
     async def remove(self, path: str) -> None:
-        await self.sandbox.apply({await self.inside(path): None})
+        await self._change(await self.inside(path), None)
+
+    async def undo(self) -> Sequence[str]:
+        """The files that the newest change was made to; they are as before it. ToolError if there
+        is no change, or one of them is not as it left it."""
+        *earlier, _ = self._changes
+        if not earlier:
+            raise ToolError("there is no change to take back")
+        for place, changed in earlier[-1].items():
+            if await self._content(place) != changed.after:
+                raise ToolError(f"{place} was changed again by something else: nothing is undone")
+        for place, changed in earlier[-1].items():
+            await self._put(place, changed.before)
+        self._changes = [*earlier[:-1], {}]
+        return list(earlier[-1])
+
+    async def _change(self, place: str, text: str | None) -> None:
+        before = await self._content(place)
+        await self._put(place, text)
+        after = None if text is None else text.encode()
+        self._changes[-1][place] = ChangedFile(before, after)
+
+    async def _put(self, place: str, content: str | bytes | None) -> None:
+        if content is None:
+            await self.sandbox.apply({place: None})
+        else:
+            await self.sandbox.write(place, content)
+
+    async def _content(self, place: str) -> bytes | None:
+        try:
+            return await self.sandbox.read_bytes(place)
+        except FileNotFoundError:
+            return None
 
 
 class Tool(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etude.core.harness_config import ToolConfig, ToolKind
 from etude.core.types import Json
-from etude.harness.code.files import ApplyPatch, Edit, Read, Write
+from etude.harness.code.files import ApplyPatch, Edit, Read, Undo, Write
 from etude.harness.code.output import clip
 from etude.harness.code.search import Glob, Grep
 from etude.harness.code.talk import AskUser, Submit, Todo
@@ -18,6 +18,7 @@ TOOLS: dict[ToolKind, type[Tool]] = {
     "edit": Edit,
     "write": Write,
     "apply_patch": ApplyPatch,
+    "undo": Undo,
     "grep": Grep,
     "glob": Glob,
     "terminal": Terminal,
@@ -35,6 +36,7 @@ class _Named:
 
     def __init__(self, kind: ToolKind, workspace: Workspace) -> None:
         config = workspace.config
+        self._workspace = workspace
         told = config.tool.get(kind, _AS_IT_IS)
         self._tool = TOOLS[kind](workspace)
         self.name = config.name_of(kind)
@@ -63,6 +65,7 @@ class _Named:
     async def call(self, arguments: Json) -> str:
         if problem := check_arguments(arguments, self._properties, set(self._required)):
             return f"error: {problem}; {self.name} takes {', '.join(self._properties) or 'nothing'}"
+        self._workspace.begin_call()
         try:
             answer = await self._tool.call(
                 **{self._ours[name]: value for name, value in arguments.items()}
