@@ -6,11 +6,11 @@ that was changed, runs the test and submits.
 Functions come from source distributions. In each, tokens are changed as `etude.factory.mutations`
 changes them.
 What the expert is shown is what the harness shows: the prompt is that of `etude.factory.instruct`,
-and `read` and `edit` are the harness's own tools, over a working copy in memory. Only what a run of
-the tests prints is made up, from the source of a test that names the function: nothing is run here.
-In a part of the sessions the expert first changes another place, sees the test fail and undoes it;
-such a change is read and not learnt (`weight` 0). Sessions are written with their tokens, so that
-the trainer need not make them.
+and `read`, `edit` and `undo` are the harness's own tools, over a working copy in memory. Only what
+a run of the tests prints is made up, from the source of a test that names the function: nothing is
+run here. In half of the sessions the expert first changes other places, one after the other, sees
+the test fail and takes each back; such a change is read and not learnt (`weight` 0). Sessions are
+written with their tokens, so that the trainer need not make them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from etude.factory.task import is_test_file
 from etude.harness.code.agent import CodeAgent
 from etude.model.tokenizer import ChatTokenizer
 from etude.sandbox.fake import FakeSandbox
+from etude.sandbox.files import to_bytes
 from etude.trainer import data
 
 HERE = Path(__file__).parent
@@ -264,7 +265,7 @@ class Runner:
         if "pytest" not in argv:
             return CommandResult(exit_code=0, output="")
         took = f"{self._rng.randint(1, 40) / 100:.2f}s"
-        if files[self._bug.path] == self._bug.before:
+        if to_bytes(files[self._bug.path]) == self._bug.before.encode():
             dots = self._rng.choice((1, 1, 1, 1, 2, 3, 6))
             passed = "." * dots
             return CommandResult(exit_code=0, output=f"{passed}\n{dots} passed in {took}\n")
@@ -319,17 +320,17 @@ class Expert:
         for line, text in wrong:
             await self._put(line, text, weight=0)
             await self._call("run_tests", tests=[self._test.name])
-            await self._put(line, bug.after.splitlines()[line - 1])
+            await self._call("undo")
         await self._put(bug.line, bug.before.splitlines()[bug.line - 1])
         if self._rng.random() < 0.95:
             await self._call("run_tests", tests=[self._test.name])
         await self._call("submit")
-        assert sandbox.files[bug.path] == bug.before
+        assert await sandbox.read(bug.path) == bug.before
         return {"messages": self._messages, "tools": self._tools.schemas}
 
     async def _put(self, line: int, text: str, weight: int = 1) -> None:
         """Replace a line, quoted with as many of those before it as make it the only one."""
-        now = str(self._sandbox.files[self._bug.path])
+        now = await self._sandbox.read(self._bug.path)
         lines = now.splitlines()
         start = line - 1
         while now.count("\n".join(lines[start:line])) > 1 and start > 0:
@@ -395,9 +396,9 @@ def naming(tests: list[Test], function: str) -> list[Test]:
 
 
 def wrong_edits(bugs: list[Bug], bug: Bug, rng: random.Random) -> list[tuple[int, str]]:
-    """None, one or two changes of the same function that mend nothing."""
+    """Up to three changes of the same function that mend nothing."""
     others = [each for each in bugs if each.line != bug.line]
-    count = rng.choice((0, 0, 0, 1, 1, 2))
+    count = rng.choice((0, 0, 0, 1, 2, 3))
     chosen = {each.line: each for each in rng.sample(others, min(count, len(others)))}
     return [(line, each.after.splitlines()[line - 1]) for line, each in chosen.items()]
 
