@@ -141,7 +141,7 @@ class ApplyPatch(Tool):
 
 
 class Undo(Tool):
-    description = "Take back the newest change of a file by these tools, and then the one before."
+    description = "Take back the newest change that these tools made; called again, the one before it."
 
     async def call(self) -> str:
         return f"ok: {', '.join(await self.workspace.undo())} as before that change"

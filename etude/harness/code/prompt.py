@@ -44,7 +44,8 @@ How to work
   neighbourhood. Ask for several things at once where they do not depend on each other.
 - Reproduce what is wrong, with {run_tests} or a few lines in the {terminal}, before you mend it.
 - Make the smallest change that does it in the style of what is there. {edit} replaces text that
-  stands once in a file; {apply_patch} changes several files; {write} is for new files.
+  stands once in a file; {apply_patch} changes several files; {write} is for new files; {undo}
+  takes the newest change back.
 - Read what linter and type checker say after an edit, and mend what you broke. Do not silence them.
 - Run the tests that speak of what you changed, then all of them. Never change a test so that it
   passes, unless the task asks for that.

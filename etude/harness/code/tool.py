@@ -55,13 +55,13 @@ class Workspace:
         self.open_todos: list[str] = []
         """What the model's own list says is not done."""
         self._changes: list[dict[str, ChangedFile]] = [{}]
-        """Of each call of a tool that changed files, the newest last; none yet of this one."""
+        """Of each call of a tool that changed files; the last is the call under way."""
         self._diagnostics = diagnostics
         self._root: str | None = None
         self._finds_python: bool | None = None
 
     def begin_call(self) -> None:
-        """What is changed from now on is taken back at once."""
+        """What is changed from now on is one change, to be taken back as a whole."""
         if self._changes[-1]:
             self._changes.append({})
 
