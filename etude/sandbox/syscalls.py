@@ -16,6 +16,7 @@ from collections.abc import Iterable
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Where the numbers below are known, with the kernel's name for the machine in a filter."""
 _SOCKET = (41, 198)
+_SOCKETPAIR = (53, 199)
 _KEYCTL = (250, 219)
 _IOCTL = (16, 29)
 _REFUSED_IOCTLS = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C, "TIOCSETD": 0x5423}
@@ -99,6 +100,7 @@ def program(machine: str) -> bytes | None:
         _step(_RETURN, _REFUSE),
         _step(_RETURN, _ALLOW),
     ]
+    of_families = _by_argument(_FIRST_ARGUMENT, _FAMILIES, _ALLOW, otherwise=_REFUSE)
     for call, inner in (
         (_SHMGET, of_segments),
         (_IOCTL, _by_argument(_SECOND_ARGUMENT, _REFUSED_IOCTLS.values(), _REFUSE)),
@@ -107,7 +109,8 @@ def program(machine: str) -> bytes | None:
             _SETSOCKOPT,
             of_sockets + _by_argument(_THIRD_ARGUMENT, _IGNORED_OPTIONS.values(), _IGNORE),
         ),
-        (_SOCKET, _by_argument(_FIRST_ARGUMENT, _FAMILIES, _ALLOW, otherwise=_REFUSE)),
+        (_SOCKET, of_families),
+        (_SOCKETPAIR, of_families),
     ):
         steps += [_step(_IF_EQUAL, _column(call, machine), no=len(inner)), *inner]
     return b"".join([*steps, _step(_RETURN, _ALLOW)])

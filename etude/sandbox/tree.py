@@ -146,6 +146,8 @@ def _walk(opener: Open, max_entries: int) -> Iterator[tuple[str, int, os.stat_re
                     status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 except FileNotFoundError:
                     continue
+                except OSError as e:  # marks of the file system that the agent has put there
+                    raise ValueError(f"{name} cannot be read: {e.strerror}") from e
                 inner = name if path == "." else f"{path}/{name}"
                 yield inner, directory, status
                 if stat.S_ISDIR(status.st_mode):

@@ -18,6 +18,7 @@ from etude.harness.code.diagnostics import Diagnostic, Diagnostics, FakeDiagnost
 from etude.harness.code.servers import LanguageServers
 from etude.harness.code.tool import Workspace, check_arguments
 from etude.harness.code.toolset import TOOLS, Toolset
+from etude.sandbox.fake import FakeSandbox
 from etude.sandbox.pool import open_sandbox_pool
 
 ROOT = Path(__file__).parents[2]
@@ -360,33 +361,63 @@ async def test_undo_takes_a_patch_back_as_a_whole(call: Session) -> None:
     first = FILES[EFFORT].splitlines()[0]
     patch = f"""*** Begin Patch
 *** Update File: {EFFORT}
-*** Move to: moved.py
 -{first}
 +{first} again
 *** Add File: more.py
 +x = 1
-*** Delete File: pyproject.toml
 *** End Patch"""
     assert (await call("apply_patch", patch=patch)).startswith("ok")
-    assert await call.sandbox.read("moved.py") != FILES[EFFORT]
+    assert await call.sandbox.read(EFFORT) != FILES[EFFORT]
     assert (await call("undo")).startswith("ok: ")
-    for path in (EFFORT, "pyproject.toml"):
-        assert await call.sandbox.read(path) == FILES[path]
-    for path in ("moved.py", "more.py"):
-        with pytest.raises(FileNotFoundError):
-            await call.sandbox.read(path)
+    assert await call.sandbox.read(EFFORT) == FILES[EFFORT]
+    with pytest.raises(FileNotFoundError):
+        await call.sandbox.read("more.py")
     assert await call.sandbox.read("old.bin") == "text\n"
     await call("undo")
     assert await call.sandbox.read_bytes("old.bin") == b"\xff\x00"
+
+
+async def test_nothing_is_undone_across_a_removal(call: Session) -> None:
+    await call("write", path="a.py", content="x = 1\n")
+    patch = "*** Begin Patch\n*** Delete File: pyproject.toml\n*** End Patch"
+    assert (await call("apply_patch", patch=patch)).startswith("ok")
+    assert "no change to take back" in await call("undo")
+    assert await call.sandbox.read("a.py") == "x = 1\n"
 
 
 async def test_undo_leaves_what_somebody_else_wrote(call: Session) -> None:
     await call("write", path="a.py", content="x = 1\n")
     await call("write", path="b.py", content="x = 1\n")
     await call("terminal", command="echo x = 2 > b.py")
-    assert "b.py was changed again by something else" in await call("undo")
+    assert "b.py is not as that change left it" in await call("undo")
     assert await call.sandbox.read("b.py") == "x = 2\n"
-    await call("write", path="b.py", content="x = 3\n")
-    assert await call("undo") == "ok: b.py as before that change"
-    assert await call.sandbox.read("b.py") == "x = 2\n"
-    assert await call.sandbox.read("a.py") == "x = 1\n"
+    assert await call("undo") == "ok: a.py as before that change"
+
+
+async def test_a_file_that_cannot_be_written_is_as_before_and_so_are_the_others() -> None:
+    class Full(FakeSandbox):
+        """Its disk is full behind the first line of `b`."""
+
+        async def write(self, path: str, content: str | bytes) -> None:
+            await super().write(path, content[:2] if "long" in str(content) else content)
+            if "long" in str(content):
+                raise ValueError(f"{path} cannot be written: No space left on device")
+
+    sandbox = Full({"a": "1\n", "b": "2\n", "c": "3\n"})
+    call = Session(sandbox)
+    await call("write", path="c", content="4\n")
+    patch = """*** Begin Patch
+*** Update File: a
+-1
++11
+*** Add File: new
++x
+*** Update File: b
+-2
++long
+*** End Patch"""
+    assert "No space left" in await call("apply_patch", patch=patch)
+    assert {path: await sandbox.read(path) for path in sandbox.files} == {
+        "a": "1\n", "b": "2\n", "c": "4\n",
+    }  # fmt: skip
+    assert await call("undo") == "ok: c as before that change"

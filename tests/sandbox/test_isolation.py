@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import re
@@ -144,6 +145,17 @@ except (OSError, MemoryError, ValueError):
     print("refused")
 """
     assert await result(walled, script) == "refused"
+
+
+async def test_pairs_of_sockets_are_of_the_same_families(walled: NamespaceSandboxPool) -> None:
+    script = """
+import socket
+try:
+    socket.socketpair(40)  # AF_VSOCK
+except OSError as e:
+    print(e.errno)
+"""
+    assert await result(walled, script) == str(errno.EPERM)
 
 
 async def test_small_shared_memory_is_its_own_and_there_are_few(

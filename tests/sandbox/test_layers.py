@@ -99,6 +99,16 @@ async def test_what_there_was_is_shared_and_what_comes_is_not(
     assert set(await fresh.patch()) == set(SPEC.files)
 
 
+async def test_marks_of_an_overlay_are_the_agents_doing(shared: NamespaceSandboxPool) -> None:
+    """A file that its own marks make unreadable is an error of the attempt, not of the sandbox."""
+    async with large(shared) as sandbox:
+        mark = "import os; os.setxattr('a', 'user.overlay.metacopy', b'')"
+        assert (await sandbox.run(["python", "-c", mark], timeout_s=LONG_S)).exit_code == 0
+        await (await sandbox.fork()).close()
+        with pytest.raises(ValueError, match="cannot be read"):
+            await sandbox.diff()
+
+
 async def test_while_something_is_at_work_files_are_copied(shared: NamespaceSandboxPool) -> None:
     async with large(shared) as sandbox:
         process = await sandbox.start(["sleep", "1000"])

@@ -141,7 +141,9 @@ class ApplyPatch(Tool):
 
 
 class Undo(Tool):
-    description = "Take back the newest change that these tools made; called again, the one before it."
+    description = (
+        "Take back the newest change that these tools made; called again, the one before it."
+    )
 
     async def call(self) -> str:
         return f"ok: {', '.join(await self.workspace.undo())} as before that change"

@@ -106,40 +106,47 @@ class Workspace:
 
     async def save(self, path: str, before: str | None, text: str) -> str:
         """Write a file, and say what that broke or mended: empty if nothing. `before`: its text, if
-        it was there."""
+        it was there. If it cannot be written, all files of this call are as before."""
         place = await self.inside(path)
         said = await self._diagnostics.changed(place, before, text)
-        await self._change(place, text)
+        content = await self._content(place)
+        try:
+            await self.sandbox.write(place, text)
+        except ValueError:  # a disk that is full has half of it
+            for each, known in {**self._changes[-1], place: ChangedFile(content, None)}.items():
+                await self._restore(each, known.before)
+            self._changes[-1] = {}
+            raise
+        self._changes[-1][place] = ChangedFile(content, text.encode())
         return said
 
     async def remove(self, path: str) -> None:
-        await self._change(await self.inside(path), None)
+        """Delete a file. There is no way back: nobody knows what kind of file it was."""
+        await self.sandbox.apply({await self.inside(path): None})
+        self._changes = [{}]
 
     async def undo(self) -> Sequence[str]:
         """The files that the newest change was made to; they are as before it. ToolError if there
-        is no change, or one of them is not as it left it."""
+        is no change, or one of them is not as it left it: then that change is not undone at all."""
         *earlier, _ = self._changes
         if not earlier:
             raise ToolError("there is no change to take back")
+        self._changes = [*earlier[:-1], {}]
         for place, changed in earlier[-1].items():
             if await self._content(place) != changed.after:
-                raise ToolError(f"{place} was changed again by something else: nothing is undone")
+                raise ToolError(
+                    f"{place} is not as that change left it, so it is not taken back; the next "
+                    f"call takes back the change before"
+                )
         for place, changed in earlier[-1].items():
-            await self._put(place, changed.before)
-        self._changes = [*earlier[:-1], {}]
+            await self._restore(place, changed.before)
         return list(earlier[-1])
 
-    async def _change(self, place: str, text: str | None) -> None:
-        before = await self._content(place)
-        await self._put(place, text)
-        after = None if text is None else text.encode()
-        self._changes[-1][place] = ChangedFile(before, after)
-
-    async def _put(self, place: str, content: str | bytes | None) -> None:
-        if content is None:
+    async def _restore(self, place: str, before: bytes | None) -> None:
+        if before is None:
             await self.sandbox.apply({place: None})
         else:
-            await self.sandbox.write(place, content)
+            await self.sandbox.write(place, before)
 
     async def _content(self, place: str) -> bytes | None:
         try:
