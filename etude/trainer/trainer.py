@@ -88,11 +88,6 @@ def main() -> int:
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)  # no thread may wait any longer for a rank that is gone
-    if world.world_size > 1:
-        # all is saved and published, and a thread of gloo that lets go of a tensor while the
-        # interpreter is taken down would abort the process
-        sys.stdout.flush()
-        os._exit(0)
     return 0
 
 
@@ -129,4 +124,8 @@ def train(run: Run, config: RunConfig, world: World, device: torch.device) -> No
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # All is saved and published, and the interpreter is not taken down: a thread of gloo that lets
+    # go of a tensor meanwhile would abort the process.
+    os._exit(status)
