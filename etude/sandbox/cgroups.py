@@ -30,7 +30,8 @@ class Cgroups:
         """Raises OSError with what is in the way."""
         self.version, places = find(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
         self._names: set[str] = set()
-        self._leaving: set[str] = set()
+        self.leaving: set[str] = set()
+        """Of sandboxes that are gone, or are about to be."""
         self._base = f"{_PREFIX}{owner_mark()}"
         self._parents: dict[str, int] = {}
         self._bases: dict[str, int] = {}
@@ -93,9 +94,12 @@ class Cgroups:
         self._names.add(name)
 
     def leave(self, name: str) -> None:
-        """Remove it: the sandbox is gone, or is about to be."""
-        self._leaving.add(name)
-        self._leaving = {each for each in self._leaving if not self._removed(each)}
+        """Remove it, now or when its last process has ended: `tidy` sees to that."""
+        self.leaving.add(name)
+        self.tidy()
+
+    def tidy(self) -> None:
+        self.leaving = {each for each in self.leaving if not self._removed(each)}
 
     def _removed(self, name: str) -> bool:
         busy = False

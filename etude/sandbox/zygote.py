@@ -46,6 +46,8 @@ _TRIAL_S = 600.0
 _PAUSE_MS = 5
 """Without a word before a spare is made: a sandbox that was just opened is still starting, and what
 is asked for next comes first."""
+_TIDY_MS = 50
+"""Between looks at a cgroup whose processes were killed and have not ended."""
 
 
 def main(control: socket.socket, mountpoint: str, told: str) -> None:
@@ -138,9 +140,12 @@ class Zygote:
         """False at the end of the host's side, which is a reset if it had not read our last
         word."""
         missing = self._ahead - len(self._free())
-        heard = self._poll.poll(_PAUSE_MS if missing > 0 else None)
+        tidying = self._cgroups if self._cgroups and self._cgroups.leaving else None
+        heard = self._poll.poll(_PAUSE_MS if missing > 0 else _TIDY_MS if tidying else None)
         if not heard:
             self._make_spares(missing)
+            if tidying:
+                tidying.tidy()
         ready = {descriptor for descriptor, _ in heard}
         for descriptor in ready & self._spares.keys():
             self._hear_spare(self._spares[descriptor])

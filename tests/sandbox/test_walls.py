@@ -177,12 +177,11 @@ async def test_no_cgroup_is_left(walled: NamespaceSandboxPool) -> None:
     need_cgroup(walled)
     zygote = walled._zygote.pid
     before = left_of(zygote)
-    async with walled.open(SandboxSpec(limits=Limits(cpus=1.0))) as sandbox:
+    async with walled.open(SandboxSpec(limits=Limits(cpus=1.0))):
         opened = left_of(zygote)
         assert len(opened) > len(before)
 
     def tidied() -> bool:
-        walled.ended(sandbox)
         return not set(opened) - set(before) & set(left_of(zygote))
 
     await until(tidied)
