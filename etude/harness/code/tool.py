@@ -38,7 +38,7 @@ class ToolError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ChangedFile:
-    """What a file held before a tool changed it, and after. None: there was no such file."""
+    """The content of a file before a tool changed it, and after. None: there was no such file."""
 
     before: bytes | None
     after: bytes | None
@@ -113,9 +113,10 @@ class Workspace:
         try:
             await self.sandbox.write(place, text)
         except ValueError:  # a disk that is full has half of it
-            for each, known in {**self._changes[-1], place: ChangedFile(content, None)}.items():
-                await self._restore(each, known.before)
+            known = {each: changed.before for each, changed in self._changes[-1].items()}
             self._changes[-1] = {}
+            for each, was in (known | {place: content}).items():
+                await self._restore(each, was)
             raise
         self._changes[-1][place] = ChangedFile(content, text.encode())
         return said
@@ -126,8 +127,8 @@ class Workspace:
         self._changes = [{}]
 
     async def undo(self) -> Sequence[str]:
-        """The files that the newest change was made to; they are as before it. ToolError if there
-        is no change, or one of them is not as it left it: then that change is not undone at all."""
+        """Restore the files of the newest change, and return their names. ToolError if there is no
+        change, or one of them is not as it left it: then that change is not undone at all."""
         *earlier, _ = self._changes
         if not earlier:
             raise ToolError("there is no change to take back")
