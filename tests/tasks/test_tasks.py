@@ -154,7 +154,7 @@ def test_the_tasks_of_a_seed_are_the_same_in_every_version() -> None:
 
 def test_a_family_is_a_shape_and_a_kind_of_bug() -> None:
     """The curriculum learns from one task of a family how hard the next one is: both count."""
-    for made in make_tasks("train", 150, seed=0):
+    for made in make_tasks("train", 40, seed=0):
         meta = made.task.meta
         shape = "two functions" if "+" in str(meta["template"]) else meta["template"]
         assert made.task.family == f"{shape}: {meta['bug']}"
