@@ -136,7 +136,7 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> RepairT
     path = f"{name}.py"
     test = TEST.format(module=name, functions=", ".join(f.name for f in module), cases=f"[{shown}]")
     digest = hashlib.blake2b((broken + "\0" + correct).encode(), digest_size=6).hexdigest()
-    shape = module[0].template if len(module) == 1 else "two functions"
+    template = module[0].template if len(module) == 1 else "two functions"
     task = Task(
         id=f"{split}-{digest}",
         prompt=f"fix {path}",
@@ -145,7 +145,7 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> RepairT
             "module": path,
             "template": "+".join(f.template for f in module),
             "bug": slip.kind,
-            "family": f"{shape}: {slip.kind}",
+            "family": f"{template}: {slip.kind}",
             "difficulty": "hard" if len(module) > 1 else module[0].difficulty,
             "program": " ".join(program_digest(f.source) for f in module),
         },

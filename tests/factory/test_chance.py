@@ -106,10 +106,10 @@ def chances(text: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
-async def test_all_see_the_same(pool: SandboxPool) -> None:
-    """What proves a task, what grades an attempt at it, and what its agent runs; also if the tests
-    ask for other examples each time."""
-    task = await proven(repository_of(OWN_PROFILE), pool)
+@pytest.mark.parametrize("profile", [b"", OWN_PROFILE], ids=["default", "own profile"])
+async def test_all_see_the_same(pool: SandboxPool, profile: bytes) -> None:
+    """What proves a task, what grades an attempt at it, and what its agent runs."""
+    task = await proven(repository_of(profile), pool)
     seen = [chances(task.instruction)]
     async with pool.open(task.as_task().sandbox) as sandbox:
         seen.append(chances((await grade(task, sandbox, pool)).parts[0].evidence))

@@ -152,12 +152,12 @@ def test_the_tasks_of_a_seed_are_the_same_in_every_version() -> None:
     assert digest(documents(150, seed=0)) == "5d047a8d6b93e0da"
 
 
-def test_a_family_is_a_shape_and_a_kind_of_bug() -> None:
+def test_a_family_is_a_template_and_a_kind_of_bug() -> None:
     """The curriculum learns from one task of a family how hard the next one is: both count."""
     for made in make_tasks("train", 40, seed=0):
         meta = made.task.meta
-        shape = "two functions" if "+" in str(meta["template"]) else meta["template"]
-        assert made.task.family == f"{shape}: {meta['bug']}"
+        template = "two functions" if "+" in str(meta["template"]) else meta["template"]
+        assert made.task.family == f"{template}: {meta['bug']}"
 
 
 def test_a_report_is_the_last_word_of_the_tests() -> None:
