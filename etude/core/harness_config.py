@@ -80,6 +80,10 @@ class CodeConfig(Config):
     """The command that runs tests; what the model asks for is added."""
     test_timeout_s: Positive = 120.0
     """Time for it."""
+    remember_tests: bool = False
+    """Whether tests over a working copy that they have been run over before, in any session at the
+    task, are answered with what they said then. For tests that end the same way every time, and for
+    tools that leave nothing running: no terminal, no debug, no diagnostics."""
     user_replies: dict[str, str] = {}
     """Regular expression -> what the user answers to a question in which it is found."""
     default_user_reply: str = (
@@ -123,6 +127,17 @@ class CodeConfig(Config):
             raise ValueError(f"two tools are called {twice[0]}: names must differ")
         if "submit" not in self.tools:
             raise ValueError("tools has no submit: without it no session comes to its end")
+        return self
+
+    @model_validator(mode="after")
+    def _remembers_whole_states(self) -> CodeConfig:
+        running = [str(kind) for kind in self.tools if kind in ("terminal", "debug")]
+        running += ["diagnostics"] if self.diagnostics else []
+        if self.remember_tests and running:
+            raise ValueError(
+                f"remember_tests does not go with {', '.join(running)}: what they leave running is "
+                f"no part of the working copy that tests are remembered by"
+            )
         return self
 
     def for_evaluation(self) -> CodeConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -108,6 +109,11 @@ class CommandResult:
 Patch = Mapping[str, tuple[int, bytes] | None]
 """What was changed in a working copy: path -> mode, as git writes it (0o100644, 0o100755 and for
 links 0o120000), and content, which is where a link leads; None: it was deleted."""
+
+
+def patch_digest(patch: Patch) -> str:
+    """The same for equal patches alone."""
+    return hashlib.sha256(repr(sorted(patch.items())).encode()).hexdigest()
 
 
 class Process(Protocol):

@@ -3,20 +3,21 @@ over the files of the package that the agent changed, and nothing else of its wo
 
 from __future__ import annotations
 
+from etude.core.memo import Memo
 from etude.core.sandbox import Sandbox, SandboxPool
 from etude.core.types import Score
 from etude.factory.task import GRADING_S, RepositoryTask
-from etude.rewards.fresh import CACHES, GradeCache, grade_by_command
+from etude.rewards.fresh import CACHES, grade_by_command
 
 NOT_TAKEN = (*CACHES, "*conftest.py", "*/tests/*", "*/test/*", "*/test_*.py", "*_test.py", "*.pth")
 """What the grader never takes over, wherever it lies: tests, and what changes how they run."""
 
 
 async def grade(
-    task: RepositoryTask, sandbox: Sandbox, pool: SandboxPool, graded: GradeCache | None = None
+    task: RepositoryTask, sandbox: Sandbox, pool: SandboxPool, graded: Memo[Score] | None = None
 ) -> Score:
-    """1.0 if every test that is expected to pass is reported as passed, else 0.0. `graded`: what
-    was graded of this task, where the same change is to be graded once."""
+    """1.0 if every test that is expected to pass is reported as passed, else 0.0. `graded`: the
+    verdicts on this task so far, where the same change is to be graded once."""
     return await grade_by_command(
         sandbox,
         pool,

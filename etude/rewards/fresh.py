@@ -16,14 +16,19 @@ sets out to forge it can; where that is to be feared, keep the answers on the ho
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from weakref import WeakValueDictionary
 
-from etude.core.sandbox import CommandResult, Patch, Sandbox, SandboxPool, SandboxSpec
+from etude.core.memo import Memo
+from etude.core.sandbox import (
+    CommandResult,
+    Patch,
+    Sandbox,
+    SandboxPool,
+    SandboxSpec,
+    patch_digest,
+)
 from etude.core.types import Part, Score
 from etude.rewards.junit import parse_junit
 
@@ -31,7 +36,6 @@ CACHES = ("__pycache__/*", "*/__pycache__/*", "*.pyc", ".pytest_cache/*", ".git/
 """Paths of a patch that are nobody's work, and could stand in for it. A star matches slashes."""
 _FILE = 0o100644
 _SHOWN_LINES = 20
-_REMEMBERED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +45,6 @@ class FreshRun:
     ran: CommandResult
     patch: Patch
     """All that it had changed, caches included."""
-
-
-class GradeCache:
-    """The verdicts on one task so far, by the change that earned them. Attempts at a task often end
-    in the very same change, and a command that is the same each time need not run for each."""
-
-    def __init__(self) -> None:
-        self._scores: dict[str, Score] = {}
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-
-    async def on(self, change: Patch, grade: Callable[[], Awaitable[Score]]) -> Score:
-        """The verdict on a change, by `grade` if it is new. While one is at it, others wait, and
-        grade themselves if that one failed."""
-        name = _digest(change)
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            if name not in self._scores:
-                self._scores[name] = await grade()
-                if len(self._scores) > _REMEMBERED:
-                    del self._scores[next(iter(self._scores))]
-            return self._scores[name]
 
 
 async def run_in_fresh_sandbox(
@@ -117,13 +101,13 @@ async def grade_by_command(
     only: Collection[str] = ("*",),
     without: Collection[str] = CACHES,
     expected: Collection[str] = (),
-    graded: GradeCache | None = None,
+    graded: Memo[Score] | None = None,
 ) -> Score:
     """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
     path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
     `classname::name`, as in `tests.test_cart::test_total`, which stands for all cases of a
-    parametrized test. The part `tests` is the share that passed. `graded`: what was graded of this
-    task, where the same change is to be graded once."""
+    parametrized test. The part `tests` is the share that passed. `graded`: the verdicts on this
+    task so far, where the same change is to be graded once."""
     try:
         change = _taken(await sandbox.patch(), only, without)
 
@@ -131,7 +115,9 @@ async def grade_by_command(
             ran = await _run_over(change, pool, spec, argv, timeout_s, files or {})
             return _judged(ran, expected)
 
-        return await (graded or GradeCache()).on(change, run_and_judge)
+        if graded is None:
+            return await run_and_judge()
+        return await graded.get(patch_digest(change), run_and_judge)
     except TimeoutError:
         return _worthless(f"the command was still at work after {timeout_s:g} s")
     except ValueError as e:
@@ -162,10 +148,6 @@ def _passed(name: str, cases: Mapping[str, bool]) -> bool:
 
 def _matches(path: str, patterns: Collection[str]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
-
-
-def _digest(change: Patch) -> str:
-    return hashlib.sha256(repr(sorted(change.items())).encode()).hexdigest()
 
 
 def _told(ran: CommandResult) -> str:

@@ -6,18 +6,21 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 
+from etude.core.memo import Memo
 from etude.core.sandbox import Sandbox, SandboxPool
 from etude.core.types import Attempt, Score, Task
 from etude.factory.check import heldout_repositories, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
-from etude.rewards.fresh import GradeCache
 
 HELDOUT_SHARE = 4
 """One in this many."""
+REMEMBERED = 64
+"""Changes to a task whose grades are known."""
 
 
 class TaskFolder:
@@ -34,7 +37,7 @@ class TaskFolder:
         repositories = heldout_repositories(Path(path))
         self._heldout = heldout_ids(self._tasks.values(), repositories)
         # they were proven: the same change is graded alike each time
-        self._graded: defaultdict[str, GradeCache] = defaultdict(GradeCache)
+        self._graded: defaultdict[str, Memo[Score]] = defaultdict(partial(Memo, REMEMBERED))
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Those of a split, in an order that does not favour a repository. None are novel."""

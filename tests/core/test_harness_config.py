@@ -47,6 +47,8 @@ def test_language_servers_are_commands_by_name() -> None:
         ('user_replies = {"(" = "no"}', "is no regular expression"),
         ('tools = ["submit"]\ntool = {sub = {name = "x"}}', "harness.code.tool"),
         ("tools = []", "harness.code.tools"),
+        ("remember_tests = true", "does not go with terminal, debug, diagnostics"),
+        ('remember_tests = true\ntools = ["submit"]', "does not go with diagnostics"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, why: str) -> None:

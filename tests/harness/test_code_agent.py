@@ -55,6 +55,46 @@ async def test_a_session_edits_and_submits() -> None:
     assert requests[0]["tools"] == requests[1]["tools"]
 
 
+@pytest.mark.parametrize("remember", [True, False])
+async def test_tests_over_the_same_working_copy_run_once_if_they_are_remembered(
+    remember: bool,
+) -> None:
+    ran: list[tuple[str, str]] = []
+
+    def tests(files: Files, argv: Any) -> CommandResult:
+        if "pytest" not in argv:
+            return CommandResult(1, "")
+        ran.append((str(files["a.py"]).strip(), argv[-1]))
+        return CommandResult(1, f"run {len(ran)}")
+
+    config = CodeConfig(
+        tools=("edit", "undo", "run_tests", "submit"), diagnostics={}, remember_tests=remember
+    )
+
+    async def answers_to(task: Task, script: list[tuple[str, str]]) -> list[str]:
+        said = iter(script)
+        sandbox = FakeSandbox({"a.py": "x = 1\n"}, tests)
+        async with model(lambda request: says(next(said))) as (url, _):
+            transcript = await agent.run(task, sandbox, base_url=url, api_key="key", seed=7)
+        told = [m["content"] for m in transcript.messages if m["role"] == "tool"]
+        return [text.splitlines()[0] for text in told if text.startswith("run")]
+
+    edit = ("edit", '{"path": "a.py", "old": "x = 1", "new": "x = 2"}')
+    all_tests, one = ("run_tests", "{}"), ("run_tests", '{"tests": ["one"]}')
+    script = [all_tests, edit, all_tests, one, ("undo", "{}"), all_tests, ("submit", "{}")]
+    async with aiohttp.ClientSession() as http:
+        agent = CodeAgent(http, code=config, max_turns=9, max_tokens=9, timeout_s=600.0)
+        first = await answers_to(TASK, script)
+        again = await answers_to(TASK, script)
+        other = await answers_to(replace(TASK, id="other"), script)
+    if not remember:
+        assert len(ran) == len({*first, *again, *other}) == 12
+        return
+    assert first == again == ["run 1", "run 2", "run 3", "run 1"]
+    assert other == ["run 4", "run 5", "run 6", "run 4"]
+    assert ran[:3] == [("x = 1", "--tb=short"), ("x = 2", "--tb=short"), ("x = 2", "one")]
+
+
 async def test_the_prompt_goes_from_what_all_share_to_the_task_and_is_kept_in_parts() -> None:
     transcript, _, _ = await session([says(("submit", "{}"))])
     system, user = transcript.messages[:2]

@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import cast
 
 import pytest
 
 from etude.core.errors import RolloutFailure
-from etude.core.sandbox import Patch, Sandbox, SandboxPool, SandboxSpec
+from etude.core.memo import Memo
+from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Score
-from etude.rewards.fresh import GradeCache, grade_by_command, run_in_fresh_sandbox
+from etude.rewards.fresh import grade_by_command, run_in_fresh_sandbox
 from etude.rewards.junit import parse_junit
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
@@ -232,74 +233,6 @@ async def test_pytest_reports_by_itself() -> None:
     assert rewards == [(0.0, 0.0), (1.0, 1.0)], score.parts[0].evidence
 
 
-def counting(answer: Score | Exception) -> tuple[list[int], Callable[[], Awaitable[Score]]]:
-    calls: list[int] = []
-
-    async def grade() -> Score:
-        calls.append(len(calls))
-        await asyncio.sleep(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    return calls, grade
-
-
-async def test_the_same_change_is_graded_once_whoever_comes_first() -> None:
-    graded = GradeCache()
-    calls, grade = counting(Score(1.0, ()))
-    change = {"src/shape.py": (0o100644, b"x")}
-    scores = await asyncio.gather(*(graded.on(dict(change), grade) for _ in range(5)))
-    assert calls == [0] and {score.reward for score in scores} == {1.0}
-    others: list[Patch] = [
-        {},
-        {"src/shape.py": None},
-        {"src/shape.py": (0o100755, b"x")},
-        {"src/shape.py": (0o100644, b"y")},
-        {"src/shape_py": (0o100644, b"x")},
-        {**change, "src/b.py": (0o100644, b"x")},
-    ]
-    for other in others:
-        await graded.on(other, grade)
-    assert len(calls) == 1 + len(others)
-
-
-async def test_what_came_to_nothing_is_graded_again_by_whoever_waited() -> None:
-    graded = GradeCache()
-    failing_calls, failing = counting(RolloutFailure("lost"))
-    calls, grade = counting(Score(0.0, ()))
-    first = asyncio.create_task(graded.on({}, failing))
-    await asyncio.sleep(0)
-    second = asyncio.create_task(graded.on({}, grade))
-    third = asyncio.create_task(graded.on({}, grade))
-    with pytest.raises(RolloutFailure):
-        await first
-    assert (await second, await third) == (Score(0.0, ()), Score(0.0, ()))
-    assert (failing_calls, calls) == ([0], [0])
-
-
-async def test_a_waiting_grader_that_is_cancelled_leaves_the_others_alone() -> None:
-    graded = GradeCache()
-    calls, grade = counting(Score(1.0, ()))
-    tasks = [asyncio.create_task(graded.on({}, grade)) for _ in range(3)]
-    await asyncio.sleep(0)
-    tasks[0].cancel()
-    assert [await task for task in tasks[1:]] == [Score(1.0, ())] * 2
-    assert len(calls) == 2
-
-
-async def test_old_grades_are_forgotten() -> None:
-    graded = GradeCache()
-    calls, grade = counting(Score(1.0, ()))
-    changes: list[Patch] = [{"a.py": (0o100644, str(number).encode())} for number in range(100)]
-    for change in changes:
-        await graded.on(change, grade)
-    await graded.on(changes[-1], grade)
-    assert len(calls) == 100
-    await graded.on(changes[0], grade)
-    assert len(calls) == 101
-
-
 class Counting:
     """A pool that counts what is opened."""
 
@@ -313,7 +246,7 @@ class Counting:
 
 
 async def test_with_a_cache_a_fresh_sandbox_is_for_new_changes_only(pool: SandboxPool) -> None:
-    counted, cache = Counting(pool), GradeCache()
+    counted, cache = Counting(pool), Memo[Score](64)
 
     async def worth_of(source: str, argv: list[str], timeout_s: float = 60.0) -> float:
         async with pool.open(SPEC) as sandbox:

@@ -3,12 +3,15 @@ product."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import aiohttp
 
 from etude.core.harness_config import CodeConfig
-from etude.core.sandbox import Sandbox
+from etude.core.memo import Memo
+from etude.core.sandbox import CommandResult, Sandbox
 from etude.core.seeds import derive
 from etude.core.types import Task
 from etude.harness.agent import CodingAgent, Opening
@@ -18,6 +21,9 @@ from etude.harness.code.servers import LanguageServers
 from etude.harness.code.tool import Workspace
 from etude.harness.code.toolset import Toolset
 
+REMEMBERED = 64
+"""Runs of the tests of a task, if they are to be remembered."""
+
 
 class CodeAgent(CodingAgent):
     """A `core.protocols.Agent`. A subclass may bring other tools."""
@@ -25,6 +31,7 @@ class CodeAgent(CodingAgent):
     def __init__(self, session: aiohttp.ClientSession, *, code: CodeConfig, **limits: Any) -> None:
         super().__init__(session, **limits)
         self._code = code
+        self._tested: defaultdict[str, Memo[CommandResult]] = defaultdict(partial(Memo, REMEMBERED))
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         parts = await collect_parts(task, sandbox, self._code)
@@ -38,7 +45,9 @@ class CodeAgent(CodingAgent):
         if task.messages:
             is_told = any(message.get("role") == "system" for message in task.messages)
             messages = [*([] if is_told else messages), *task.opening]
-        workspace = Workspace(sandbox, self._code, Diagnostics(self.diagnostics(sandbox)))
+        diagnostics = Diagnostics(self.diagnostics(sandbox))
+        tested = self._tested[task.id] if self._code.remember_tests else None
+        workspace = Workspace(sandbox, self._code, diagnostics, tested)
         return Opening(messages=messages, tools=Toolset(workspace), prompt_parts=tuple(parts))
 
     def diagnostics(self, sandbox: Sandbox) -> DiagnosticSource:

@@ -25,13 +25,13 @@ class RunTests(Tool):
 
     async def call(self, tests: list[str] | None = None) -> str:
         argv = await self.workspace.by_path([*self.config.test_command, *(tests or ())])
-        timeout_s = self.config.test_timeout_s
-        ran = await self.workspace.sandbox.run(argv, timeout_s=timeout_s)
+        ran = await self.workspace.run_tests(argv)
         if ran.exit_code == 0:
             return ran.output.strip() or "passed"
         self.workspace.failed_tests += 1
         end = f"exit code {ran.exit_code}"
         if ran.exit_code is None:
+            timeout_s = self.config.test_timeout_s
             end = f"killed after {timeout_s:g} s: run fewer tests, or find what hangs"
         offer = ""
         if self.workspace.failed_tests == self.config.debug_after and "debug" in self.config.tools:

@@ -6,10 +6,12 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from etude.core.harness_config import CodeConfig
-from etude.core.sandbox import Sandbox
+from etude.core.memo import Memo
+from etude.core.sandbox import CommandResult, Sandbox, patch_digest
 from etude.core.types import Json
 from etude.harness.code.diagnostics import Diagnostics
 
@@ -47,7 +49,15 @@ class ChangedFile:
 class Workspace:
     """A working copy as the tools of one session see it."""
 
-    def __init__(self, sandbox: Sandbox, config: CodeConfig, diagnostics: Diagnostics) -> None:
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        config: CodeConfig,
+        diagnostics: Diagnostics,
+        tested: Memo[CommandResult] | None = None,
+    ) -> None:
+        """`tested`: what the tests of this task said in all its sessions, if that is to be
+        remembered."""
         self.sandbox = sandbox
         self.config = config
         self.failed_tests = 0
@@ -57,6 +67,7 @@ class Workspace:
         self._changes: list[dict[str, ChangedFile]] = [{}]
         """Of each call of a tool that changed files; the last is the call under way."""
         self._diagnostics = diagnostics
+        self._tested = tested
         self._root: str | None = None
         self._finds_python: bool | None = None
 
@@ -75,6 +86,14 @@ class Workspace:
             ran = await self.sandbox.run(asked, timeout_s=self.config.command_timeout_s)
             self._finds_python = ran.exit_code == 0
         return ["env", *argv] if self._finds_python else argv
+
+    async def run_tests(self, argv: Sequence[str]) -> CommandResult:
+        """As they end over the working copy as it is."""
+        run = partial(self.sandbox.run, argv, timeout_s=self.config.test_timeout_s)
+        if self._tested is None:
+            return await run()
+        state = patch_digest(await self.sandbox.patch())
+        return await self._tested.get((*argv, state), run)
 
     async def inside(self, path: str) -> str:
         """A path as the sandbox takes it: models often write the whole one."""
