@@ -74,13 +74,17 @@ test-adapters: $(DEV) $(ADAPTERS:%=.venv-%/.installed) ## tasks and environments
 	    -q -rs -m adapters tests/adapters/test_real_$$each.py || exit 1; done
 
 # Each has an environment of its own, because they want different versions of the same packages; it sees ours
-# behind what it has itself. Harbor wants Python 3.12: where there is none, its test is skipped by name.
+# behind what it has itself. Harbor wants Python 3.12 (PYTHON312=.. says where it is), and for that what we have in C:
+# where there is none, its test is skipped by name.
+PYTHON312 ?= python3.12
 .venv-verifiers/.installed: packages = verifiers==0.4.0 uv
 .venv-openenv/.installed: packages = openenv==0.10.0
-.venv-harbor/.installed: packages = "harbor==0.24.0; python_version >= '3.12'"
 .venv-ray/.installed: packages = ray==2.60.0
+.venv-harbor/.installed: packages = "harbor==0.24.0; python_version >= '3.12'" blake3 hypothesis libcst msgspec zstandard
+.venv-harbor/.installed: python = $(shell $(PYTHON312) -c '' 2> /dev/null && echo $(PYTHON312) || echo $(PYTHON))
+$(ADAPTERS:%=.venv-%/.installed) .venv-ray/.installed: python ?= $(PYTHON)
 $(ADAPTERS:%=.venv-%/.installed) .venv-ray/.installed:
-	@$(PYTHON) -m venv $(@D)
+	@$(python) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --disable-pip-version-check --quiet $(packages)
 	@for site in "$$($(@D)/bin/python -c 'import site; print(site.getsitepackages()[0])')"; do \
 	    { echo "$(CURDIR)"; $(BIN)/python -c 'import site; print(site.getsitepackages()[0])'; } > $$site/zz_etude.pth; done

@@ -158,7 +158,7 @@ def _settings(task: RepositoryTask) -> str:
             "cpus": 1,
             "memory_mb": LIMITS.memory_bytes >> 20,
             "storage_mb": LIMITS.disk_bytes >> 20,
-            "allow_internet": False,
+            "network_mode": "no-network",
         },
     }
     return 'schema_version = "1.1"\n' + "".join(

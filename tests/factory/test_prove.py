@@ -378,7 +378,7 @@ def test_a_task_that_is_written_again_is_the_new_one(tmp_path: Path) -> None:
     assert settings["agent"] == {"timeout_sec": 1800.0}
     assert settings["verifier"] == {"timeout_sec": 180.0}
     assert settings["environment"] == {
-        "cpus": 1, "memory_mb": 2048, "storage_mb": 128, "allow_internet": False
+        "cpus": 1, "memory_mb": 2048, "storage_mb": 128, "network_mode": "no-network"
     }  # fmt: skip
     assert settings["task"]["name"] == "etude/shop-bug-1"
     assert settings["metadata"]["category"] == "software-engineering"
