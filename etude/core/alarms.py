@@ -42,6 +42,8 @@ SILENT = "silent "
 DRIFTED = "drifted "
 """Alarms of this name are about one process each, and not about a stage."""
 SATURATED = 0.95
+FALLEN = 0.3
+"""How far below its best the mean reward of recent groups may fall."""
 RECENT_SESSIONS = 40
 FEW_SESSIONS = 4
 """So few say nothing about how many fail."""
@@ -79,6 +81,7 @@ class Alarms:
         self.active = self._lasting()
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
+        self._best = -math.inf
         self._errors: deque[str | None] = deque(maxlen=RECENT_SESSIONS)
         self._in_vain = 0
         self._earned: set[float] = set()
@@ -118,7 +121,7 @@ class Alarms:
                     "sampling": _untrainable(event),
                     "cheats": _quarantined(event),
                     "jump": _jumped(event),
-                    "reward": self._saturated(event),
+                    **self._earning(event),
                 }
         begun = [
             alarm for name, alarm in found.items() if alarm is not None and name not in self.active
@@ -179,16 +182,31 @@ class Alarms:
         )
         return Alarm("signal", what, signal_advice(self._earned))
 
-    def _saturated(self, event: GroupDone) -> Alarm | None:
+    def _earning(self, event: GroupDone) -> dict[str, Alarm | None]:
         self._rewards.extend(event.rewards[:1] and [sum(event.rewards) / len(event.rewards)])
-        mean = sum(self._rewards) / max(1, len(self._rewards))
-        if len(self._rewards) < RECENT_GROUPS or mean < SATURATED:
-            return None
-        return Alarm(
+        if len(self._rewards) < RECENT_GROUPS:
+            return {}
+        mean = sum(self._rewards) / RECENT_GROUPS
+        self._best = max(self._best, mean)
+        earned = (
+            f"group {event.group}: the last {RECENT_GROUPS} groups earned {mean:.3f} on average"
+        )
+        saturated = Alarm(
             "reward",
-            f"group {event.group}: the last {RECENT_GROUPS} groups earned {mean:.3f} on average",
+            earned,
             "there is little left to learn from these tasks; take harder ones, or end the run here",
         )
+        fallen = Alarm(
+            "fallen",
+            f"{earned}, and {self._best:.3f} at their best",
+            f"read what sessions do now (`etude sessions {self._place}`): a policy that forgets "
+            f"how to call its tools wants a lower lr, or, where attempts that earn nothing are the "
+            f'longer ones, loss_aggregation = "sequence"',
+        )
+        return {
+            "reward": saturated if mean >= SATURATED else None,
+            "fallen": fallen if mean < self._best - FALLEN else None,
+        }
 
 
 def signal_advice(rewards: Collection[float]) -> str:

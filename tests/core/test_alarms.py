@@ -115,6 +115,20 @@ def test_a_reward_that_has_nowhere_to_go() -> None:
     assert begun(alarms, *[GROUP] * 10) == [] and alarms.active == {}
 
 
+def test_a_reward_that_has_fallen() -> None:
+    half, tenth = replace(GROUP, rewards=(0.5,)), replace(GROUP, rewards=(0.1,))
+    alarms = Alarms()
+    assert begun(alarms, *[half] * RECENT_GROUPS, *[tenth] * 47) == [], "0.206: 0.294 less"
+    assert begun(alarms, replace(tenth, rewards=())) == [], "a group that failed says nothing"
+    assert begun(alarms, tenth, *[tenth] * 99) == ["fallen"]
+    told = alarms.active["fallen"]
+    assert (
+        told.what == "group g: the last 64 groups earned 0.100 on average, and 0.500 at their best"
+    )
+    assert begun(alarms, *[half] * RECENT_GROUPS) == [] and alarms.active == {}
+    assert begun(alarms, StageStarted(stage="another", steps=9), *[tenth] * 99) == []
+
+
 def test_malformed_attempts_are_shown_with_the_reason() -> None:
     (alarm,) = Alarms().apply(replace(GROUP, malformed={"g.1": "its reward is nan", "g.2": "x"}))
     assert alarm.what == "g.1: its reward is nan (and 1 more of its group)"
