@@ -51,7 +51,7 @@ from etude.launch.launcher import free_ports
 LITELLM = Path(".venv-litellm/bin/litellm")
 SESSIONS = 1000
 TURNS = 20
-KILL_TURNS = 8
+KILL_TURNS = 40
 LIGHT = 20
 """The light load has so many times fewer sessions."""
 TOKENS = 8
