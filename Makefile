@@ -7,8 +7,7 @@ PYTHON ?= python3
 # Not `?=`: `make clean` removes it, and a variable VENV of the shell names something else.
 VENV = .venv
 BIN := $(VENV)/bin
-# Not compiled ahead: of 17,000 files a few thousand are ever imported, and each is compiled then.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
 # A stamp is named after the content it stands for, so a checkout that only moves file times
 # installs nothing.
@@ -24,7 +23,8 @@ demo: $(RUNTIME) ## train the small model through midtrain, sft and rl, on scree
 	@$(BIN)/etude demo --seed $(or $(SEED),0)
 
 # Types are checked beside the tests; three of these at a time, on two cores, too: now and then
-# they wait for processes.
+# they wait for processes. These start hundreds, which need not all compile the same files.
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint ## everything that must hold: linter, types, tests
 	@$(BIN)/mypy --strict etude & types=$$!; $(BIN)/python -m pytest -q -n 3 --dist worksteal; tests=$$?; wait $$types && exit $$tests
 
