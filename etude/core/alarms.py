@@ -42,8 +42,9 @@ SILENT = "silent "
 DRIFTED = "drifted "
 """Alarms of this name are about one process each, and not about a stage."""
 SATURATED = 0.95
-FALLEN = 0.3
-"""How far below its best the mean reward of recent groups may fall."""
+FALLEN = 0.4
+"""How far the mean reward of recent groups may fall below its best: a share of what lies between
+the lowest and the highest reward. Half of it ends the alarm."""
 RECENT_SESSIONS = 40
 FEW_SESSIONS = 4
 """So few say nothing about how many fail."""
@@ -82,6 +83,7 @@ class Alarms:
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
         self._best = -math.inf
+        self._lowest, self._highest = math.inf, -math.inf
         self._errors: deque[str | None] = deque(maxlen=RECENT_SESSIONS)
         self._in_vain = 0
         self._earned: set[float] = set()
@@ -121,7 +123,7 @@ class Alarms:
                     "sampling": _untrainable(event),
                     "cheats": _quarantined(event),
                     "jump": _jumped(event),
-                    **self._earning(event),
+                    **self._reward_alarms(event),
                 }
         begun = [
             alarm for name, alarm in found.items() if alarm is not None and name not in self.active
@@ -182,7 +184,9 @@ class Alarms:
         )
         return Alarm("signal", what, signal_advice(self._earned))
 
-    def _earning(self, event: GroupDone) -> dict[str, Alarm | None]:
+    def _reward_alarms(self, event: GroupDone) -> dict[str, Alarm | None]:
+        self._lowest = min(self._lowest, *event.rewards, math.inf)
+        self._highest = max(self._highest, *event.rewards, -math.inf)
         self._rewards.extend(event.rewards[:1] and [sum(event.rewards) / len(event.rewards)])
         if len(self._rewards) < RECENT_GROUPS:
             return {}
@@ -196,16 +200,19 @@ class Alarms:
             earned,
             "there is little left to learn from these tasks; take harder ones, or end the run here",
         )
-        fallen = Alarm(
-            "fallen",
-            f"{earned}, and {self._best:.3f} at their best",
-            f"read what sessions do now (`etude sessions {self._place}`): a policy that forgets "
-            f"how to call its tools wants a lower lr, or, where attempts that earn nothing are the "
-            f'longer ones, loss_aggregation = "sequence"',
+        dropped = Alarm(
+            "reward_drop",
+            f"{earned}, and {self._best:.3f} at best",
+            f"tasks have become harder, or the policy has broken: read what sessions do now "
+            f"(`etude sessions {self._place}`); one that forgets how to call its tools wants a "
+            f"lower lr, or, where attempts that earn nothing are the longer ones, "
+            f'loss_aggregation = "sequence"',
         )
+        share = FALLEN / 2 if "reward_drop" in self.active else FALLEN
+        has_dropped = mean < self._best - share * (self._highest - self._lowest)
         return {
             "reward": saturated if mean >= SATURATED else None,
-            "fallen": fallen if mean < self._best - FALLEN else None,
+            "reward_drop": dropped if has_dropped else None,
         }
 
 

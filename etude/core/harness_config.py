@@ -81,9 +81,9 @@ class CodeConfig(Config):
     test_timeout_s: Positive = 120.0
     """Time for it."""
     remember_tests: bool = False
-    """Whether tests over a working copy that they have been run over before, in any session at the
-    task, are answered with what they said then. For tests that end the same way every time, and for
-    tools that leave nothing running: no terminal, no debug, no diagnostics."""
+    """Whether results of the tests are cached, by the task, the command and all files that the
+    agent changed. For tests that end the same way every time; they are run in a copy, and leave
+    nothing behind. Not with terminal, debug or diagnostics, which may."""
     user_replies: dict[str, str] = {}
     """Regular expression -> what the user answers to a question in which it is found."""
     default_user_reply: str = (
@@ -130,13 +130,13 @@ class CodeConfig(Config):
         return self
 
     @model_validator(mode="after")
-    def _remembers_whole_states(self) -> CodeConfig:
+    def _check_remember_tests(self) -> CodeConfig:
         running = [str(kind) for kind in self.tools if kind in ("terminal", "debug")]
         running += ["diagnostics"] if self.diagnostics else []
         if self.remember_tests and running:
             raise ValueError(
-                f"remember_tests does not go with {', '.join(running)}: what they leave running is "
-                f"no part of the working copy that tests are remembered by"
+                f"remember_tests does not go with {', '.join(running)}, which may leave behind "
+                f"what tests depend on: set diagnostics = {{}}, and tools without the others"
             )
         return self
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
-from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -16,14 +15,37 @@ class Memo(Generic[T]):
     def __init__(self, size: int) -> None:
         self._size = size
         self._results: dict[Hashable, T] = {}
-        self._locks: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
+        self._pending: dict[Hashable, asyncio.Future[tuple[T, ...]]] = {}
 
-    async def get(self, key: Hashable, compute: Callable[[], Awaitable[T]]) -> T:
-        """The result, by `compute` if it is new. While one is at it, others wait, and compute it
-        themselves if that one failed."""
-        async with self._locks.setdefault(key, asyncio.Lock()):
-            if key not in self._results:
-                self._results[key] = await compute()
-                if len(self._results) > self._size:
-                    del self._results[next(iter(self._results))]
+    async def get(
+        self,
+        key: Hashable,
+        compute: Callable[[], Awaitable[T]],
+        keep: Callable[[T], bool] = lambda result: True,
+    ) -> T:
+        """The result, by `compute` if it is new. Concurrent callers wait for the first, and compute
+        it themselves if that one fails. `keep`: whether later callers are given it too."""
+        if key in self._results:
             return self._results[key]
+        if (pending := self._pending.get(key)) is None:
+            result = await self._first(key, compute)
+        elif found := await asyncio.shield(pending):
+            return found[0]
+        else:
+            result = await compute()
+        if keep(result):
+            self._results[key] = result
+            if len(self._results) > self._size:
+                del self._results[next(iter(self._results))]
+        return result
+
+    async def _first(self, key: Hashable, compute: Callable[[], Awaitable[T]]) -> T:
+        """Hands the result to those who wait for it; nothing, if it fails."""
+        pending = self._pending[key] = asyncio.get_running_loop().create_future()
+        found: tuple[T, ...] = ()
+        try:
+            found = (await compute(),)
+        finally:
+            del self._pending[key]
+            pending.set_result(found)
+        return found[0]

@@ -112,8 +112,13 @@ links 0o120000), and content, which is where a link leads; None: it was deleted.
 
 
 def patch_digest(patch: Patch) -> str:
-    """The same for equal patches alone."""
-    return hashlib.sha256(repr(sorted(patch.items())).encode()).hexdigest()
+    """SHA-256 of a patch: equal patches, and they alone, have equal digests."""
+    digest = hashlib.sha256()
+    for path, entry in sorted(patch.items()):
+        mode, content = entry or (0, b"")
+        digest.update(repr((path, mode, len(content))).encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 class Process(Protocol):

@@ -20,7 +20,7 @@ from etude.factory.task import RepositoryTask
 HELDOUT_SHARE = 4
 """One in this many."""
 REMEMBERED = 64
-"""Changes to a task whose grades are known."""
+"""Grades that are kept of a task."""
 
 
 class TaskFolder:

@@ -116,17 +116,18 @@ def test_a_reward_that_has_nowhere_to_go() -> None:
 
 
 def test_a_reward_that_has_fallen() -> None:
-    half, tenth = replace(GROUP, rewards=(0.5,)), replace(GROUP, rewards=(0.1,))
+    best, worst = replace(GROUP, rewards=(-4.0, 4.0)), replace(GROUP, rewards=(-4.0, -4.0))
     alarms = Alarms()
-    assert begun(alarms, *[half] * RECENT_GROUPS, *[tenth] * 47) == [], "0.206: 0.294 less"
-    assert begun(alarms, replace(tenth, rewards=())) == [], "a group that failed says nothing"
-    assert begun(alarms, tenth, *[tenth] * 99) == ["fallen"]
-    told = alarms.active["fallen"]
-    assert (
-        told.what == "group g: the last 64 groups earned 0.100 on average, and 0.500 at their best"
-    )
-    assert begun(alarms, *[half] * RECENT_GROUPS) == [] and alarms.active == {}
-    assert begun(alarms, StageStarted(stage="another", steps=9), *[tenth] * 99) == []
+    assert begun(alarms, *[best] * RECENT_GROUPS, *[worst] * 51) == [], "3.1875 less, of 8.0"
+    assert begun(alarms, replace(worst, rewards=())) == [], "a group that failed says nothing"
+    assert begun(alarms, worst) == ["reward_drop"]
+    told = alarms.active["reward_drop"]
+    assert told.what == "group g: the last 64 groups earned -3.250 on average, and 0.000 at best"
+    assert begun(alarms, *[worst] * 99, *[best] * 38) == [], "it does not begin again"
+    assert "reward_drop" in alarms.active, "1.625 less"
+    assert begun(alarms, best) == [] and alarms.active == {}, "1.5625 less"
+    another = StageStarted(stage="another", steps=9)
+    assert begun(alarms, another, *[worst] * 99) == []
 
 
 def test_malformed_attempts_are_shown_with_the_reason() -> None:

@@ -34,27 +34,40 @@ async def test_the_same_is_computed_once_whoever_comes_first() -> None:
     assert len(calls) == 2
 
 
-async def test_what_failed_is_computed_by_whoever_waited() -> None:
+async def test_what_failed_is_computed_by_all_who_waited_at_once() -> None:
     memo = Memo[int](8)
     failing_calls, failing = counting(RolloutFailure("lost"))
     calls, compute = counting(7)
     first = asyncio.create_task(memo.get("a", failing))
-    await asyncio.sleep(0)
     second = asyncio.create_task(memo.get("a", compute))
     third = asyncio.create_task(memo.get("a", compute))
     with pytest.raises(RolloutFailure):
         await first
     assert (await second, await third) == (7, 7)
-    assert (failing_calls, calls) == ([0], [0])
+    assert (failing_calls, calls) == ([0], [0, 1])
+    assert await memo.get("a", failing) == 7
 
 
-async def test_one_that_is_cancelled_leaves_the_others_alone() -> None:
+@pytest.mark.parametrize("cancelled", [0, 1])
+async def test_one_that_is_cancelled_leaves_the_others_alone(cancelled: int) -> None:
     memo = Memo[int](8)
     calls, compute = counting(7)
     tasks = [asyncio.create_task(memo.get("a", compute)) for _ in range(3)]
     await asyncio.sleep(0)
-    tasks[0].cancel()
-    assert [await task for task in tasks[1:]] == [7] * 2
+    tasks.pop(cancelled).cancel()
+    results = [await task for task in tasks]
+    assert results == [7] * 2
+    assert await memo.get("a", compute) == 7
+    assert len(calls) == (3 if cancelled == 0 else 1)
+
+
+async def test_what_is_not_to_be_kept_is_for_those_who_wait() -> None:
+    memo = Memo[int](8)
+    calls, compute = counting(7)
+    together = [memo.get("a", compute, keep=lambda result: result != 7) for _ in range(3)]
+    assert await asyncio.gather(*together) == [7] * 3 and len(calls) == 1
+    await memo.get("a", compute)
+    await memo.get("a", compute)
     assert len(calls) == 2
 
 

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.harness_config import CodeConfig, PromptConfig
-from etude.core.sandbox import CommandResult, SandboxSpec
+from etude.core.memo import Memo
+from etude.core.sandbox import CommandResult, SandboxSpec, Service
 from etude.core.types import PromptPart, Task
 from etude.harness.code.agent import CodeAgent, is_dropped
+from etude.harness.code.diagnostics import Diagnostics, FakeDiagnostics
 from etude.harness.code.prompt import collect_parts, counter, render, system_text
+from etude.harness.code.tool import TestCache, Workspace
 from etude.run.controller import build_agent, server_mounts
 from etude.sandbox.fake import FakeSandbox, Files
 from tests.harness.test_agent import model, says
@@ -93,6 +96,38 @@ async def test_tests_over_the_same_working_copy_run_once_if_they_are_remembered(
     assert first == again == ["run 1", "run 2", "run 3", "run 1"]
     assert other == ["run 4", "run 5", "run 6", "run 4"]
     assert ran[:3] == [("x = 1", "--tb=short"), ("x = 2", "--tb=short"), ("x = 2", "one")]
+
+
+async def test_tests_that_are_remembered_leave_nothing_behind_and_kills_are_forgotten() -> None:
+    ran: list[int | None] = []
+
+    def tests(files: Files, argv: Any) -> CommandResult:
+        if "pytest" not in argv:
+            return CommandResult(1, "")
+        files["left.txt"] = "x"
+        ran.append(None if not ran else 1)
+        return CommandResult(ran[-1], "")
+
+    sandbox = FakeSandbox({"a.py": "x = 1\n"}, tests)
+    cache = TestCache("t", Memo(8))
+    config = CodeConfig(tools=("run_tests", "submit"), diagnostics={}, remember_tests=True)
+    workspace = Workspace(sandbox, config, Diagnostics(FakeDiagnostics()), cache)
+    codes = [(await workspace.run_tests(["pytest"])).exit_code for _ in range(3)]
+    assert codes == [None, 1, 1] and ran == [None, 1]
+    assert "left.txt" not in sandbox.files
+
+
+async def test_tasks_whose_tests_depend_on_more_than_files_are_not_remembered() -> None:
+    config = CodeConfig(tools=("run_tests", "submit"), diagnostics={}, remember_tests=True)
+    async with aiohttp.ClientSession() as http:
+        agent = CodeAgent(http, code=config, max_turns=9, max_tokens=9, timeout_s=600.0)
+        specs = [
+            SandboxSpec(),
+            SandboxSpec(network=("example.org",)),
+            SandboxSpec(services=(Service(name="db", argv=("db",), port=1),)),
+        ]
+        found = [agent._test_cache(replace(TASK, sandbox=spec)) for spec in specs]
+    assert [cache is None for cache in found] == [False, True, True]
 
 
 async def test_the_prompt_goes_from_what_all_share_to_the_task_and_is_kept_in_parts() -> None:

@@ -3,8 +3,6 @@ product."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from functools import partial
 from typing import Any
 
 import aiohttp
@@ -18,11 +16,11 @@ from etude.harness.agent import CodingAgent, Opening
 from etude.harness.code.diagnostics import Diagnostics, DiagnosticSource
 from etude.harness.code.prompt import SYSTEM, collect_parts, counter, render
 from etude.harness.code.servers import LanguageServers
-from etude.harness.code.tool import Workspace
+from etude.harness.code.tool import TestCache, Workspace
 from etude.harness.code.toolset import Toolset
 
-REMEMBERED = 64
-"""Runs of the tests of a task, if they are to be remembered."""
+REMEMBERED = 4096
+"""Results of tests that are kept, of all tasks together."""
 
 
 class CodeAgent(CodingAgent):
@@ -31,7 +29,7 @@ class CodeAgent(CodingAgent):
     def __init__(self, session: aiohttp.ClientSession, *, code: CodeConfig, **limits: Any) -> None:
         super().__init__(session, **limits)
         self._code = code
-        self._tested: defaultdict[str, Memo[CommandResult]] = defaultdict(partial(Memo, REMEMBERED))
+        self._test_results: Memo[CommandResult] = Memo(REMEMBERED)
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         parts = await collect_parts(task, sandbox, self._code)
@@ -46,9 +44,14 @@ class CodeAgent(CodingAgent):
             is_told = any(message.get("role") == "system" for message in task.messages)
             messages = [*([] if is_told else messages), *task.opening]
         diagnostics = Diagnostics(self.diagnostics(sandbox))
-        tested = self._tested[task.id] if self._code.remember_tests else None
-        workspace = Workspace(sandbox, self._code, diagnostics, tested)
+        workspace = Workspace(sandbox, self._code, diagnostics, self._test_cache(task))
         return Opening(messages=messages, tools=Toolset(workspace), prompt_parts=tuple(parts))
+
+    def _test_cache(self, task: Task) -> TestCache | None:
+        """None as well where tests may depend on what is no part of the working copy."""
+        if not self._code.remember_tests or task.sandbox.services or task.sandbox.network:
+            return None
+        return TestCache(task.id, self._test_results)
 
     def diagnostics(self, sandbox: Sandbox) -> DiagnosticSource:
         """Who looks at the edits of a session."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
 from etude.core.harness_config import CodeConfig
 from etude.core.memo import Memo
-from etude.core.sandbox import CommandResult, Sandbox, patch_digest
+from etude.core.sandbox import CommandResult, Patch, Sandbox, patch_digest
 from etude.core.types import Json
 from etude.harness.code.diagnostics import Diagnostics
 
@@ -39,6 +39,29 @@ class ToolError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class TestCache:
+    """Results of the tests of one task."""
+
+    __test__ = False  # no tests, whatever pytest makes of the name
+
+    task: str
+    results: Memo[CommandResult]
+    """Of all tasks."""
+
+    async def run(
+        self, argv: Sequence[str], change: Patch, run: Callable[[], Awaitable[CommandResult]]
+    ) -> CommandResult:
+        """A command that was killed, for its time perhaps, says as much of the machine as of the
+        working copy: others who wait for it are told so, and nobody later."""
+        key = (self.task, *argv, patch_digest(change))
+        return await self.results.get(key, run, keep=_was_not_killed)
+
+
+def _was_not_killed(ran: CommandResult) -> bool:
+    return ran.exit_code is not None and ran.exit_code >= 0
+
+
+@dataclass(frozen=True, slots=True)
 class ChangedFile:
     """The content of a file before a tool changed it, and after. None: there was no such file."""
 
@@ -54,9 +77,9 @@ class Workspace:
         sandbox: Sandbox,
         config: CodeConfig,
         diagnostics: Diagnostics,
-        tested: Memo[CommandResult] | None = None,
+        test_cache: TestCache | None = None,
     ) -> None:
-        """`tested`: what the tests of this task said in all its sessions, if that is to be
+        """`test_cache`: results of the tests in all sessions at the task, if they are to be
         remembered."""
         self.sandbox = sandbox
         self.config = config
@@ -67,7 +90,7 @@ class Workspace:
         self._changes: list[dict[str, ChangedFile]] = [{}]
         """Of each call of a tool that changed files; the last is the call under way."""
         self._diagnostics = diagnostics
-        self._tested = tested
+        self._test_cache = test_cache
         self._root: str | None = None
         self._finds_python: bool | None = None
 
@@ -88,12 +111,24 @@ class Workspace:
         return ["env", *argv] if self._finds_python else argv
 
     async def run_tests(self, argv: Sequence[str]) -> CommandResult:
-        """As they end over the working copy as it is."""
-        run = partial(self.sandbox.run, argv, timeout_s=self.config.test_timeout_s)
-        if self._tested is None:
+        """Run a command of tests, or return what it said over the same working copy before."""
+        if self._test_cache is None:
+            return await self.sandbox.run(argv, timeout_s=self.config.test_timeout_s)
+        run = partial(self._run_in_fork, argv)
+        try:
+            change = await self.sandbox.patch()
+        except ValueError:  # more than can be told apart
             return await run()
-        state = patch_digest(await self.sandbox.patch())
-        return await self._tested.get((*argv, state), run)
+        return await self._test_cache.run(argv, change, run)
+
+    async def _run_in_fork(self, argv: Sequence[str]) -> CommandResult:
+        """What tests leave behind, in the working copy or elsewhere, would differ between sessions
+        that ran them and those that did not."""
+        fork = await self.sandbox.fork()
+        try:
+            return await fork.run(argv, timeout_s=self.config.test_timeout_s)
+        finally:
+            await fork.close()
 
     async def inside(self, path: str) -> str:
         """A path as the sandbox takes it: models often write the whole one."""
