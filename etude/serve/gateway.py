@@ -407,7 +407,7 @@ async def serve_gateway(
             pools=None if production is None else pools,
         )  # fmt: skip
         await gateway.token_routes.restore()
-        watched = [router.watch(), gateway.token_routes.watch(), heartbeat.send_heartbeats()]
+        watched = [router.watch, gateway.token_routes.watch, heartbeat.send_heartbeats]
         if production is None:
             gateway.restore(SessionJournal(run.objects, shards.name))
             routes = gateway.routes()
@@ -417,7 +417,7 @@ async def serve_gateway(
             await mode.refresh()
             await pools.refresh()
             routes = [*gateway.fleet_routes(), *mode.routes()]
-            watched += [mode.watch(), pools.watch()]
+            watched += [mode.watch, pools.watch]
         app = create_app(routes, access, gateway.model.metrics)
         async with process.serving(ShardedApp(app, shards, http), listener) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
@@ -425,7 +425,7 @@ async def serve_gateway(
             # tenth of the time, all of it at once.
             gc.freeze()
             gc.set_threshold(200_000, 20, 100)
-            async with process.meanwhile(*watched):
+            async with process.meanwhile(*(watch() for watch in watched)):
                 await running
 
 

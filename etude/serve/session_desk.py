@@ -65,11 +65,14 @@ class SessionDesk:
         return None
 
     def settle(self, session: str, result: RolloutResult) -> None:
-        """KeyError for a session that nobody offered, ValueError for one that has another
-        result."""
+        """KeyError for a session that nobody offered, ValueError for the result of another rollout
+        than the session's, and for a session that has another result."""
         self.outcome(session)
+        offer = self._offers.get(session)
+        if offer and result.id not in ("", offer.request.id):
+            raise ValueError(f"is of the rollout {offer.request.id!r}, not of {result.id!r}")
         if self._results.setdefault(session, result) != result:
-            raise ValueError
+            raise ValueError("has another result already")
 
     def outcome(self, session: str) -> SessionOutcome:
         """KeyError for a session that nobody offered."""
@@ -127,9 +130,7 @@ class SessionRoutes:
         except KeyError as e:
             raise _unknown(session) from e
         except ValueError as e:
-            raise ApiError(
-                f"session {session!r} has another result already", status=409, code="settled"
-            ) from e
+            raise ApiError(f"session {session!r} {e}", status=409, code="settled") from e
         self.journal.append(SettledSession(session=session, result=msgspec.json.encode(result)))
         await self.journal.commit()
         await self._tell()

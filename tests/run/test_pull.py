@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -307,9 +308,13 @@ def test_the_desk_alone() -> None:
     assert second is not None and second.id == "b", "told again, it stays claimed"
     assert desk.claim(now=100.0) is None
     result = RolloutResult(status="done", score=Score(1.0))
+    with pytest.raises(ValueError, match="is of the rollout 'a', not of 'b'"):
+        desk.settle("a", replace(result, id="b"))
+    assert desk.outcome("a").result is None
+    desk.settle("b", replace(result, id="b"))
     desk.settle("a", result)
     desk.settle("a", result)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="has another result already"):
         desk.settle("a", RolloutResult(status="done", score=Score(0.0)))
     assert desk.outcome("a").result == result
     desk.forget("a")
