@@ -208,7 +208,7 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "text only",
+            "text only; a part of type 'image_url'",
         ),
         (
             "chat/completions",

@@ -247,9 +247,12 @@ def _plain(message: Message) -> Message:
     """Content may come in parts; chat templates expect text."""
     if not isinstance(content := message.get("content"), list):
         return message
-    if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
-        raise ApiError(
-            'messages: this model reads text only, in parts of {"type": "text", "text": ..}',
-            param="messages",
-        )
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = str(part.get("type"))[:100]
+            raise ApiError(
+                f"messages: this model reads text only; a part of type {kind!r} is not "
+                f'{{"type": "text", "text": ..}}',
+                param="messages",
+            )
     return message | {"content": "".join(part["text"] for part in content)}
