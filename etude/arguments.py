@@ -255,10 +255,14 @@ def _add_compare(add: AddCommand) -> None:
         "compare two versions on the same tasks: paired, with interval and p-value",
         json_text="end with one line of JSON",
     )
-    for name, text in (("before", "the version to beat"), ("after", "the other version")):
-        parser.add_argument(
-            name, metavar="RUN[@VERSION]", help=f"{text} (default: the newest that was evaluated)"
-        )
+    newest = "(default: the newest that was evaluated)"
+    parser.add_argument("before", metavar="RUN[@VERSION]", help=f"the version to beat {newest}")
+    parser.add_argument(
+        "after",
+        metavar="RUN[@VERSION]",
+        nargs="+",
+        help=f"the other version {newest}; several, such as seeds: their mean at each task",
+    )
     parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
 
 

@@ -1,4 +1,5 @@
-"""`etude compare`: two evaluated versions, of one run or of two, on the tasks both have tried."""
+"""`etude compare`: an evaluated version beside another, or beside several seeds of it, on the tasks
+that all have tried."""
 
 from __future__ import annotations
 
@@ -18,28 +19,37 @@ FEWEST_TASKS = 6
 """With fewer, no difference is significant: p of the sign-flip test is at least 2 / 2**tasks."""
 
 
-def compare(before: str, after: str, split: str, console: Console) -> dict[str, Json]:
+def compare(before: str, after: Sequence[str], split: str, console: Console) -> dict[str, Json]:
     """Show the comparison, and return what `--json` prints. Each side is a run's directory, with
-    `@VERSION` for another version than the newest that was evaluated."""
-    first, second = find_report(before, split), find_report(after, split)
-    if first.samples != second.samples:
-        raise EtudeError(
-            f"{before} was evaluated with {first.samples} attempts at each task, {after} with "
-            f"{second.samples}: evaluate both alike (etude eval --samples N)"
-        )
-    there, here = first.solved_by_task, second.solved_by_task
-    if not (common := sorted(there.keys() & here.keys())):
-        raise EtudeError(f"{before} and {after} have no {split} task in common: nothing to compare")
+    `@VERSION` for another version than the newest that was evaluated. Of several on the second
+    side, seeds of a recipe say, each task's mean is compared."""
+    if twice := next((side for side in after if after.count(side) > 1), None):
+        raise EtudeError(f"{twice} is named twice: it would count twice")
+    sides = {side: find_report(side, split) for side in (before, *after)}
+    first, *others = [sides[side] for side in (before, *after)]
+    for side, report in sides.items():
+        if report.samples != first.samples:
+            raise EtudeError(
+                f"{before} was evaluated with {first.samples} attempts at each task, {side} with "
+                f"{report.samples}: evaluate both alike (etude eval --samples N)"
+            )
+    tried = [report.solved_by_task for report in (first, *others)]
+    if not (common := sorted(set.intersection(*map(set, tried)))):
+        named = " and ".join(sides)
+        raise EtudeError(f"{named} have no {split} task in common: nothing to compare")
+    seeds = len(others)
     found = compare_paired(
-        {task: there[task] for task in common},
-        {task: here[task] for task in common},
-        first.samples,
+        {task: seeds * first.solved_by_task[task] for task in common},
+        {task: sum(report.solved_by_task[task] for report in others) for task in common},
+        seeds * first.samples,
     )
-    left_out = len(there.keys() | here.keys()) - len(common)
-    console.print(table([(before, first), (after, second)]))
+    left_out = len(set.union(*map(set, tried))) - len(common)
+    console.print(table([(before, first), *zip(after, others, strict=True)]))
     console.print(verdict(found, left_out))
-    if first == second:
+    if first in others:
         console.print(f"both are one evaluation, of version {first.version}: name another @VERSION")
+    if seeds > 1:
+        console.print(f"of {seeds} seeds, the mean at each task; chance is that of tasks")
     fields = ("num_tasks", "before", "after", "difference", "low", "high", "p_value")
     return {name: getattr(found, name) for name in (*fields, "gained", "lost")}
 
@@ -95,5 +105,5 @@ def verdict(found: PairedComparison, left_out: int) -> str:
         f"{found.gained} tasks solved more often, {found.lost} less often",
     ]
     if left_out:
-        lines.append(f"{left_out} tasks that only one of them has tried are left out")
+        lines.append(f"{left_out} tasks that not all of them have tried are left out")
     return "\n".join(lines)

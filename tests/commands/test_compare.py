@@ -12,7 +12,7 @@ from msgspec import to_builtins
 from etude.cli import main
 from etude.core.config import parse
 from etude.core.types import Cost
-from etude.run.evaluate import Report
+from etude.run.evaluate import Report, reports
 from etude.store.runs import Run
 
 SOLVED = {0: {"a": 0, "b": 0, "c": 1, "d": 0}, 6: {"a": 1, "b": 1, "c": 1, "d": 0, "e": 1}}
@@ -38,10 +38,29 @@ def test_two_versions_of_a_run(directory: Path, capsys: pytest.CaptureFixture[st
     found = json.loads(told.out)
     assert (found["num_tasks"], found["before"], found["after"]) == (4, 0.25, 0.75)
     assert (found["gained"], found["lost"], found["p_value"]) == (2, 0, 0.5)
-    assert "1 tasks that only one of them has tried are left out" in told.err
+    assert "1 tasks that not all of them have tried are left out" in told.err
     assert "+50.0 points" in told.err and "sign-flip test over 4 tasks" in told.err
     assert "too few tasks for an interval (6 at least)" in told.err
     assert "one evaluation" not in told.err
+
+
+def test_seeds_are_compared_by_their_mean_at_each_task(
+    directory: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    run = Run.open(f"file:{other}")
+    run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 6\n'))
+    report = next(each for each in reports(Run.open(f"file:{directory}")) if each.version == 6)
+    run.put_eval(report.name, replace(report, solved_by_task={"a": 1, "b": 0, "c": 0, "d": 0}))
+    assert main(["compare", f"{directory}@0", str(directory), str(other), "--json"]) == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert (found["num_tasks"], found["before"], found["after"]) == (4, 0.25, 0.5)
+    # a: +2, b: +1, c: -1 of two; of the eight ways to swap them six come as far as +2
+    assert (found["gained"], found["lost"], found["p_value"]) == (2, 1, 0.75)
+    assert "of 2 seeds, the mean at each task" in told.err
+    assert main(["compare", f"{directory}@0", str(other), str(other)]) == 2
+    assert f"{other} is named twice" in capsys.readouterr().err
 
 
 def test_a_version_beside_itself(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
