@@ -9,11 +9,11 @@ the head; `k3`: a smaller model of many layers):
     forward.KIND.tokens_per_s    8 rows of 2,048 tokens, compiled as in a run, gradients to follow
     forward.KIND_over_bf16
     k3.TRAINER.ENGINE            mean over tokens that the engine drew
-    k3.fp8_over_bf16             the trainer in FP8 over the one in bf16, both against the engine in
-                                 FP8
-    k3.fp8-invariant_over_bf16   the same where trainer and engine are also batch-invariant
+    k3.KIND_over_bf16            the trainer of this kind over the one in bf16, both against the
+                                 engine of this kind
 
-KIND, TRAINER and ENGINE are bf16, fp8, or fp8-invariant: FP8 with batch-invariant arithmetic.
+KIND, TRAINER and ENGINE are bf16, fp8, or fp8-kv: FP8 with keys and values in FP8, too; each of the
+last two also with -invariant: with batch-invariant arithmetic.
 Imports torch and numpy only, so that it runs on a bare CUDA image: python -m etude.bench.fp8 --json
 """
 
@@ -46,7 +46,9 @@ from etude.train.start import compile_layers
 KINDS = {
     "bf16": Arithmetic.of(invariant=False, fp8=False),
     "fp8": Arithmetic.of(invariant=False, fp8=True),
+    "fp8-kv": Arithmetic.of(invariant=False, fp8=True, fp8_kv=True),
     "fp8-invariant": Arithmetic.of(invariant=True, fp8=True),
+    "fp8-kv-invariant": Arithmetic.of(invariant=True, fp8=True, fp8_kv=True),
 }
 PARTS = ("decode", "forward", "k3")
 SHAPE = engine_cuda.SHAPES["qwen3-8b"]
@@ -108,24 +110,20 @@ def _forward_speed(model: Transformer) -> float:
 def _k3() -> dict[str, float]:
     plain = engine_cuda.random_model(SMALL)
     found: dict[str, float] = {}
-    for engine, trainers in {
-        "bf16": ("bf16",),
-        "fp8": ("bf16", "fp8"),
-        "fp8-invariant": ("bf16", "fp8-invariant"),
-    }.items():
+    for engine in KINDS:
         drawn = _drawn(copy.deepcopy(plain).compute_with(KINDS[engine]))
-        for trainer in trainers:
+        for trainer in dict.fromkeys(("bf16", engine)):
             found[f"{trainer}.{engine}"] = _mean_k3(_trainer(plain, trainer), drawn)
             engine_cuda.free()
-    for kind in ("fp8", "fp8-invariant"):
-        found[f"{kind}_over_bf16"] = found[f"{kind}.{kind}"] / found[f"bf16.{kind}"]
+        if engine != "bf16":
+            found[f"{engine}_over_bf16"] = found[f"{engine}.{engine}"] / found[f"bf16.{engine}"]
     return found
 
 
 def _trainer(plain: Transformer, kind: str) -> Transformer:
     """The model as a trainer of that kind has it."""
     arithmetic = KINDS[kind]
-    model = copy.deepcopy(plain).compute_with(Arithmetic.of(invariant=False, fp8=arithmetic.fp8))
+    model = copy.deepcopy(plain).compute_with(arithmetic.but(invariant=False))
     if not arithmetic.invariant:
         return model
     return invariant_trainer_model(model, torch.bfloat16).cast(torch.bfloat16)
