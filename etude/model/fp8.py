@@ -47,13 +47,21 @@ def quantise_kv(x: Tensor) -> Quantised:
     """Round keys or values [.., D], each row by the smallest power of 2 with which it fits. Such a
     scale changes no digit: what is read back is exact in bf16 too, and rounding that again changes
     nothing; scores may be multiplied by it instead of keys."""
-    wide = x.float()
+    wide = _widened(x)
     largest = wide.abs().amax(-1, keepdim=True)
     # The largest of e4m3 is 1.75 * 2^8: what is more than 1.75 of a power takes the next one.
     bits = (largest.view(torch.int32) + 0x1FFFFF & 0x7F800000) - (8 << 23)
     bits = torch.where(largest > 1e-30, bits, 127 << 23)  # less is 0, and has no inverse
     values = (wide * ((254 << 23) - bits).view(torch.float32)).to(torch.float8_e4m3fn)
     return Quantised(values, bits.view(torch.float32).squeeze(-1))
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In fp32, bf16 by its bits: compiled code would go on with the digits from before it was
+    rounded to bf16, and then round every thirtieth number the other way."""
+    if x.dtype != torch.bfloat16:
+        return x.float()
+    return (x.view(torch.int16).int() << 16).view(torch.float32)
 
 
 def rounded_kv(x: Tensor) -> Tensor:

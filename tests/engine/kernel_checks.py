@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.engine.engine import Engine
-from etude.engine.kernels import attention, experts, head, linear, norm
+from etude.engine.kernels import attention, batch_invariant, experts, head, linear, norm
 from etude.engine.kernels.gated_delta import delta_chunks
+from etude.engine.kernels.pages import Pages
 from etude.model.config import ExpertsConfig, LatentConfig, ModelConfig
+from etude.model.fp8 import Quantised, quantise_kv
 from etude.model.recurrence import Chunks, DeltaRule, Span, delta_step
 from tests.engine.adapter_checks import check_adapters
 from tests.engine.engine_checks import ENGINES, check_engine
@@ -145,14 +147,16 @@ class Sequences:
     new: Inputs
     lengths: list[int]
     heads: attention.AttentionLayerConfig
+    fp8: bool = False
     page_size: int = 16
 
     def __post_init__(self) -> None:
         blocks = [-(-length // self.page_size) for length in self.lengths]
         order = self.new.shuffled(sum(blocks) + 1)
         shape = (len(order), self.heads.num_kv_heads, self.page_size, self.heads.head_dim)
-        self.k = self.new.normal(*shape)
-        self.v = self.new.normal(*shape)
+        self.k, self.v = (self.new.normal(*shape) for _ in "kv")
+        if self.fp8:
+            self.k, self.v = quantise_kv(self.k), quantise_kv(self.v)
         self.table = torch.zeros(
             len(blocks), max(*blocks, 1), dtype=torch.int32, device=self.new.device
         )
@@ -161,8 +165,22 @@ class Sequences:
             self.table[row, :count] = order[:count]
             order = order[count:]
 
-    def at(self, cached: Tensor, slots: Tensor) -> Tensor:
+    def at(self, cached: Pages, slots: Tensor) -> Tensor:
+        if isinstance(cached, Quantised):
+            cached = cached.read(torch.float32)
         return cached.transpose(1, 2).flatten(0, 1)[slots.long()]
+
+    def written(self, slots: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
+        """Errors of the keys and values there; in FP8 what is beyond rounding, and values are
+        exact."""
+        found_k, found_v = self.at(self.k, slots), self.at(self.v, slots)
+        if not isinstance(self.k, Quantised):
+            return {"keys": error(found_k, k), "values": error(found_v, v)}
+        scales = self.k.scales.transpose(1, 2).flatten(0, 1)[slots.long()][..., None]
+        step = torch.maximum(1.1 * k.abs() / 16, scales / 512)
+        beyond = ((found_k - k).abs() - step).clamp(min=0)
+        values = quantise_kv(v).read(torch.float32)
+        return {"keys": float(beyond.norm() / k.norm()), "values": error(found_v, values)}
 
     def slots(self, row: int) -> Tensor:
         position = torch.arange(self.lengths[row], device=self.new.device)
@@ -198,9 +216,10 @@ def check_decode(
     lengths: list[int],
     splits: int,
     odd: bool = False,
+    fp8: bool = False,
 ) -> dict[str, float]:
     heads = random_heads(new, queries, keys, size, splits > 1, max(lengths), odd)
-    all = Sequences(new, lengths, heads)
+    all = Sequences(new, lengths, heads, fp8)
     rows = len(lengths)
     qkv = new.normal(rows, (queries + 2 * keys) * size)
     slots = new.ints([int(all.slots(row)[-1]) if lengths[row] else 0 for row in range(rows)])
@@ -230,11 +249,7 @@ def check_decode(
     q, k, v = qkv.unflatten(-1, (-1, size)).split((queries, keys, keys), 1)
     last = torch.tensor([lengths[row] - 1 for row in range(rows)], device=new.device)
     q, k = (turned(x, gain, heads, last) for x, gain in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
-    written = slots[real].long()
-    found = {
-        "keys": error(all.at(all.k, written), k[real]),
-        "values": error(all.at(all.v, written), v[real]),
-    }
+    found = all.written(slots[real], k[real], v[real])
     expected = [
         attended(q[row], all.at(all.k, all.slots(row)), all.at(all.v, all.slots(row)), heads)
         for row in real
@@ -250,10 +265,11 @@ def check_prefill(
     lengths: list[int],
     fresh: list[int],
     odd: bool = False,
+    fp8: bool = False,
 ) -> dict[str, float]:
     """`fresh` of the last tokens of each sequence are new."""
     heads = random_heads(new, queries, keys, size, True, max(lengths), odd)
-    all = Sequences(new, lengths, heads)
+    all = Sequences(new, lengths, heads, fp8)
     starts = [sum(fresh[:row]) for row in range(len(fresh))]
     ends = [start + count for start, count in zip(starts, fresh, strict=True)]
     positions = torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh, strict=True)]).to(
@@ -277,11 +293,17 @@ def check_prefill(
         (row, first) for row in range(len(fresh)) for first in range(starts[row], ends[row], step)
     ]
     tiles += [(0, ends[0])]  # an empty one
-    out = new.poison(sum(fresh), queries * size)
-    attention.prefill(
-        heads, qkv, all.k, all.v, all.table, all.stride, new.ints(ends), new.ints(lengths),
-        *new.ints(tiles).T.contiguous(), out, page_size=all.page_size,
-    )  # fmt: skip
+    kinds = [attention.prefill] if odd else [attention.prefill, batch_invariant.prefill]
+    outs = [new.poison(sum(fresh), queries * size) for _ in kinds]
+    for prefill, out in zip(kinds, outs, strict=True):
+        given = all.table, all.stride, new.ints(ends), new.ints(lengths)
+        rest = *given, *new.ints(tiles).T.contiguous()
+        prefill(heads, qkv, all.k, all.v, *rest, out, page_size=all.page_size)
+        if isinstance(all.k, Quantised) and isinstance(all.v, Quantised):
+            # Scales are powers of 2: to multiply by them sooner or later changes no bit.
+            pages, same = (x.read(new.dtype) for x in (all.k, all.v)), torch.empty_like(out)
+            prefill(heads, qkv, *pages, *rest, same, page_size=all.page_size)
+            assert torch.equal(out, same)
     q, k = (turned(x, g, heads, positions) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D)))
     expected = [
         attended(
@@ -292,10 +314,9 @@ def check_prefill(
         for row in range(len(fresh))
         for n in range(starts[row], ends[row])
     ]
-    return {
-        "keys": error(all.at(all.k, slots), k),
-        "values": error(all.at(all.v, slots), v),
-        "attention": error(out, torch.stack(expected).flatten(1)),
+    reference = torch.stack(expected).flatten(1)
+    return all.written(slots, k, v) | {
+        f"attention {number}": error(out, reference) for number, out in enumerate(outs)
     }
 
 
@@ -421,6 +442,11 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "decode, odd": lambda new: check_decode(new, 4, 2, 32, [1, 0, 38, 70], 1, True),
     "decode, odd, split": lambda new: check_decode(new, 6, 1, 32, [37, 130], 4, True),
     "prefill, odd": lambda new: check_prefill(new, 4, 1, 32, [40, 95], [3, 40], True),
+    "decode, fp8": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 16, 70], 1, fp8=True),
+    "decode, fp8, split": lambda new: check_decode(new, 6, 2, 32, [17, 330], 4, fp8=True),
+    "decode, fp8, odd": lambda new: check_decode(new, 6, 1, 32, [37, 130], 4, True, fp8=True),
+    "prefill, fp8": lambda new: check_prefill(new, 4, 2, 32, [40, 75, 3], [40, 70, 2], fp8=True),
+    "prefill, fp8, odd": lambda new: check_prefill(new, 4, 1, 32, [95], [40], True, fp8=True),
     "head": lambda new: check_head(new, 5, 96, 500),
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
     "delta": lambda new: check_delta(new, 6, 5, 16, [(0, 37), (19, 1), (30, 2)]),
@@ -445,6 +471,13 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "decode, odd, split": lambda new: check_decode(new, 8, 4, 256, [1, 0, 37, 3300], 16, True),
     "prefill, odd": lambda new: check_prefill(new, 64, 8, 64, [400, 175], [300, 100], True),
     "prefill, odd, wide": lambda new: check_prefill(new, 8, 4, 256, [400, 75], [300, 5], True),
+    "decode, fp8": lambda new: check_decode(new, 32, 8, 128, [1, 0, 300, 999] * 10, 1, fp8=True),
+    "decode, fp8, split": lambda new: check_decode(new, 32, 4, 128, [17, 5000], 16, fp8=True),
+    "decode, fp8, odd": lambda new: check_decode(new, 8, 4, 256, [37, 3300], 16, True, fp8=True),
+    "prefill, fp8": lambda new: check_prefill(new, 32, 8, 128, [256, 700], [256, 130], fp8=True),
+    "prefill, fp8, odd": lambda new: check_prefill(
+        new, 64, 8, 64, [400, 175], [300, 100], True, fp8=True
+    ),
     "head 1": lambda new: check_head(new, 1, 1024, 151936),
     "head 70": lambda new: check_head(new, 70, 1024, 151936),
     "experts": lambda new: check_experts(new, 64, 128, 8, 2048, 768),
