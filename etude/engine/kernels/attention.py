@@ -207,7 +207,7 @@ def _decode(
         # Older tokens are there already: their loads overlap with the projection.
         position = start + tl.arange(0, BLOCK)
         seen = position < end
-        first_k, first_v, k_scale, v_scale = read(
+        k, v, k_scale, v_scale = read(
             k_cache, v_cache, k_scales, v_scales, mine, position, seen, kh, K, PAGE, D
         )
     if PDL:
@@ -231,7 +231,7 @@ def _decode(
     if AHEAD:  # noqa: SIM102 (this is known to the compiler, what follows is not)
         if start < end:
             top, total, acc = _see(
-                q, first_k, first_v, k_scale, v_scale, seen[None, :], top, total, acc, 0, CAP
+                q, k, v, k_scale, v_scale, seen[None, :], top, total, acc, 0, CAP
             )
             start += BLOCK
     everything = tl.full([GP], 2147483647, tl.int32)
