@@ -116,8 +116,7 @@ class CudaRunner:
         counts = [(num_blocks, num_windowed_blocks)[group] for group in self._group_of]
         of_block = (c.num_key_value_heads, self.block_size, c.head_dim)
         fp8_kv = model.arithmetic.fp8_kv
-        self._k = [empty_pages(weight, (count, *of_block), fp8=fp8_kv) for count in counts]
-        self._v = [empty_pages(weight, (count, *of_block), fp8=fp8_kv) for count in counts]
+        self._kv = [empty_pages(weight, (count, *of_block), fp8=fp8_kv) for count in counts]
         # One block more, for rows that belong to nobody.
         self._states = StateCache(c, num_blocks + 1, weight) if c.linear else None
         self._recurrence: Recurrence | None = None  # of the prefill part of a pass
@@ -356,9 +355,8 @@ class CudaRunner:
             layer, group = self._forward.layers[number], self._group_of[number]
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
-                layer.attention_config, qkv, self._k[number], self._v[number], got[BLOCKS[group]],
-                got["stride"], got["lengths"], got[SLOTS[group]], out, page_size=self.block_size,
-                pdl=qkv.is_cuda,
+                layer.attention_config, qkv, *self._kv[number], got[BLOCKS[group]], got["stride"],
+                got["lengths"], got[SLOTS[group]], out, page_size=self.block_size, pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
 
@@ -382,8 +380,7 @@ class CudaRunner:
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             heads, group = self._forward.layers[number].attention_config, self._group_of[number]
-            k = self._k[number]
-            v = self._v[number]
+            k, v = self._kv[number]
             attention.write(
                 heads,
                 qkv,

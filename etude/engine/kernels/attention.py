@@ -84,17 +84,34 @@ def _see(
 
 
 @triton.jit
+def _first(low, cache, BLOCK: tl.constexpr):
+    """Where to begin for the tokens from `low` on: see `pages.read`."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        low = low // BLOCK * BLOCK
+    return low
+
+
+@triton.jit
+def _seen(position, low, end, cache):
+    seen = position < end
+    if cache.dtype.element_ty == tl.float8e4nv:
+        seen = seen & (position >= low)
+    return seen
+
+
+@triton.jit
 def _attend(
-    q, k_cache, v_cache, k_scales, v_scales, table, kh, start, end, limit, top, total, acc,
+    q, k_cache, v_cache, k_scales, v_scales, table, kh, low, start, end, limit, top, total, acc,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens start .. end; `limit` is the last position that each row sees."""
+    """Attend to the tokens start .. end, but those before `low`; `limit` is the last position that
+    each row sees."""
     for first in range(start, end, BLOCK):
         position = first + tl.arange(0, BLOCK)
-        seen = position < end
+        seen = _seen(position, low, end, k_cache)
         k, v, k_scale, v_scale = read(
-            k_cache, v_cache, k_scales, v_scales, table, position, seen, kh, K, PAGE, D
+            k_cache, v_cache, k_scales, v_scales, table, first, end, seen, kh, K, PAGE, D, BLOCK
         )
         visible = seen[None, :] & (position[None, :] <= limit[:, None])
         if WINDOW > 0:
@@ -167,9 +184,10 @@ def _newest(
     number = row_of(slot, kh, K, PAGE)
     if k_cache.dtype.element_ty == tl.float8e4nv:
         numbers = number + tl.arange(0, 1)
-        k = store_fp8(k, k_cache, k_scales, numbers, numbers >= 0, D)
+        k = store_fp8(k, k_cache, k_scales, numbers, numbers >= 0, PAGE, D, False)
         v = tl.reshape(v, [1, D])
-        v = tl.reshape(store_fp8(v, v_cache, v_scales, numbers, numbers >= 0, D), [D])
+        v = store_fp8(v, v_cache, v_scales, numbers, numbers >= 0, PAGE, D, True)
+        v = tl.reshape(v, [D])
     else:
         tl.store(k_cache + number * D + one + d[None, :], k)
         tl.store(v_cache + number * D + d, v)
@@ -199,16 +217,17 @@ def _decode(
     low = past * 0
     if WINDOW > 0:
         low = tl.maximum(past - WINDOW + 1, 0)
-    piece = tl.cdiv(tl.cdiv(past - low, SPLITS), BLOCK) * BLOCK
-    used = tl.maximum(tl.cdiv(past - low, tl.maximum(piece, 1)), 1)
-    start, end = low + s * piece, tl.minimum(past, low + (s + 1) * piece)
+    begin = _first(low, k_cache, BLOCK)
+    piece = tl.cdiv(tl.cdiv(past - begin, SPLITS), BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(past - begin, tl.maximum(piece, 1)), 1)
+    start, end = begin + s * piece, tl.minimum(past, begin + (s + 1) * piece)
     mine = table + sequence * tl.load(stride)
     if AHEAD:
         # Older tokens are there already: their loads overlap with the projection.
         position = start + tl.arange(0, BLOCK)
-        seen = position < end
+        seen = _seen(position, low, end, k_cache)
         k, v, k_scale, v_scale = read(
-            k_cache, v_cache, k_scales, v_scales, mine, position, seen, kh, K, PAGE, D
+            k_cache, v_cache, k_scales, v_scales, mine, start, end, seen, kh, K, PAGE, D, BLOCK
         )
     if PDL:
         gpu.gdc_launch_dependents()
@@ -236,8 +255,8 @@ def _decode(
             start += BLOCK
     everything = tl.full([GP], 2147483647, tl.int32)
     top, total, acc = _attend(
-        q, k_cache, v_cache, k_scales, v_scales, mine, kh, start, end, everything, top, total, acc,
-        K, D, PAGE, BLOCK, 0, CAP,
+        q, k_cache, v_cache, k_scales, v_scales, mine, kh, low, start, end, everything, top, total,
+        acc, K, D, PAGE, BLOCK, 0, CAP,
     )  # fmt: skip
     if SPLITS == 1:
         place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
@@ -278,8 +297,8 @@ def _write(
         v = tl.load(row + d, mask=is_v[:, None])
         k_row, v_row = row_of(slot, head - H, K, PAGE), row_of(slot, head - H - K, K, PAGE)
         if k_cache.dtype.element_ty == tl.float8e4nv:
-            store_fp8(k, k_cache, k_scales, k_row, is_k, D)
-            store_fp8(v, v_cache, v_scales, v_row, is_v, D)
+            store_fp8(k, k_cache, k_scales, k_row, is_k, PAGE, D, False)
+            store_fp8(v, v_cache, v_scales, v_row, is_v, PAGE, D, True)
         else:
             tl.store(k_cache + (k_row * D)[:, None] + d, k, mask=is_k[:, None])
             tl.store(v_cache + (v_row * D)[:, None] + d, v, mask=is_v[:, None])
@@ -320,9 +339,9 @@ def _prefill(
         low = tl.maximum(tl.min(position) - WINDOW + 1, 0)
     top, total = _sunk(sinks, head, n < end, ROWS, SINKS)
     top, total, acc = _attend(
-        q, k_cache, v_cache, k_scales, v_scales, table + sequence * tl.load(stride), kh, low, last,
-        tl.maximum(position, 0), top, total, tl.zeros([ROWS, D], tl.float32), K, D, PAGE, BLOCK,
-        WINDOW, CAP,
+        q, k_cache, v_cache, k_scales, v_scales, table + sequence * tl.load(stride), kh, low,
+        _first(low, k_cache, BLOCK), last, tl.maximum(position, 0), top, total,
+        tl.zeros([ROWS, D], tl.float32), K, D, PAGE, BLOCK, WINDOW, CAP,
     )  # fmt: skip
     place = (n[:, None].to(tl.int64) * H + head[:, None]) * D + d[None, :]
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)

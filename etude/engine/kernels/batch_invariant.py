@@ -47,6 +47,11 @@ from etude.model.fp8 import Quantised
 
 BLOCK = 64
 """Keys that attention adds at a time."""
+FP8_ROWS = 64
+"""Rows of a tile of queries over keys in FP8, for a single token as for a prompt. From 64 on the
+instruction takes keys from shared memory, in order. A smaller one takes them from registers, where
+Triton lays those that were bytes four to a thread instead of two: it adds up other columns at a
+time."""
 UNIT = tl.constexpr(1 << 24)
 """A weight of 1 as a whole number: a block of them still fits into 32 bits."""
 
@@ -64,7 +69,7 @@ def _attend(
         position = first + tl.arange(0, BLOCK)
         seen = position < last
         k, v, k_scale, v_scale = read(
-            k_cache, v_cache, k_scales, v_scales, table, position, seen, kh, K, PAGE, D
+            k_cache, v_cache, k_scales, v_scales, table, first, last, seen, kh, K, PAGE, D, BLOCK
         )
         visible = seen[None, :] & (position[None, :] <= limit[:, None])
         score = tl.where(visible, scores(q, k, k_scale), -float("inf"))
@@ -151,9 +156,10 @@ def _decode(
     v = tl.load(row + (H + K + kh) * D + d)
     number = row_of(slot, kh, K, PAGE)
     if k_cache.dtype.element_ty == tl.float8e4nv:
-        store_fp8(k, k_cache, k_scales, number + g * 0, g == 0, D)
+        store_fp8(k, k_cache, k_scales, number + g * 0, g == 0, PAGE, D, False)
         numbers = number + tl.arange(0, 1)
-        store_fp8(tl.reshape(v, [1, D]), v_cache, v_scales, numbers, numbers >= 0, D)
+        v = tl.reshape(v, [1, D])
+        store_fp8(v, v_cache, v_scales, numbers, numbers >= 0, PAGE, D, True)
     else:
         place = k_cache + number * D + (g * 0)[:, None] + d[None, :]
         tl.store(place, k, mask=(g == 0)[:, None])
@@ -228,12 +234,14 @@ def decode(
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.decode`, without splits."""
+    # Bytes would change the order in which smaller tiles add up: see `FP8_ROWS`.
+    rows = max(group_rows(params), FP8_ROWS) if isinstance(k, Quantised) else group_rows(params)
     gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
     _decode[(params.num_kv_heads, len(lengths_B))](
         qkv, *gains, params.rope, *pointers(k, v), blocks, lengths_B, slot_mapping_B, out, stride,
-        params.scale, params.eps, params.num_q_heads, params.num_kv_heads, group_rows(params),
-        params.head_dim, page_size, BLOCK, params.q_gain_D is not None, pdl, num_warps=4,
-        num_stages=3, launch_pdl=pdl,
+        params.scale, params.eps, params.num_q_heads, params.num_kv_heads, rows, params.head_dim,
+        page_size, BLOCK, params.q_gain_D is not None, pdl, num_warps=4, num_stages=3,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

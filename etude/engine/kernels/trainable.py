@@ -95,8 +95,7 @@ class _PagedCausalAttention:
         self._plain = CausalAttention(lengths, weight.device)
         pages = -(-max(lengths) // PAGE_SIZE)
         shape = (len(lengths) * pages, c.num_key_value_heads, PAGE_SIZE, c.head_dim)
-        fp8_kv = model.arithmetic.fp8_kv
-        self._k, self._v = (empty_pages(weight, shape, fp8=fp8_kv) for _ in "kv")
+        self._k, self._v = empty_pages(weight, shape, fp8=model.arithmetic.fp8_kv)
         self._cos, self._sin = model.rope[positions_N].to(weight.dtype).unbind(1)
 
         def ints(values: Tensor) -> Tensor:
