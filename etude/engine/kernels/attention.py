@@ -224,8 +224,7 @@ def _decode(
     mine = table + sequence * tl.load(stride)
     if AHEAD:
         # Older tokens are there already: their loads overlap with the projection.
-        position = start + tl.arange(0, BLOCK)
-        seen = _seen(position, low, end, k_cache)
+        seen = _seen(start + tl.arange(0, BLOCK), low, end, k_cache)
         k, v, k_scale, v_scale = read(
             k_cache, v_cache, k_scales, v_scales, mine, start, end, seen, kh, K, PAGE, D, BLOCK
         )
@@ -249,9 +248,8 @@ def _decode(
         )  # fmt: skip
     if AHEAD:  # noqa: SIM102 (this is known to the compiler, what follows is not)
         if start < end:
-            top, total, acc = _see(
-                q, k, v, k_scale, v_scale, seen[None, :], top, total, acc, 0, CAP
-            )
+            visible = seen[None, :]
+            top, total, acc = _see(q, k, v, k_scale, v_scale, visible, top, total, acc, 0, CAP)
             start += BLOCK
     everything = tl.full([GP], 2147483647, tl.int32)
     top, total, acc = _attend(
