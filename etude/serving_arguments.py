@@ -89,6 +89,12 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         choices=("fp8",),
         help="multiply in FP8, half the bytes to read for a token (default: as stored)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "fp8"),
+        default="auto",
+        help="keep keys and values in FP8, half the bytes (default: auto, as computed)",
+    )
 
 
 def add_token(parser: argparse.ArgumentParser) -> None:

@@ -39,7 +39,7 @@ from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.blocks import num_windowed_blocks
 from etude.engine.cuda import CudaRunner
 from etude.engine.engine import Engine, FinishedRequest
-from etude.engine.runner import block_size, state_bytes
+from etude.engine.runner import block_size, kv_bytes, state_bytes
 from etude.model.config import ExpertsConfig, LinearConfig, ModelConfig
 from etude.model.lora import Adapter
 from etude.model.rope import local_table, table
@@ -180,9 +180,10 @@ class CountingRunner:
 
     overlaps = True
 
-    def __init__(self, runner: CudaRunner, config: ModelConfig) -> None:
+    def __init__(self, runner: CudaRunner, config: ModelConfig, *, fp8_kv: bool = False) -> None:
         self.runner = runner
         self.config = config
+        self.fp8_kv = fp8_kv
         self.num_blocks = runner.num_blocks
         self.num_windowed_blocks = runner.num_windowed_blocks
         self.block_size = runner.block_size
@@ -192,7 +193,8 @@ class CountingRunner:
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         if batch.num_decode:
             self.passes += 1
-            self.bytes_read += cache_bytes(self.config, batch.seq_lens_B[: batch.num_decode])
+            lengths_B = batch.seq_lens_B[: batch.num_decode]
+            self.bytes_read += cache_bytes(self.config, lengths_B, fp8=self.fp8_kv)
             self.slot_mapping = batch.slot_mapping_N[: batch.num_decode]
         return self.runner.launch(batch)
 
@@ -213,14 +215,14 @@ class CountingRunner:
         self.runner.trace = []
 
 
-def cache_bytes(c: ModelConfig, lengths_B: Ints) -> int:
+def cache_bytes(c: ModelConfig, lengths_B: Ints, *, fp8: bool = False) -> int:
     """What a pass with one new token of each sequence reads of keys and values, and reads and
     writes of states."""
     windows = [
         c.layer_features(layer).window or c.max_position_embeddings for layer in c.cached_layers
     ]
     seen = sum(int(lengths_B.clip(max=window).sum()) for window in windows)
-    token_bytes = 2 * c.num_key_value_heads * c.head_dim * 2
+    token_bytes = kv_bytes(c, 2, fp8=fp8) // len(windows)
     return seen * token_bytes + 2 * len(lengths_B) * state_bytes(c, 2)
 
 
@@ -316,7 +318,7 @@ def engine_figures(
     runner = CudaRunner(
         model, blocks, batch, invariant=model.invariant, num_windowed_blocks=windowed
     )
-    counting = CountingRunner(runner, model.config)
+    counting = CountingRunner(runner, model.config, fp8_kv=model.arithmetic.fp8_kv)
     engine = Engine(
         model,
         max_num_seqs=batch,

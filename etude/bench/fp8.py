@@ -9,11 +9,11 @@ the head; `k3`: a smaller model of many layers):
     forward.KIND.tokens_per_s    8 rows of 2,048 tokens, compiled as in a run, gradients to follow
     forward.KIND_over_bf16
     k3.TRAINER.ENGINE            mean over tokens that the engine drew
-    k3.fp8_over_bf16             the trainer in FP8 over the one in bf16, both against the engine in
-                                 FP8
-    k3.fp8-invariant_over_bf16   the same where trainer and engine are also batch-invariant
+    k3.KIND_over_bf16            the trainer of this kind over the one in bf16, both against the
+                                 engine of this kind
 
-KIND, TRAINER and ENGINE are bf16, fp8, or fp8-invariant: FP8 with batch-invariant arithmetic.
+KIND, TRAINER and ENGINE are bf16, fp8, or fp8-kv: FP8 with keys and values in FP8, too; each of the
+last two also with -invariant: with batch-invariant arithmetic.
 Imports torch and numpy only, so that it runs on a bare CUDA image: python -m etude.bench.fp8 --json
 """
 
@@ -46,7 +46,9 @@ from etude.train.start import compile_layers
 KINDS = {
     "bf16": Arithmetic.of(invariant=False, fp8=False),
     "fp8": Arithmetic.of(invariant=False, fp8=True),
+    "fp8-kv": Arithmetic.of(invariant=False, fp8=True, fp8_kv=True),
     "fp8-invariant": Arithmetic.of(invariant=True, fp8=True),
+    "fp8-kv-invariant": Arithmetic.of(invariant=True, fp8=True, fp8_kv=True),
 }
 PARTS = ("decode", "forward", "k3")
 SHAPE = engine_cuda.SHAPES["qwen3-8b"]
@@ -62,31 +64,33 @@ SMALL = replace(
 SESSIONS, PROMPT, NEW = 16, 64, 128
 
 
-def run(parts: Sequence[str] = PARTS) -> dict[str, float]:
+def run(parts: Sequence[str] = PARTS, kinds: Sequence[str] = tuple(KINDS)) -> dict[str, float]:
     found: dict[str, float] = {}
+    kinds = [kind for kind in KINDS if kind in kinds or kind == "bf16"]
     for part in parts:
-        for name, value in {"decode": _decode, "forward": _forward, "k3": _k3}[part]().items():
+        measure = {"decode": _decode, "forward": _forward, "k3": _k3}[part]
+        for name, value in measure(kinds).items():
             found[f"{part}.{name}"] = value
             print(f"{part}.{name} {value:.4g}", file=sys.stderr, flush=True)
         engine_cuda.free()
     return found
 
 
-def _decode() -> dict[str, float]:
+def _decode(kinds: Sequence[str]) -> dict[str, float]:
     model, bytes_per_s = engine_cuda.random_model(SHAPE), engine_cuda.bandwidth()
     found: dict[str, float] = {}
-    for kind, arithmetic in KINDS.items():
-        model.compute_with(arithmetic)
+    for kind in kinds:
+        model.compute_with(KINDS[kind])
         figures = engine_cuda.engine_figures(model, BATCH, bytes_per_s, 2 * engine_cuda.NEW * BATCH)
         found[f"{kind}.tokens_per_s"] = figures["tokens_per_s"]
         engine_cuda.free()
     return found | _over_bf16(found, ".tokens_per_s")
 
 
-def _forward() -> dict[str, float]:
+def _forward(kinds: Sequence[str]) -> dict[str, float]:
     plain = engine_cuda.random_model(replace(SHAPE, num_hidden_layers=LAYERS))
     found: dict[str, float] = {}
-    for kind in KINDS:
+    for kind in kinds:
         found[f"{kind}.tokens_per_s"] = _forward_speed(_trainer(plain, kind))
         torch.compiler.reset()
         engine_cuda.free()
@@ -105,27 +109,23 @@ def _forward_speed(model: Transformer) -> float:
     return ROWS * LENGTH / _median_seconds(lambda: model(tokens, positions, attend))
 
 
-def _k3() -> dict[str, float]:
+def _k3(kinds: Sequence[str]) -> dict[str, float]:
     plain = engine_cuda.random_model(SMALL)
     found: dict[str, float] = {}
-    for engine, trainers in {
-        "bf16": ("bf16",),
-        "fp8": ("bf16", "fp8"),
-        "fp8-invariant": ("bf16", "fp8-invariant"),
-    }.items():
+    for engine in kinds:
         drawn = _drawn(copy.deepcopy(plain).compute_with(KINDS[engine]))
-        for trainer in trainers:
+        for trainer in dict.fromkeys(("bf16", engine)):
             found[f"{trainer}.{engine}"] = _mean_k3(_trainer(plain, trainer), drawn)
             engine_cuda.free()
-    for kind in ("fp8", "fp8-invariant"):
-        found[f"{kind}_over_bf16"] = found[f"{kind}.{kind}"] / found[f"bf16.{kind}"]
+        if engine != "bf16":
+            found[f"{engine}_over_bf16"] = found[f"{engine}.{engine}"] / found[f"bf16.{engine}"]
     return found
 
 
 def _trainer(plain: Transformer, kind: str) -> Transformer:
     """The model as a trainer of that kind has it."""
     arithmetic = KINDS[kind]
-    model = copy.deepcopy(plain).compute_with(Arithmetic.of(invariant=False, fp8=arithmetic.fp8))
+    model = copy.deepcopy(plain).compute_with(arithmetic.but(invariant=False))
     if not arithmetic.invariant:
         return model
     return invariant_trainer_model(model, torch.bfloat16).cast(torch.bfloat16)
@@ -161,9 +161,9 @@ def _mean_k3(model: Transformer, drawn: Sequence[tuple[tuple[int, ...], Sample]]
 
 def _over_bf16(found: Mapping[str, float], end: str) -> dict[str, float]:
     return {
-        f"{kind}_over_bf16": found[kind + end] / found["bf16" + end]
-        for kind in KINDS
-        if kind != "bf16"
+        f"{name.removesuffix(end)}_over_bf16": value / found["bf16" + end]
+        for name, value in found.items()
+        if name != "bf16" + end
     }
 
 
@@ -182,8 +182,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="FP8 beside bf16")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))
     options = parser.parse_args()
-    figures = run(options.parts)
+    figures = run(options.parts, options.kinds)
     if options.json:
         print(json.dumps(figures, indent=2))
 

@@ -105,7 +105,7 @@ def mismatch(
         sides, recorded = from_run(run, console)
         said["recorded"] = recorded.to_json() if recorded else None
     if invariant:
-        sides.compute_with(Arithmetic.of(invariant=True, fp8=sides.engine.arithmetic.fp8))
+        sides.compute_with(sides.engine.arithmetic.but(invariant=True))
     asked = sides.temperature if temperature is None else temperature
     found = diagnose(
         sides.engine,
@@ -163,7 +163,11 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
     trainer = trainer_copy(engine)
     sides = Sides(engine, trainer, [tuple(tokenizer.encode(text)) for text in TEXTS])
     sides.compute_with(
-        Arithmetic.of(invariant=config.batch_invariant, fp8=config.quantization == "fp8")
+        Arithmetic.of(
+            invariant=config.batch_invariant,
+            fp8=config.quantization == "fp8",
+            fp8_kv=config.kv_cache_dtype == "fp8",
+        )
     )
     if not steps:
         return sides, None

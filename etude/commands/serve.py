@@ -71,6 +71,7 @@ class Options:
     """cpu, cuda, or auto."""
     invariant: bool
     quantization: str | None
+    kv_cache_dtype: str
     quiet: bool
     """Without a log of the requests, and without warnings."""
 
@@ -136,8 +137,12 @@ async def _serve(options: Options) -> None:
     if not options.quiet:
         print(f"loading {options.target}", file=sys.stderr, flush=True)
     loaded = load(options.target, options.dtype, device, version=options.version)
-    fp8 = options.quantization == "fp8"
-    loaded.model.compute_with(Arithmetic.of(invariant=options.invariant, fp8=fp8))
+    arithmetic = Arithmetic.of(
+        invariant=options.invariant,
+        fp8=options.quantization == "fp8",
+        fp8_kv=options.kv_cache_dtype == "fp8",
+    )
+    loaded.model.compute_with(arithmetic)
     adapters = read_adapters(options.adapter)
     inner = make_engine(loaded, adapters, options)
     engine = EngineThread(inner, no_other_version, loaded.files)

@@ -146,6 +146,9 @@ class RunConfig(Config):
     """`fp8`: the matrices of attention and dense MLPs are multiplied in FP8 (e4m3, a scale for each
     token and each output), in the engine and in the trainer's forward pass; weights are trained and
     published as without it (docs/training.md)."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """`fp8`: keys and values are rounded to FP8 (e4m3, a scale for each token and head), in the
+    engine, which keeps them so, and in the trainer's forward pass. `auto`: as computed."""
     heartbeat_timeout_s: Positive = 10.0
     """Time without a heartbeat after which a process of the run is named on the screen, a worker
     gets no requests until its next one, and a sandbox has failed. A step of an engine may take ten
@@ -289,10 +292,10 @@ class RunConfig(Config):
                 "a vLLM server promises nothing about its bits: leave out engine.vllm_urls, or "
                 "batch_invariant and deterministic"
             )
-        if self.engine.vllm_urls and self.quantization:
+        if self.engine.vllm_urls and (self.quantization or self.kv_cache_dtype != "auto"):
             raise ValueError(
                 "a vLLM server is told by its own options how it quantises: leave out "
-                "engine.vllm_urls, or quantization"
+                "engine.vllm_urls, or quantization and kv_cache_dtype"
             )
         if self.batch_invariant and len(threads) > 1:
             # A product that several threads share is added up in another order than one that a

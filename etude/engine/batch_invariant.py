@@ -50,8 +50,9 @@ class BatchInvariantTorchRunner:
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(
-            model.config, num_blocks, BLOCK_SIZE, weight, self.num_windowed_blocks
-        )
+            model.config, num_blocks, BLOCK_SIZE, weight, self.num_windowed_blocks,
+            fp8=model.arithmetic.fp8_kv,
+        )  # fmt: skip
         self._used = RoutedExpertsCache(model.config, num_blocks, BLOCK_SIZE, self._device)
 
     @torch.inference_mode()

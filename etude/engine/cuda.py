@@ -44,6 +44,7 @@ from etude.engine.kernels import attention, batch_invariant, fp8
 from etude.engine.kernels.fused import ForwardContext, FusedForward, unsupported
 from etude.engine.kernels.gated_delta import GatedDeltaDecode, delta_chunks
 from etude.engine.kernels.lora import AdapterTiles, CudaAdapters
+from etude.engine.kernels.pages import empty_pages
 from etude.engine.kernels.unfused import UnfusedForward
 from etude.engine.runner import block_size
 from etude.engine.sampler import sample
@@ -114,8 +115,8 @@ class CudaRunner:
         self._group_of = [int(layer in windowed) for layer in c.cached_layers]
         counts = [(num_blocks, num_windowed_blocks)[group] for group in self._group_of]
         of_block = (c.num_key_value_heads, self.block_size, c.head_dim)
-        self._k = [weight.new_zeros(count, *of_block) for count in counts]
-        self._v = [weight.new_zeros(count, *of_block) for count in counts]
+        fp8_kv = model.arithmetic.fp8_kv
+        self._kv = [empty_pages(weight, (count, *of_block), fp8=fp8_kv) for count in counts]
         # One block more, for rows that belong to nobody.
         self._states = StateCache(c, num_blocks + 1, weight) if c.linear else None
         self._recurrence: Recurrence | None = None  # of the prefill part of a pass
@@ -354,9 +355,8 @@ class CudaRunner:
             layer, group = self._forward.layers[number], self._group_of[number]
             out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
             decode(
-                layer.attention_config, qkv, self._k[number], self._v[number], got[BLOCKS[group]],
-                got["stride"], got["lengths"], got[SLOTS[group]], out, page_size=self.block_size,
-                pdl=qkv.is_cuda,
+                layer.attention_config, qkv, *self._kv[number], got[BLOCKS[group]], got["stride"],
+                got["lengths"], got[SLOTS[group]], out, page_size=self.block_size, pdl=qkv.is_cuda,
             )  # fmt: skip
             return out
 
@@ -380,8 +380,7 @@ class CudaRunner:
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             heads, group = self._forward.layers[number].attention_config, self._group_of[number]
-            k = self._k[number]
-            v = self._v[number]
+            k, v = self._kv[number]
             attention.write(
                 heads,
                 qkv,

@@ -20,6 +20,8 @@ from etude.model.lora import Adapter
 from etude.model.transformer import ModelConfig, Transformer
 
 BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 1024
+SCALE_BYTES = 4
+"""Of a row of keys or values in FP8."""
 
 
 def block_size(config: ModelConfig) -> int:
@@ -31,19 +33,20 @@ def block_size(config: ModelConfig) -> int:
     return size
 
 
-def kv_bytes(config: ModelConfig, element_size: int) -> int:
-    """Of the keys and values of one token."""
-    return len(config.cached_layers) * _layer_bytes(config, element_size)
+def kv_bytes(config: ModelConfig, element_size: int, *, fp8: bool = False) -> int:
+    """Of the keys and values of one token, in elements of this size or in FP8."""
+    return len(config.cached_layers) * _layer_bytes(config, element_size, fp8)
 
 
-def windowed_bytes(config: ModelConfig, element_size: int) -> int:
+def windowed_bytes(config: ModelConfig, element_size: int, *, fp8: bool = False) -> int:
     """The part of `kv_bytes` that layers with a window have."""
-    return len(config.windowed_layers) * _layer_bytes(config, element_size)
+    return len(config.windowed_layers) * _layer_bytes(config, element_size, fp8)
 
 
-def _layer_bytes(config: ModelConfig, element_size: int) -> int:
+def _layer_bytes(config: ModelConfig, element_size: int, fp8: bool) -> int:
     heads, size = config.cached_heads
-    return heads * size * (1 if config.latent else 2) * element_size
+    row = size + SCALE_BYTES if fp8 else size * element_size
+    return heads * row * (1 if config.latent else 2)
 
 
 def state_bytes(config: ModelConfig, element_size: int) -> int:
@@ -108,8 +111,9 @@ class TorchRunner:
         weight = model.model.embed_tokens.weight.detach()
         self._device = weight.device
         self._cache = KVCache(
-            model.config, num_blocks, self.block_size, weight, self.num_windowed_blocks
-        )
+            model.config, num_blocks, self.block_size, weight, self.num_windowed_blocks,
+            fp8=model.arithmetic.fp8_kv,
+        )  # fmt: skip
         self._used = RoutedExpertsCache(model.config, num_blocks, self.block_size, self._device)
 
     @torch.inference_mode()
@@ -215,6 +219,7 @@ class _PrepackedTransformer(Transformer):
         for path, module in list(self.named_modules()):
             if isinstance(module, nn.Linear) and module is not self.lm_head:
                 self.set_submodule(path, _PrepackedLinear(module))
+        self.compute_with(model.arithmetic)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.bent(self._head(hidden).float())

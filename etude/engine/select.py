@@ -22,7 +22,6 @@ from etude.engine.runner import (
     windowed_bytes,
 )
 from etude.model.layers import ADAPTER_KINDS
-from etude.model.numerics import Arithmetic
 from etude.model.transformer import Transformer
 
 MAX_PLAIN_BLOCK_SIZE = 64
@@ -82,14 +81,15 @@ def kv_cache_size(
     if kv_cache_bytes is None:
         kv_cache_bytes = int(KV_MEMORY_FRACTION * _free(model)) if weight.is_cuda else 1 << 30
     width, context = weight.element_size(), c.max_position_embeddings
-    token_bytes = kv_bytes(c, width) + state_bytes(c, width) // block_size(c)
+    fp8 = model.arithmetic.fp8_kv
+    token_bytes = kv_bytes(c, width, fp8=fp8) + state_bytes(c, width) // block_size(c)
 
     def within(num_bytes: float, token_bytes: float) -> int:
         return max(context, min(4 * max_num_seqs * context, int(num_bytes // token_bytes)))
 
     if c.sliding_window is None or not c.windowed_layers or max_batched_tokens is None:
         return KvCacheSize(within(kv_cache_bytes, token_bytes))
-    size, windowed = MAX_PLAIN_BLOCK_SIZE, windowed_bytes(c, width)
+    size, windowed = MAX_PLAIN_BLOCK_SIZE, windowed_bytes(c, width, fp8=fp8)
     seen = size * num_windowed_blocks(
         c.sliding_window, size, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
     )
@@ -143,7 +143,7 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
     kernels, or with the same operators."""
     if not has_kernels(model, dtype, invariant=True):
         _check_invariant(model)
-        return model.compute_with(Arithmetic.of(invariant=True, fp8=model.arithmetic.fp8))
+        return model.compute_with(model.arithmetic.but(invariant=True))
     if any(name.endswith(ADAPTER_KINDS) for name, _ in model.named_parameters()):
         raise EtudeError(
             "batch_invariant with trainer.lora is not to be had on CUDA: leave out one of them, or "
@@ -194,7 +194,7 @@ def select_runner(
         # It merges the adapter of the weights; in bf16 that would be another model.
         merges = adapters is not None and not adapters.num_named and weight.dtype == torch.float32
         missing = [] if adapters is None or merges else ["adapters"]
-        missing += ["FP8"] if model.arithmetic.fp8 else []
+        missing += ["FP8"] if model.arithmetic.fp8 or model.arithmetic.fp8_kv else []
         if not missing and not native.unsupported(model.config, weight.dtype):
             return native.CpuRunner(model, blocks(native.BLOCK_SIZE)[0], with_adapter=merges)
         _say_once("native.c does", [*model.config.unsupported_features(native.SUPPORTED), *missing])

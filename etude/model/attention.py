@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from etude.model import cudnn_attention
+from etude.model.fp8 import Quantised, quantise_kv
 from etude.model.recurrence import Recurrence, Span, StateCache
 from etude.model.scoring import Scoring, attend_hidden, attend_scored
 from etude.model.transformer import ModelConfig
@@ -120,6 +121,38 @@ def _one_by_one(
     return torch.cat(mixed, 2)[0].transpose(0, 1).to(dtype)
 
 
+class CachedRows:
+    """The keys or values of one layer, in blocks [blocks, block size, K, D]: in the type of `like`,
+    or in FP8 with a scale for each token and head."""
+
+    def __init__(self, shape: Sequence[int], like: Tensor, fp8: bool) -> None:
+        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
+        # NaN.
+        kind = torch.float8_e4m3fn if fp8 else like.dtype
+        self.values = like.new_zeros(shape, dtype=kind)
+        self.scales = like.new_zeros(shape[:-1], dtype=torch.float32) if fp8 else None
+        self._dtype = like.dtype
+
+    def write(self, slots_N: Tensor, x_NKD: Tensor) -> None:
+        if self.scales is None:
+            self.values.flatten(0, 1).index_copy_(0, slots_N, x_NKD)
+            return
+        values, scales = quantise_kv(x_NKD)
+        self.values.flatten(0, 1)[slots_N] = values
+        self.scales.flatten(0, 1)[slots_N] = scales
+
+    def blocks(self, blocks_M: Tensor) -> Tensor:
+        if self.scales is None:
+            return self.values.index_select(0, blocks_M)
+        return Quantised(self.values[blocks_M], self.scales[blocks_M]).read(self._dtype)
+
+    def slots(self, slots: Tensor) -> Tensor:
+        values = self.values.flatten(0, 1)[slots]
+        if self.scales is None:
+            return values
+        return Quantised(values, self.scales.flatten(0, 1)[slots]).read(self._dtype)
+
+
 class KVCache:
     """Keys and values of many sequences, in blocks of `block_size` tokens. With a latent (MLA)
     values are the beginning of keys, and only those are kept. Recurrent layers have a state at the
@@ -132,9 +165,12 @@ class KVCache:
         block_size: int,
         like: Tensor,
         num_windowed_blocks: int = 0,
+        *,
+        fp8: bool = False,
     ) -> None:
-        """On the device and in the type of `like`. `num_windowed_blocks`: blocks of layers with a
-        window, which are a second group then; 0: all layers are one."""
+        """On the device and in the type of `like`, or in FP8. `num_windowed_blocks`: blocks of
+        layers with a window, which are a second group then; 0: all layers are one."""
+        self.like = like.new_empty(0)
         self.heads, self.size = config.cached_heads
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -142,18 +178,16 @@ class KVCache:
         self.group_of = [int(layer in windowed) for layer in config.cached_layers]
         counts = [(num_blocks, num_windowed_blocks)[group] for group in self.group_of]
         shapes = [(count, block_size, self.heads, self.size) for count in counts]
-        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
-        # NaN.
-        self.k = [like.new_zeros(shape) for shape in shapes]
-        self.v = self.k if config.latent else [like.new_zeros(shape) for shape in shapes]
+        self.k = [CachedRows(shape, like, fp8) for shape in shapes]
+        self.v = self.k if config.latent else [CachedRows(shape, like, fp8) for shape in shapes]
         self.contiguous: dict[int, ContiguousCache] = {}  # by capacity
         self.states = StateCache(config, num_blocks, like) if config.linear else None
 
-    def gather(self, by_block: Tensor, blocks_M: Tensor, length: int) -> Tensor:
+    def gather(self, cached: CachedRows, blocks_M: Tensor, length: int) -> Tensor:
         """SKD: the first `length` tokens of the sequence in these blocks, from one layer's keys or
         values."""
         used_M = blocks_M[: -(-length // self.block_size)]
-        return by_block.index_select(0, used_M).flatten(0, 1)[:length]
+        return cached.blocks(used_M).flatten(0, 1)[:length]
 
 
 class ContiguousCache:
@@ -200,11 +234,12 @@ class ContiguousCache:
         self._num_rows = num_rows
         self._held.clear()
         shape = (num_rows, self._cache.heads, self.capacity, self._cache.size)
-        self.k = [layer.new_zeros(shape) for layer in self._cache.k]
+        like = self._cache.like
+        self.k = [like.new_zeros(shape) for _ in self._cache.k]
         self.v = (
             self.k
             if self._cache.v is self._cache.k
-            else [layer.new_zeros(shape) for layer in self._cache.v]
+            else [like.new_zeros(shape) for _ in self._cache.v]
         )
 
     def _fetch(self, row: int, blocks_GM: Tensor, length: int) -> None:
@@ -213,8 +248,8 @@ class ContiguousCache:
             id(self.v): (self.v, self._cache.v),
         }.values():
             groups = self._cache.group_of
-            for to, by_block, group in zip(shelved, cached, groups, strict=True):
-                found = self._cache.gather(by_block, blocks_GM[group], length)
+            for to, rows, group in zip(shelved, cached, groups, strict=True):
+                found = self._cache.gather(rows, blocks_GM[group], length)
                 to[row, :, :length] = found.transpose(0, 1)
 
 
@@ -235,7 +270,7 @@ class PagedAttention:
         num_decode: int,
     ) -> None:  # fmt: skip
         self._cache = cache
-        device = cache.k[0].device
+        device = cache.like.device
         blocks = torch.from_numpy(block_table_GBM).to(device)
         count = slot_mapping_GN.shape[1]
         by_capacity: dict[int, list[int]] = {}
@@ -294,9 +329,9 @@ class PagedAttention:
     ) -> Tensor:
         k, v = self._cache.k[layer], self._cache.v[layer]
         slots_N = self._slot_mapping_GN[self._cache.group_of[layer]]
-        k.flatten(0, 1).index_copy_(0, slots_N, k_NKD)
+        k.write(slots_N, k_NKD)
         if v is not k:
-            v.flatten(0, 1).index_copy_(0, slots_N, v_NKV)
+            v.write(slots_N, v_NKV)
         mixed = [
             group(layer, q_NHD[group.new], k_NKD[group.new], v_NKV[group.new], scale, scoring)
             for group in self._groups
@@ -369,7 +404,7 @@ class _PrefillSequence:
         self._mask: Tensor | None = None
         if 1 < num_new < length:
             self._mask = _mask(
-                ~np.tri(num_new, length, length - num_new, dtype=np.bool_), cache.k[0]
+                ~np.tri(num_new, length, length - num_new, dtype=np.bool_), cache.like
             )
 
     def __call__(

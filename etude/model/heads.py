@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from etude.model.config import LatentConfig, ModelConfig
+from etude.model.fp8 import rounded_kv
 from etude.model.layers import Fused, Linear, RMSNorm
 from etude.model.numerics import PLAIN
 from etude.model.recurrence import Recur
@@ -95,6 +96,8 @@ class GroupedQueryAttention(nn.Module):
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         if self.rotated:
             q, k = rotate(q, cos, sin, self.arithmetic), rotate(k, cos, sin, self.arithmetic)
+        if self.arithmetic.fp8_kv:
+            k, v = rounded_kv(k), rounded_kv(v)
         mixed = attend(self.layer, q, k, v, self.scale, self.scoring)
         if gate is not None:
             mixed = mixed * self.arithmetic.sigmoid(gate)

@@ -1,5 +1,6 @@
 """The arithmetic of a model: the usual one, or a batch-invariant one, in which a token does not
-depend on its neighbours in the batch. Either may take the products of its layers in FP8.
+depend on its neighbours in the batch. Either may take the products of its layers in FP8, and round
+keys and values to FP8.
 
 A matrix product of one row and one of twenty add up in different orders, and so do attention over a
 prompt and over a cache. `PLAIN` lets the library choose. In `INVARIANT` whatever is computed for a
@@ -56,10 +57,16 @@ class Arithmetic:
     """A token has the same bits in any company."""
     fp8: bool = False
     """Matrices of layers are multiplied in FP8 (`model.fp8`)."""
+    fp8_kv: bool = False
+    """Keys and values are rounded to FP8, and a KV cache keeps them so."""
 
     @staticmethod
-    def of(*, invariant: bool, fp8: bool) -> Arithmetic:
-        return replace(INVARIANT if invariant else PLAIN, fp8=fp8)
+    def of(*, invariant: bool, fp8: bool, fp8_kv: bool = False) -> Arithmetic:
+        return replace(INVARIANT if invariant else PLAIN, fp8=fp8, fp8_kv=fp8_kv)
+
+    def but(self, *, invariant: bool) -> Arithmetic:
+        """The same with or without batch invariance."""
+        return Arithmetic.of(invariant=invariant, fp8=self.fp8, fp8_kv=self.fp8_kv)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """By the name that config.json gives it."""

@@ -7,12 +7,12 @@ so it does not matter how many of them follow. `TiledCausalAttention` and `Tiled
 differ in where the keys lie. Both hand over the latent of an MLA layer, not the expanded heads.
 
 Shapes as in `attention`, and U tiles, W tokens of a tile of queries, J of a tile of keys, S tokens
-of the longest sequence rounded up to whole tiles, P slots of a cache.
+of the longest sequence rounded up to whole tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,8 @@ of them."""
 PRODUCTS = 64
 
 Ints = NDArray[np.int64]
+Slots = Callable[[Tensor], Tensor]
+"""Keys or values of all heads at the places of any tensor of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +84,17 @@ def attend_in_tiles(
     tiles: Tiles,
     scale: float,
     q_NHD: Tensor,
-    k_PKD: Tensor,
-    v_PKV: Tensor,
+    k: Slots,
+    v: Slots,
+    groups: int,
     scoring: Scoring | None = None,
 ) -> Tensor:
-    """In float32, whatever the type: the result is rounded once."""
+    """In float32, whatever the type: the result is rounded once. `groups`: heads of keys."""
     num_tiles, width = tiles.tokens_UW.shape
-    heads, groups = q_NHD.shape[1], k_PKD.shape[1]
+    heads = q_NHD.shape[1]
 
-    def tile(x_PKD: Tensor, slots_UJ: Tensor) -> Tensor:
-        return x_PKD[slots_UJ].transpose(1, 2).flatten(0, 1).float()
+    def tile(x: Slots, slots_UJ: Tensor) -> Tensor:
+        return x(slots_UJ).transpose(1, 2).flatten(0, 1).float()
 
     q_UKWGD = (
         q_NHD[tiles.tokens_UW].view(num_tiles, width, groups, -1, q_NHD.shape[-1]).transpose(1, 2)
@@ -99,7 +102,7 @@ def attend_in_tiles(
     q = q_UKWGD.reshape(num_tiles * groups, -1, q_NHD.shape[-1]).float()
     places = torch.split(tiles.slot_mapping_US, KEYS, 1)
     scores = (
-        torch.cat([products(q, tile(k_PKD, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1)
+        torch.cat([products(q, tile(k, slots_UJ).transpose(1, 2)) for slots_UJ in places], -1)
         * scale
     )
     scores_UKWGS = scores.view(num_tiles, groups, width, heads // groups, -1)
@@ -108,7 +111,7 @@ def attend_in_tiles(
     for part, slots_UJ in zip(
         torch.split(weights.view(scores.shape), KEYS, -1), places, strict=True
     ):
-        mixed = mixed + products(part, tile(v_PKV, slots_UJ))
+        mixed = mixed + products(part, tile(v, slots_UJ))
     mixed_UWHV = (
         mixed.view(num_tiles, groups, width, heads // groups, -1).transpose(1, 2).flatten(2, 3)
     )
@@ -188,7 +191,9 @@ class TiledCausalAttention:
             self._tiles = self._lay_out(tokens_of_a_tile(q_THD.shape[1], k_TKD.shape[1]))
         tiles, factor = self._tiles, scale or q_THD.shape[-1] ** -0.5
         return value_of(
-            lambda: attend_in_tiles(tiles, factor, q_THD, k_TKD, v_TKV, scoring),
+            lambda: attend_in_tiles(
+                tiles, factor, q_THD, k_TKD.__getitem__, v_TKV.__getitem__, k_TKD.shape[1], scoring
+            ),
             gradient_of=lambda: self._plain(layer, q_THD, k_TKD, v_TKV, scale, scoring),
         )
 
@@ -223,7 +228,7 @@ class TiledPagedAttention:
         block_table_GBM: Ints,
     ) -> None:
         self._cache = cache
-        device = cache.k[0].device
+        device = cache.like.device
         size = cache.block_size
         self._slot_mapping_GN = torch.from_numpy(slot_mapping_GN).to(device)
         # Whatever lies past the end of a sequence is hidden from it.
@@ -251,11 +256,14 @@ class TiledPagedAttention:
         scale: float | None = None,
         scoring: Scoring | None = None,
     ) -> Tensor:
-        k, v = (x.flatten(0, 1) for x in (self._cache.k[layer], self._cache.v[layer]))
+        k, v = self._cache.k[layer], self._cache.v[layer]
         group = self._cache.group_of[layer]
-        k.index_copy_(0, self._slot_mapping_GN[group], k_NKD)
-        if self._cache.v is not self._cache.k:
-            v.index_copy_(0, self._slot_mapping_GN[group], v_NKV)
-        values = v[..., : v_NKV.shape[-1]]
-        factor = scale or q_NHD.shape[-1] ** -0.5
-        return attend_in_tiles(self._tiles[group], factor, q_NHD, k, values, scoring)
+        k.write(self._slot_mapping_GN[group], k_NKD)
+        if v is not k:
+            v.write(self._slot_mapping_GN[group], v_NKV)
+
+        def values(slots: Tensor) -> Tensor:
+            return v.slots(slots)[..., : v_NKV.shape[-1]]
+
+        tiles, factor = self._tiles[group], scale or q_NHD.shape[-1] ** -0.5
+        return attend_in_tiles(tiles, factor, q_NHD, k.slots, values, k_NKD.shape[1], scoring)

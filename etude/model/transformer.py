@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from etude.core.errors import EtudeError
 from etude.model.config import ModelConfig
 from etude.model.delta_net import GatedDeltaNet
 from etude.model.experts import Routing, SparseMoE
@@ -154,6 +155,12 @@ class Transformer(nn.Module):
 
     def compute_with(self, arithmetic: Arithmetic) -> Transformer:
         """From now on, in all of its parts; returns itself."""
+        if arithmetic.fp8_kv and (self.config.latent or self.config.linear):
+            kept = "a latent" if self.config.latent else "states of recurrent layers"
+            raise EtudeError(
+                f"a KV cache in FP8 is not to be had for {self.config.model_type}, which keeps "
+                f"{kept}: leave out kv_cache_dtype"
+            )
         for module in self.modules():
             module.arithmetic = arithmetic  # type: ignore[assignment]
         return self

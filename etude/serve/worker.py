@@ -244,7 +244,11 @@ async def own_engine(
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
     model = model.to(device, dtype)
     model.compute_with(
-        Arithmetic.of(invariant=config.batch_invariant, fp8=config.quantization == "fp8")
+        Arithmetic.of(
+            invariant=config.batch_invariant,
+            fp8=config.quantization == "fp8",
+            fp8_kv=config.kv_cache_dtype == "fp8",
+        )
     )
     max_num_seqs = _max_num_seqs(config)
     adapter = files.get(CONFIG_FILE)

@@ -15,6 +15,7 @@ from etude.core.lineage import stage_spans
 from etude.core.placement import ModelSize
 from etude.core.stages import DpoConfig, MidtrainConfig, RolloutStageConfig, SftConfig
 from etude.core.types import EVAL_SPLITS
+from etude.engine.runner import kv_bytes
 from etude.engine.select import select_device
 from etude.model.config import ModelConfig
 from etude.model.files import hf_tensors
@@ -89,13 +90,11 @@ def size_of_model(config: RunConfig) -> ModelSize:
     shape = model_shape(config)
     with torch.device("meta"):
         parameters = sum(tensor.numel() for tensor in hf_tensors(Transformer(shape)).values())
-    rows, width = shape.cached_heads
-    copies = 1 if shape.latent else 2  # keys and values, or the vector that both are made from
     return ModelSize(
         parameters=parameters,
         # a token's products, without its looks back
         active=forward_flops(shape, 1, 1) / 2,
-        kv_bytes=2 * copies * rows * width * shape.num_hidden_layers,
+        kv_bytes=kv_bytes(shape, 2, fp8=config.kv_cache_dtype == "fp8"),
         activation_bytes=activation_bytes(config, shape, torch.device("cuda")),
     )
 

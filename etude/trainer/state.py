@@ -116,7 +116,13 @@ class TrainerState:
             assert config.trainer.lora is not None
             add_adapter(model, adapter_config(config.trainer.lora), config.seed)
         compute = computed_in(config.trainer, self._device)
-        model.compute_with(Arithmetic.of(invariant=False, fp8=config.quantization == "fp8"))
+        model.compute_with(
+            Arithmetic.of(
+                invariant=False,
+                fp8=config.quantization == "fp8",
+                fp8_kv=config.kv_cache_dtype == "fp8",
+            )
+        )
         if config.batch_invariant:
             model = invariant_trainer_model(model, compute)
         elif compute == torch.bfloat16 and not config.deterministic:

@@ -175,6 +175,7 @@ def record(
     change: Callable[[Sample], Sample] = lambda sample: sample,
     sampling: tuple[SamplingSpan, ...] = (),
     fp8: bool = False,
+    fp8_kv: bool = False,
     **asked: Any,
 ) -> None:
     """A run whose last batch was sampled at temperature 0.5 by the weights that it trained.
@@ -184,7 +185,7 @@ def record(
     shape = replace(shape or config(), vocab_size=300, max_position_embeddings=256)
     store_files(run, small | {"config.json": shape.to_json().encode()})
     policy = trainer_copy(sharp(shape, seed=0, factor=2.0))
-    policy.compute_with(Arithmetic.of(invariant=False, fp8=fp8))
+    policy.compute_with(Arithmetic.of(invariant=False, fp8=fp8, fp8_kv=fp8_kv))
     for version in range(step):
         publish(run.objects, version, hf_state_dict(policy), stage="rl", step=version)
     engine, rows = Engine(policy, max_num_seqs=1), []
@@ -224,6 +225,17 @@ def test_a_run_in_fp8_is_judged_in_fp8(tmp_path: Path, capsys: pytest.CaptureFix
     recorded = found["recorded"]
     assert recorded["all"]["k3"] < 1e-4 and recorded["causes"] == found["causes"] == []
     record(tmp_path / "unsaid", RL, fp8=True)
+    assert judged(tmp_path / "unsaid", capsys)["recorded"]["all"]["k3"] > 1e-4
+
+
+def test_a_run_with_its_kv_cache_in_fp8_is_judged_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "said", 'kv_cache_dtype = "fp8"\n' + RL, fp8_kv=True)
+    found = judged(tmp_path / "said", capsys)
+    recorded = found["recorded"]
+    assert recorded["all"]["k3"] < 1e-4 and recorded["causes"] == found["causes"] == []
+    record(tmp_path / "unsaid", RL, fp8_kv=True)
     assert judged(tmp_path / "unsaid", capsys)["recorded"]["all"]["k3"] > 1e-4
 
 

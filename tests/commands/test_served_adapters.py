@@ -39,7 +39,7 @@ async def test_the_name_of_the_model_chooses_the_adapter(tmp_path: Path) -> None
         adapter=[f"shop={tmp_path / '1'}", f"team/a b={tmp_path / '2'}"], token_file=None,
         max_num_seqs=4, max_answers=8, max_context=None, default_max_tokens=8, dtype="float32",
         threads=None, device="cpu", invariant=False, quantization=None,
-        quiet=True,
+        kv_cache_dtype="auto", quiet=True,
     )  # fmt: skip
     loaded = load(options.target, options.dtype, torch.device("cpu"))
     adapters = read_adapters(options.adapter)

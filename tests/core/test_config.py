@@ -608,8 +608,9 @@ def test_a_vllm_server_belongs_to_a_region_and_promises_no_bits() -> None:
     for top in ("deterministic = true", "batch_invariant = true"):
         with pytest.raises(EtudeError, match="promises nothing about its bits"):
             parse(base.format(top=top, region="east"))
-    with pytest.raises(EtudeError, match="told by its own options how it quantises"):
-        parse(base.format(top='quantization = "fp8"', region="east"))
+    for top in ('quantization = "fp8"', 'kv_cache_dtype = "fp8"'):
+        with pytest.raises(EtudeError, match="told by its own options how it quantises"):
+            parse(base.format(top=top, region="east"))
 
 
 @pytest.mark.parametrize(

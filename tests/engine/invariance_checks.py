@@ -152,6 +152,7 @@ LATENT = LatentConfig(kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32
 MODELS = {
     "dense": SHAPE,
     "fp8": SHAPE,
+    "fp8-kv": SHAPE,
     "experts": replace(SHAPE, model_type="qwen3_moe", experts=EXPERTS),
     "latent": replace(
         SHAPE, model_type="deepseek_v3", head_dim=0, latent=LATENT,
@@ -175,8 +176,8 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     if name == "latent":
         model.compute_with(INVARIANT)
-    if name == "fp8":  # attention is invariant by the class of the model
-        model.compute_with(Arithmetic.of(invariant=False, fp8=True))
+    if name.startswith("fp8"):  # attention is invariant by the class of the model
+        model.compute_with(Arithmetic.of(invariant=False, fp8=True, fp8_kv=name == "fp8-kv"))
     blocks = 20 * max_num_seqs + 40
 
     def runner(max_num_seqs: int) -> ModelRunner:

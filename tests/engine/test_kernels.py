@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # conftest sets it where there is
     pytest.skip("a device runs them: tests.engine.kernel_checks", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 
+import triton.language as tl
 from triton.runtime import interpreter
 
 from etude.core.sampling import Sample
@@ -100,6 +101,14 @@ def _quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             interpreter._patch_lang(function.fn)
         return function.rewrite()(*given, **named)
 
+    def convert(x: Any, kind: tl.dtype, to: tl.dtype, rounding: object) -> Any:
+        """As a device rounds to e4m3; the interpreter does not carry."""
+        if to == tl.float8e4nv and kind == tl.float32:
+            return torch.from_numpy(x.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return by_interpreter(x, kind, to, rounding)
+
+    by_interpreter = interpreter._convert_float
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
     monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
     monkeypatch.setattr(attention, "num_splits", partial(attention.num_splits, processors=1))
 
@@ -111,18 +120,22 @@ def test_as_in_float64(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "invariant"),
+    ("name", "invariant", "fp8_kv"),
     [
-        ("qwen3", False),
-        slow("qwen2", False),
-        slow("qwen3_moe", False),
-        ("gpt_oss", False),
-        ("qwen3_next", False),
-        ("qwen3_moe", True),
+        ("qwen3", False, False),
+        slow("qwen2", False, False),
+        slow("qwen3_moe", False, False),
+        ("gpt_oss", False, False),
+        ("qwen3_next", False, False),
+        ("qwen3_moe", True, False),
+        ("qwen3", False, True),
+        slow("gpt_oss", False, True),
+        ("qwen3_moe", True, True),
     ],
 )
+@pytest.mark.filterwarnings("ignore:native.c")
 def test_an_engine_on_kernels_says_what_the_model_says(
-    name: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, invariant: bool, fp8_kv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in pieces, prompts in the prefix cache, one sequence and several, padded and not,
     some of them greedy."""
@@ -135,6 +148,7 @@ def test_an_engine_on_kernels_says_what_the_model_says(
         for i, prompt in enumerate(prompts)
     ]
     model = sharp(MODELS[name], seed=3)
+    model.compute_with(Arithmetic.of(invariant=False, fp8=False, fp8_kv=fp8_kv))
     windowed = 16 if model.config.windowed_layers else 0
     found = []
     for runner in (
@@ -228,10 +242,16 @@ REPLAYED = [[0, 1], [3, 2], [-1, -1], [2, 0], [-1, -1], [1, 3]]
 
 
 @pytest.mark.parametrize(
-    ("name", "replay"), [("qwen2", None), ("qwen3_moe", None), ("qwen3_moe", REPLAYED)]
+    ("name", "replay", "fp8_kv"),
+    [
+        ("qwen2", None, False),
+        ("qwen2", None, True),
+        ("qwen3_moe", None, False),
+        ("qwen3_moe", REPLAYED, False),
+    ],
 )
 def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_one(
-    name: str, replay: list[list[int]] | None
+    name: str, replay: list[list[int]] | None, fp8_kv: bool
 ) -> None:
     packed = pack_batch(
         [TokenSequence((5, 9, 20, 7, 3), (True,) * 5), TokenSequence((8, 11, 2), (True,) * 3)]
@@ -240,6 +260,7 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
     for kind in (Transformer, BatchInvariantTransformer):
         model = kind(MODELS[name])
         model.load_state_dict(sharp(MODELS[name], seed=3, factor=2.0).state_dict())
+        model.compute_with(Arithmetic.of(invariant=False, fp8=False, fp8_kv=fp8_kv))
         warm = replace(packed, temperature_N=torch.full((packed.num_loss_tokens,), 0.7))
         routing = Routing(torch.tensor(replay)[:, None]) if replay else None
         routings.append(routing)

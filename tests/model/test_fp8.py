@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from etude.model.config import ExpertsConfig, LatentConfig
-from etude.model.fp8 import LARGEST, linear, quantise_rows
+from etude.core.errors import EtudeError
+from etude.model.config import ExpertsConfig, LatentConfig, LinearConfig
+from etude.model.fp8 import LARGEST, linear, quantise_kv, quantise_rows, rounded_kv
 from etude.model.layers import Linear
 from etude.model.numerics import INVARIANT, PLAIN, Arithmetic
 from etude.model.transformer import Transformer, init_from_scratch
 from tests.small_model import config
 
 IN_FP8 = Arithmetic.of(invariant=False, fp8=True)
+FP8_KV = Arithmetic.of(invariant=False, fp8=False, fp8_kv=True)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -40,6 +43,51 @@ def test_a_row_is_rounded_by_its_own_scale() -> None:
     for row, value, scale in zip(x, values, scales, strict=True):
         alone = quantise_rows(row)
         assert torch.equal(alone.values.float(), value.float()) and alone.scales == scale
+
+
+def test_keys_and_values_have_the_smallest_power_of_2_with_which_they_fit() -> None:
+    over = torch.nextafter(torch.tensor(LARGEST), torch.tensor(math.inf))
+    for largest, scale in ((448.0, 1.0), (float(over), 2.0), (224.0, 0.5), (1.0, 2.0**-8)):
+        values, scales = quantise_kv(torch.tensor([[0.1, -largest]]))
+        assert scales.tolist() == [scale] and values.float()[0, 1] == -round(largest / scale)
+    x = normal(6, 40) * torch.tensor([1e-6, 1.0, 3e4, 0.0, 1e-36, 2.0])[:, None]
+    values, scales = quantise_kv(x)
+    assert torch.equal(scales.log2(), scales.log2().round())
+    top = values.float().abs().amax(-1)
+    assert (top[[0, 1, 2, 5]] >= LARGEST / 2).all() and top[[3, 4]].tolist() == [0, 0]
+    read = values.float() * scales[:, None]
+    assert ((read - x).abs() <= torch.maximum(x.abs() / 16, scales[:, None] / 512)).all()
+    for row, value, scale in zip(x, values, scales, strict=True):
+        alone = quantise_kv(row)
+        assert torch.equal(alone.values.float(), value.float()) and alone.scales == scale
+
+
+def test_what_is_read_of_keys_and_values_is_exact_in_bf16_and_rounded_to_itself() -> None:
+    x = normal(4000, 8) * 10 ** normal(4000, 1, seed=1)
+    read = rounded_kv(x)
+    assert not torch.equal(read, x)
+    assert torch.equal(read.bfloat16().float(), read) and torch.equal(rounded_kv(read), read)
+    halves = rounded_kv(x.bfloat16())
+    assert halves.dtype == torch.bfloat16 and torch.equal(rounded_kv(halves), halves)
+
+
+def test_the_gradient_of_keys_and_values_is_as_without_rounding() -> None:
+    x, upstream = normal(3, 16).requires_grad_(), normal(3, 16, seed=1)
+    assert torch.equal(torch.autograd.grad(rounded_kv(x), x, upstream)[0], upstream)
+
+
+def test_models_that_keep_something_else_have_no_kv_cache_in_fp8() -> None:
+    latent = LatentConfig(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    linear = LinearConfig(
+        num_key_heads=1, num_value_heads=2, key_head_dim=4, value_head_dim=4, conv_kernel_dim=3,
+        layers=(0,),
+    )  # fmt: skip
+    for name, shape in (
+        ("deepseek_v3", replace(config(), model_type="deepseek_v3", latent=latent)),
+        ("qwen3_next", replace(config(), model_type="qwen3_next", linear=linear)),
+    ):
+        with pytest.raises(EtudeError, match=f"FP8 is not to be had for {name}"):
+            Transformer(shape).compute_with(FP8_KV)
 
 
 @pytest.mark.parametrize("arithmetic", [PLAIN, INVARIANT])

@@ -92,7 +92,9 @@ async def test_an_engine_is_made_as_the_run_says(
     assert model.invariant and not model.arithmetic.fp8
     both = 'batch_invariant = true\nquantization = "fp8"'
     model, _ = await engine_of(store, config(top=both), monkeypatch)
-    assert model.invariant and model.arithmetic.fp8
+    assert model.invariant and model.arithmetic.fp8 and not model.arithmetic.fp8_kv
+    model, _ = await engine_of(store, config(top='kv_cache_dtype = "fp8"'), monkeypatch)
+    assert model.arithmetic.fp8_kv and not model.arithmetic.fp8
 
 
 async def test_a_deterministic_run_is_served_one_request_at_a_time(

@@ -22,6 +22,7 @@ from etude.engine.select import invariant_trainer_model
 from etude.model import cudnn_attention
 from etude.model.attention import CausalAttention
 from etude.model.config import ExpertsConfig, LatentConfig
+from etude.model.fp8 import rounded_kv
 from etude.model.numerics import Arithmetic
 from etude.model.transformer import ModelConfig, Transformer
 from etude.run.trials import row_of
@@ -240,20 +241,31 @@ SERVED = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("name", ["dense", "fp8", "moe"])
+def test_compiled_code_rounds_keys_and_values_from_bf16() -> None:
+    """Not from the digits that they had before they were rounded to it."""
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return rounded_kv(x * y)
+
+    inputs = [torch.randn(500, 2, 64, device="cuda").bfloat16() for _ in range(2)]
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(work, fullgraph=True)(*inputs), work(*inputs))
+
+
+@pytest.mark.parametrize("name", ["dense", "fp8", "fp8-kv", "moe"])
 def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) -> None:
     """On the same kernels, at temperatures of their own; with experts, these are replayed."""
     config = SERVED
     if name == "moe":
         config = replace(SERVED, model_type="qwen3_moe", experts=EXPERTS)
-    fp8 = name == "fp8"
+    fp8, fp8_kv = name.startswith("fp8"), name == "fp8-kv"
     source = init_from_scratch(config, 0).to("cuda")
-    source.compute_with(Arithmetic.of(invariant=False, fp8=fp8))
+    source.compute_with(Arithmetic.of(invariant=False, fp8=fp8, fp8_kv=fp8_kv))
     model = invariant_trainer_model(source, torch.bfloat16)
     assert type(model).__name__ == "BatchInvariantTransformer"
     learner = Learner(model, compute_dtype=torch.bfloat16)
     served = Transformer(config).to("cuda", torch.bfloat16).requires_grad_(False)
-    served.compute_with(Arithmetic.of(invariant=True, fp8=fp8))
+    served.compute_with(Arithmetic.of(invariant=True, fp8=fp8, fp8_kv=fp8_kv))
     engine = Engine(served, max_num_seqs=4)
     engine.load_weights(0, learner.weights())
     temperatures = (0.6, 1.0, 1.4, 1.0, 0.6, 1.0)

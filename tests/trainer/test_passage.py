@@ -64,6 +64,17 @@ def test_a_run_in_fp8_trains_in_fp8(run: Run) -> None:
     assert model.quantised_layers() and model.invariant
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_run_with_its_kv_cache_in_fp8_trains_with_keys_and_values_in_fp8(
+    run: Run, invariant: bool
+) -> None:
+    config = parse('kv_cache_dtype = "fp8"\n' + TOML)
+    config = config.model_copy(update={"batch_invariant": invariant})
+    model = Trainer(run, config, emit=lambda event: None).learner.model
+    assert model.arithmetic.fp8_kv and model.invariant == invariant
+    assert not model.quantised_layers()
+
+
 def test_a_new_stage_takes_nothing_but_the_weights_and_a_resumed_one_all(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

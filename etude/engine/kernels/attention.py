@@ -7,9 +7,9 @@ last program of a sequence merges its splits, so it stays one kernel. `write` an
 same in two kernels for chunks of prompts.
 
 Shapes: B sequences, N new tokens, H query heads, K key/value heads, G = H / K, D head size, P
-positions, T tiles. Keys and values are [blocks, K, block size, D]; a slot is block * block size +
-offset. A row of qkv is q, then k, then v. The rows of the block table `blocks` are `stride` apart:
-a number in memory, so that a captured graph reads any width.
+positions, T tiles. Keys and values lie as `pages` says. A row of qkv is q, then k, then v. The rows
+of the block table `blocks` are `stride` apart: a number in memory, so that a captured graph reads
+any width.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as gpu
+
+from etude.engine.kernels.pages import Pages, mix, pointers, read, row_of, scores, store_fp8
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -59,20 +61,6 @@ def _rotated(
 
 
 @triton.jit
-def _place(slot, kh, K: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr):
-    """The address of the key or value of a slot. A block holds its tokens head by head, so a
-    program reads one run."""
-    slot = slot.to(tl.int64)
-    return ((slot // PAGE * K + kh) * PAGE + slot % PAGE) * D
-
-
-@triton.jit
-def _places(table, position, seen, kh, K: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr):
-    page = tl.load(table + position // PAGE, mask=seen, other=0)
-    return _place(page * PAGE + position % PAGE, kh, K, PAGE, D)[:, None] + tl.arange(0, D)[None, :]
-
-
-@triton.jit
 def _capped(score, CAP: tl.constexpr):
     """Scores, which are multiples of log2(e), bent to stay below CAP; 0: as they are."""
     if CAP > 0:
@@ -81,34 +69,54 @@ def _capped(score, CAP: tl.constexpr):
 
 
 @triton.jit
-def _see(q, k, v, visible, top, total, acc, WINDOW: tl.constexpr, CAP: tl.constexpr):
+def _see(
+    q, k, v, k_scale, v_scale, visible, top, total, acc, WINDOW: tl.constexpr, CAP: tl.constexpr
+):
     """Online softmax over one more block of tokens."""
-    score = tl.where(visible, _capped(tl.dot(q, tl.trans(k)), CAP), -float("inf"))
+    score = tl.where(visible, _capped(scores(q, k, k_scale), CAP), -float("inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
     if WINDOW > 0:  # a row may see none of the first blocks
         new_top = tl.maximum(new_top, -1e30)
     p = tl.exp2(score - new_top[:, None])
     shrink = tl.exp2(top - new_top)
-    return new_top, total * shrink + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+    acc = mix(q, p, v, v_scale, acc * shrink[:, None])
+    return new_top, total * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _first(low, cache, BLOCK: tl.constexpr):
+    """Where to begin for the tokens from `low` on: see `pages.read`."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        low = low // BLOCK * BLOCK
+    return low
+
+
+@triton.jit
+def _seen(position, low, end, cache):
+    seen = position < end
+    if cache.dtype.element_ty == tl.float8e4nv:
+        seen = seen & (position >= low)
+    return seen
 
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, table, kh, start, end, limit, top, total, acc,
+    q, k_cache, v_cache, k_scales, v_scales, table, kh, low, start, end, limit, top, total, acc,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens start .. end; `limit` is the last position that each row sees."""
+    """Attend to the tokens start .. end, but those before `low`; `limit` is the last position that
+    each row sees."""
     for first in range(start, end, BLOCK):
         position = first + tl.arange(0, BLOCK)
-        seen = position < end
-        place = _places(table, position, seen, kh, K, PAGE, D)
-        k = tl.load(k_cache + place, mask=seen[:, None], other=0)
-        v = tl.load(v_cache + place, mask=seen[:, None], other=0)
+        seen = _seen(position, low, end, k_cache)
+        k, v, k_scale, v_scale = read(
+            k_cache, v_cache, k_scales, v_scales, table, first, end, seen, kh, K, PAGE, D, BLOCK
+        )
         visible = seen[None, :] & (position[None, :] <= limit[:, None])
         if WINDOW > 0:
             visible &= position[None, :] > limit[:, None] - WINDOW
-        top, total, acc = _see(q, k, v, visible, top, total, acc, WINDOW, CAP)
+        top, total, acc = _see(q, k, v, k_scale, v_scale, visible, top, total, acc, WINDOW, CAP)
     return top, total, acc
 
 
@@ -163,19 +171,26 @@ def _sunk(sinks, head, inside, ROWS: tl.constexpr, SINKS: tl.constexpr):
 
 @triton.jit
 def _newest(
-    q, row, k_gain, turn, sinks, k_cache, v_cache, slot, kh, eps, H: tl.constexpr, K: tl.constexpr,
-    GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr,
+    q, row, k_gain, turn, sinks, k_cache, v_cache, k_scales, v_scales, slot, kh, eps,
+    H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Write the key and value of the new token; the softmax begins with it, and with the sink."""
     g, d = tl.arange(0, GP), tl.arange(0, D)
     one = tl.arange(0, 1)[:, None] * D
     k = _rotated(row + (H + kh) * D + one, k_gain, turn, one >= 0, eps, D, NORM, TURN)
-    k = k.to(k_cache.dtype.element_ty)
+    k = k.to(row.dtype.element_ty)
     v = tl.load(row + (H + K + kh) * D + d)
-    place = _place(slot, kh, K, PAGE, D)
-    tl.store(k_cache + place + one + d[None, :], k)
-    tl.store(v_cache + place + d, v)
+    number = row_of(slot, kh, K, PAGE)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        numbers = number + tl.arange(0, 1)
+        k = store_fp8(k, k_cache, k_scales, numbers, numbers >= 0, PAGE, D, False)
+        v = tl.reshape(v, [1, D])
+        v = store_fp8(v, v_cache, v_scales, numbers, numbers >= 0, PAGE, D, True)
+        v = tl.reshape(v, [D])
+    else:
+        tl.store(k_cache + number * D + one + d[None, :], k)
+        tl.store(v_cache + number * D + d, v)
     top = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32), 1), CAP)
     total = tl.full([GP], 1.0, tl.float32)
     acc = tl.zeros([GP, D], tl.float32) + v.to(tl.float32)[None, :]
@@ -190,11 +205,11 @@ def _newest(
 
 @triton.jit
 def _decode(
-    qkv, q_gain, k_gain, rope, sinks, k_cache, v_cache, table, lengths, slots, out, part, stats,
-    counter, stride, scale, eps, H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    qkv, q_gain, k_gain, rope, sinks, k_cache, v_cache, k_scales, v_scales, table, lengths, slots,
+    out, part, stats, counter, stride, scale, eps, H: tl.constexpr, K: tl.constexpr,
+    GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kh, sequence, s = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     G: tl.constexpr = H // K
@@ -202,17 +217,17 @@ def _decode(
     low = past * 0
     if WINDOW > 0:
         low = tl.maximum(past - WINDOW + 1, 0)
-    piece = tl.cdiv(tl.cdiv(past - low, SPLITS), BLOCK) * BLOCK
-    used = tl.maximum(tl.cdiv(past - low, tl.maximum(piece, 1)), 1)
-    start, end = low + s * piece, tl.minimum(past, low + (s + 1) * piece)
+    begin = _first(low, k_cache, BLOCK)
+    piece = tl.cdiv(tl.cdiv(past - begin, SPLITS), BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(past - begin, tl.maximum(piece, 1)), 1)
+    start, end = begin + s * piece, tl.minimum(past, begin + (s + 1) * piece)
     mine = table + sequence * tl.load(stride)
     if AHEAD:
         # Older tokens are there already: their loads overlap with the projection.
-        position = start + tl.arange(0, BLOCK)
-        seen = position < end
-        ahead = _places(mine, position, seen, kh, K, PAGE, D)
-        first_k = tl.load(k_cache + ahead, mask=seen[:, None], other=0)
-        first_v = tl.load(v_cache + ahead, mask=seen[:, None], other=0)
+        seen = _seen(start + tl.arange(0, BLOCK), low, end, k_cache)
+        k, v, k_scale, v_scale = read(
+            k_cache, v_cache, k_scales, v_scales, mine, start, end, seen, kh, K, PAGE, D, BLOCK
+        )
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
@@ -228,17 +243,18 @@ def _decode(
     acc = tl.zeros([GP, D], tl.float32)
     if s == 0:
         top, total, acc = _newest(
-            q, row, k_gain, turn, sinks, k_cache, v_cache, tl.load(slots + sequence), kh, eps, H, K,
-            GP, D, PAGE, NORM, TURN, CAP, SINKS,
+            q, row, k_gain, turn, sinks, k_cache, v_cache, k_scales, v_scales,
+            tl.load(slots + sequence), kh, eps, H, K, GP, D, PAGE, NORM, TURN, CAP, SINKS,
         )  # fmt: skip
     if AHEAD:  # noqa: SIM102 (this is known to the compiler, what follows is not)
         if start < end:
-            top, total, acc = _see(q, first_k, first_v, seen[None, :], top, total, acc, 0, CAP)
+            visible = seen[None, :]
+            top, total, acc = _see(q, k, v, k_scale, v_scale, visible, top, total, acc, 0, CAP)
             start += BLOCK
     everything = tl.full([GP], 2147483647, tl.int32)
     top, total, acc = _attend(
-        q, k_cache, v_cache, mine, kh, start, end, everything, top, total, acc, K, D, PAGE, BLOCK,
-        0, CAP,
+        q, k_cache, v_cache, k_scales, v_scales, mine, kh, low, start, end, everything, top, total,
+        acc, K, D, PAGE, BLOCK, 0, CAP,
     )  # fmt: skip
     if SPLITS == 1:
         place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
@@ -252,9 +268,9 @@ def _decode(
 
 @triton.jit
 def _write(
-    qkv, q_gain, k_gain, rope, k_cache, v_cache, positions, slots, eps, H: tl.constexpr,
-    K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr,
-    TURN: tl.constexpr, PDL: tl.constexpr,
+    qkv, q_gain, k_gain, rope, k_cache, v_cache, k_scales, v_scales, positions, slots, eps,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: q is turned in place, k and v go to the cache."""
     n = tl.program_id(0).to(tl.int64)
@@ -275,21 +291,23 @@ def _write(
         tl.store(row + d, q.to(qkv.dtype.element_ty), mask=is_q[:, None])
     if tl.program_id(1) * HEADS + HEADS > H:
         k = _rotated(row, k_gain, turn, is_k[:, None], eps, D, NORM, TURN)
+        k = k.to(qkv.dtype.element_ty)
         v = tl.load(row + d, mask=is_v[:, None])
-        k_place, v_place = (
-            _place(slot, head - H, K, PAGE, D),
-            _place(slot, head - H - K, K, PAGE, D),
-        )
-        tl.store(k_cache + k_place[:, None] + d, k.to(k_cache.dtype.element_ty), mask=is_k[:, None])
-        tl.store(v_cache + v_place[:, None] + d, v, mask=is_v[:, None])
+        k_row, v_row = row_of(slot, head - H, K, PAGE), row_of(slot, head - H - K, K, PAGE)
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            store_fp8(k, k_cache, k_scales, k_row, is_k, PAGE, D, False)
+            store_fp8(v, v_cache, v_scales, v_row, is_v, PAGE, D, True)
+        else:
+            tl.store(k_cache + (k_row * D)[:, None] + d, k, mask=is_k[:, None])
+            tl.store(v_cache + (v_row * D)[:, None] + d, v, mask=is_v[:, None])
 
 
 @triton.jit
 def _prefill(
-    qkv, sinks, k_cache, v_cache, table, ends, lengths, tile_sequence, tile_first, out, stride,
-    scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    SINKS: tl.constexpr, PDL: tl.constexpr,
+    qkv, sinks, k_cache, v_cache, k_scales, v_scales, table, ends, lengths, tile_sequence,
+    tile_first, out, stride, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ROWS (token, query head) pairs of one key head; `ends` says where a sequence's new tokens
     end."""
@@ -319,9 +337,9 @@ def _prefill(
         low = tl.maximum(tl.min(position) - WINDOW + 1, 0)
     top, total = _sunk(sinks, head, n < end, ROWS, SINKS)
     top, total, acc = _attend(
-        q, k_cache, v_cache, table + sequence * tl.load(stride), kh, low, last,
-        tl.maximum(position, 0), top, total, tl.zeros([ROWS, D], tl.float32), K, D, PAGE, BLOCK,
-        WINDOW, CAP,
+        q, k_cache, v_cache, k_scales, v_scales, table + sequence * tl.load(stride), kh, low,
+        _first(low, k_cache, BLOCK), last, tl.maximum(position, 0), top, total,
+        tl.zeros([ROWS, D], tl.float32), K, D, PAGE, BLOCK, WINDOW, CAP,
     )  # fmt: skip
     place = (n[:, None].to(tl.int64) * H + head[:, None]) * D + d[None, :]
     tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
@@ -368,7 +386,7 @@ def group_rows(params: AttentionLayerConfig) -> int:
 
 
 def decode(
-    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Pages, v: Pages, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitKvBuffers,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -378,7 +396,7 @@ def decode(
     # found by measuring: many programs do better as small ones
     warps = 2 if len(lengths_B) * params.num_kv_heads > 1024 else 4
     _decode[(params.num_kv_heads, len(lengths_B), splits.splits)](
-        qkv, *given, k, v, blocks, lengths_B, slot_mapping_B, out, splits.part,
+        qkv, *given, *pointers(k, v), blocks, lengths_B, slot_mapping_B, out, splits.part,
         splits.stats, splits.counter, stride, params.scale, params.eps, params.num_q_heads,
         params.num_kv_heads, group_rows(params), params.head_dim, page_size, 16 * warps,
         splits.splits, splits.splits > 1, params.q_gain_D is not None, params.rope is not None,
@@ -400,8 +418,8 @@ def _stages(params: AttentionLayerConfig) -> int:
 def write(
     params: AttentionLayerConfig,
     qkv: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Pages,
+    v: Pages,
     positions_N: Tensor,
     slot_mapping_N: Tensor,
     *,
@@ -411,7 +429,7 @@ def write(
     """Turns q in place, and puts k and v of the new tokens where they belong."""
     given = _given(qkv, params.q_gain_D, params.k_gain_D, params.rope)
     _write[(len(positions_N), triton.cdiv(params.num_q_heads + 2 * params.num_kv_heads, 8))](
-        qkv, *given, k, v, positions_N, slot_mapping_N, params.eps, params.num_q_heads,
+        qkv, *given, *pointers(k, v), positions_N, slot_mapping_N, params.eps, params.num_q_heads,
         params.num_kv_heads, params.head_dim, page_size, 8, params.q_gain_D is not None,
         params.rope is not None, pdl, num_warps=2, launch_pdl=pdl,
     )  # fmt: skip
@@ -426,7 +444,7 @@ def tile_tokens(params: AttentionLayerConfig) -> int:
 
 
 def prefill(
-    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Pages, v: Pages, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
@@ -434,9 +452,9 @@ def prefill(
     sequence_T[t], of which first_T[t] is the first. One that begins at the sequence's end is empty;
     a token of slot -1 belongs to nobody."""
     _prefill[(len(sequence_T), params.num_kv_heads)](
-        qkv, *_given(qkv, params.sinks_H), k, v, blocks, ends_B, lengths_B, sequence_T, first_T,
-        out, stride, params.scale, params.num_q_heads, params.num_kv_heads, params.head_dim,
-        page_size, PREFILL_ROWS, 64 if params.head_dim <= 128 else 32, params.window or 0,
-        params.softcap or 0.0, params.sinks_H is not None, pdl, num_warps=4,
+        qkv, *_given(qkv, params.sinks_H), *pointers(k, v), blocks, ends_B, lengths_B, sequence_T,
+        first_T, out, stride, params.scale, params.num_q_heads, params.num_kv_heads,
+        params.head_dim, page_size, PREFILL_ROWS, 64 if params.head_dim <= 128 else 32,
+        params.window or 0, params.softcap or 0.0, params.sinks_H is not None, pdl, num_warps=4,
         num_stages=_stages(params), launch_pdl=pdl,
     )  # fmt: skip

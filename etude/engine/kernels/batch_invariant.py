@@ -31,8 +31,6 @@ from etude.engine.kernels.attention import (
     LOG2E,
     PREFILL_ROWS,
     AttentionLayerConfig,
-    _place,
-    _places,
     _rotated,
     group_rows,
 )
@@ -43,18 +41,24 @@ from etude.engine.kernels.fused import (
     expert_parts,
 )
 from etude.engine.kernels.linear import GemmConfig
+from etude.engine.kernels.pages import Pages, mix, pointers, read, row_of, scores, store_fp8
 from etude.model.experts import SparseMoE
 from etude.model.fp8 import Quantised
 
 BLOCK = 64
 """Keys that attention adds at a time."""
+FP8_ROWS = 64
+"""Rows of a tile of queries over keys in FP8, for a single token as for a prompt. From 64 on the
+instruction takes keys from shared memory, in order. A smaller one takes them from registers, where
+Triton lays those that were bytes four to a thread instead of two: it adds up other columns at a
+time."""
 UNIT = tl.constexpr(1 << 24)
 """A weight of 1 as a whole number: a block of them still fits into 32 bits."""
 
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, table, kh, last, limit,
+    q, k_cache, v_cache, k_scales, v_scales, table, kh, last, limit,
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Attend to the tokens up to `last`; `limit` is the last position that each row sees."""
@@ -64,24 +68,24 @@ def _attend(
     for first in range(0, last, BLOCK):
         position = first + tl.arange(0, BLOCK)
         seen = position < last
-        place = _places(table, position, seen, kh, K, PAGE, D)
-        k = tl.load(k_cache + place, mask=seen[:, None], other=0)
-        v = tl.load(v_cache + place, mask=seen[:, None], other=0)
+        k, v, k_scale, v_scale = read(
+            k_cache, v_cache, k_scales, v_scales, table, first, last, seen, kh, K, PAGE, D, BLOCK
+        )
         visible = seen[None, :] & (position[None, :] <= limit[:, None])
-        score = tl.where(visible, tl.dot(q, tl.trans(k)), -float("inf"))
+        score = tl.where(visible, scores(q, k, k_scale), -float("inf"))
         new_top = tl.maximum(top, tl.max(score, 1))
         p = tl.exp2(score - new_top[:, None])
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum((p * UNIT).to(tl.int32), 1).to(tl.float32)
-        top, acc = new_top, tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        top, acc = new_top, mix(q, p, v, v_scale, acc * shrink[:, None])
     return acc / (total / UNIT)[:, None]
 
 
 @triton.jit
 def _prefill(
-    qkv, k_cache, v_cache, table, ends, lengths, tile_sequence, tile_first, out, stride, scale,
-    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    qkv, k_cache, v_cache, k_scales, v_scales, table, ends, lengths, tile_sequence, tile_first, out,
+    stride, scale, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, kh = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // K
@@ -108,6 +112,8 @@ def _prefill(
         q,
         k_cache,
         v_cache,
+        k_scales,
+        v_scales,
         table + sequence * tl.load(stride),
         kh,
         last,
@@ -124,9 +130,9 @@ def _prefill(
 
 @triton.jit
 def _decode(
-    qkv, q_gain, k_gain, rope, k_cache, v_cache, table, lengths, slots, out, stride, scale, eps,
-    H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    qkv, q_gain, k_gain, rope, k_cache, v_cache, k_scales, v_scales, table, lengths, slots, out,
+    stride, scale, eps, H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     kh, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     G: tl.constexpr = H // K
@@ -146,17 +152,23 @@ def _decode(
     # One key is turned in as many rows as the queries have, for the sum of its squares to be taken
     # as `write` does.
     k = _rotated(row + (H + kh + g * 0)[:, None] * D, k_gain, turn, (g == 0)[:, None], eps, D, NORM)
+    k = k.to(qkv.dtype.element_ty)
     v = tl.load(row + (H + K + kh) * D + d)
-    place = _place(slot, kh, K, PAGE, D)
-    tl.store(
-        k_cache + place + (g * 0)[:, None] + d[None, :],
-        k.to(k_cache.dtype.element_ty),
-        mask=(g == 0)[:, None],
-    )
-    tl.store(v_cache + place + d, v)
+    number = row_of(slot, kh, K, PAGE)
+    if k_cache.dtype.element_ty == tl.float8e4nv:
+        store_fp8(k, k_cache, k_scales, number + g * 0, g == 0, PAGE, D, False)
+        numbers = number + tl.arange(0, 1)
+        v = tl.reshape(v, [1, D])
+        store_fp8(v, v_cache, v_scales, numbers, numbers >= 0, PAGE, D, True)
+    else:
+        place = k_cache + number * D + (g * 0)[:, None] + d[None, :]
+        tl.store(place, k, mask=(g == 0)[:, None])
+        tl.store(v_cache + number * D + d, v)
     tl.debug_barrier()  # what is written here is read below, by other threads
     limit = tl.full([GP], 2147483647, tl.int32)
-    mixed = _attend(q, k_cache, v_cache, mine, kh, length, limit, K, D, PAGE, GP, BLOCK)
+    mixed = _attend(
+        q, k_cache, v_cache, k_scales, v_scales, mine, kh, length, limit, K, D, PAGE, GP, BLOCK
+    )
     place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
     tl.store(out + place, mixed.to(out.dtype.element_ty), mask=inside)
 
@@ -205,29 +217,31 @@ def gemm_config(rows: int, *, split_k: int = 1, gated: bool = False) -> GemmConf
 
 
 def prefill(
-    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Pages, v: Pages, blocks: Tensor, stride: Tensor,
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.prefill`."""
     _prefill[(len(sequence_T), params.num_kv_heads)](
-        qkv, k, v, blocks, ends_B, lengths_B, sequence_T, first_T, out, stride, params.scale,
-        params.num_q_heads, params.num_kv_heads, params.head_dim, page_size, PREFILL_ROWS, BLOCK,
-        pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+        qkv, *pointers(k, v), blocks, ends_B, lengths_B, sequence_T, first_T, out, stride,
+        params.scale, params.num_q_heads, params.num_kv_heads, params.head_dim, page_size,
+        PREFILL_ROWS, BLOCK, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def decode(
-    params: AttentionLayerConfig, qkv: Tensor, k: Tensor, v: Tensor, blocks: Tensor, stride: Tensor,
+    params: AttentionLayerConfig, qkv: Tensor, k: Pages, v: Pages, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
     """As `attention.decode`, without splits."""
+    # Bytes would change the order in which smaller tiles add up: see `FP8_ROWS`.
+    rows = max(group_rows(params), FP8_ROWS) if isinstance(k, Quantised) else group_rows(params)
     gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
     _decode[(params.num_kv_heads, len(lengths_B))](
-        qkv, *gains, params.rope, k, v, blocks, lengths_B, slot_mapping_B, out, stride,
-        params.scale, params.eps, params.num_q_heads, params.num_kv_heads, group_rows(params),
-        params.head_dim, page_size, BLOCK, params.q_gain_D is not None, pdl, num_warps=4,
-        num_stages=3, launch_pdl=pdl,
+        qkv, *gains, params.rope, *pointers(k, v), blocks, lengths_B, slot_mapping_B, out, stride,
+        params.scale, params.eps, params.num_q_heads, params.num_kv_heads, rows, params.head_dim,
+        page_size, BLOCK, params.q_gain_D is not None, pdl, num_warps=4, num_stages=3,
+        launch_pdl=pdl,
     )  # fmt: skip
 
 

@@ -20,8 +20,10 @@ from torch.nn import functional as F
 from etude.engine.kernels import attention, fp8, head, norm
 from etude.engine.kernels import batch_invariant as invariant
 from etude.engine.kernels.fused import FusedForward, LayerWeights, expert_parts
+from etude.engine.kernels.pages import empty_pages
 from etude.model.attention import CausalAttention
 from etude.model.experts import Routing, SparseMoE
+from etude.model.fp8 import rounded_kv
 from etude.model.heads import AttentionBackend, GroupedQueryAttention
 from etude.model.layers import MLP, Linear, RMSNorm
 from etude.model.numerics import PLAIN, product_of, value_of, value_of_later
@@ -92,9 +94,8 @@ class _PagedCausalAttention:
         weight = model.model.embed_tokens.weight.detach()
         self._plain = CausalAttention(lengths, weight.device)
         pages = -(-max(lengths) // PAGE_SIZE)
-        self._k, self._v = weight.new_zeros(
-            2, len(lengths) * pages, c.num_key_value_heads, PAGE_SIZE, c.head_dim
-        )
+        shape = (len(lengths) * pages, c.num_key_value_heads, PAGE_SIZE, c.head_dim)
+        self._k, self._v = empty_pages(weight, shape, fp8=model.arithmetic.fp8_kv)
         self._cos, self._sin = model.rope[positions_N].to(weight.dtype).unbind(1)
 
         def ints(values: Tensor) -> Tensor:
@@ -144,6 +145,8 @@ class _PagedCausalAttention:
                 for x, gain in zip((q, k), gains, strict=True)
             )
         q, k = (rotate(x, self._cos, self._sin, PLAIN) for x in (q, k))
+        if own.arithmetic.fp8_kv:
+            k, v = rounded_kv(k), rounded_kv(v)
         return self._plain(own.layer, q, k, v).flatten(1)
 
 
