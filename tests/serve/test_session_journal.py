@@ -29,6 +29,7 @@ from etude.serve.session_journal import (
     SessionJournal,
     SettledSession,
     WithdrawnSession,
+    _AppendedFile,
 )
 from etude.serve.session_records import SessionRecords
 from etude.store.objects import Objects
@@ -398,3 +399,21 @@ async def test_what_cannot_be_written_down_is_refused(objects: Objects) -> None:
     with pytest.raises(ValueError, match="too large to be recorded"):
         await life.say("s", [{"role": "user", "content": "read", "number": 2**70}], "call")
     assert life.records.recorder.sessions == []
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.log"
+    path.touch()
+    file = _AppendedFile(str(path))
+    file.append(b"one", "the key")
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
+        with pytest.raises(Unavailable, match="stored in the key: only 2 of 5 bytes"):
+            file.append(b"three", "the key")
+    assert (path.read_bytes(), file.size) == (b"one", 3)
+    file.append(b"four", "the key")
+    file.close()
+    assert (path.read_bytes(), file.size) == (b"onefour", 7)
