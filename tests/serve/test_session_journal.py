@@ -25,6 +25,8 @@ from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable
 from etude.serve.session_journal import (
     FOLDER,
+    ForgottenResponse,
+    KeptResponse,
     MAX_IDLE_S,
     SessionJournal,
     SettledSession,
@@ -417,3 +419,22 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     file.append(b"four", "the key")
     file.close()
     assert (path.read_bytes(), file.size) == (b"onefour", 7)
+
+
+def test_a_response_that_goes_on_from_nothing_is_not_there() -> None:
+    kept = {
+        id: KeptResponse(
+            session="s", id=id, previous=previous, response={"id": id}, items=(),
+            messages=({"role": "user", "content": id},),
+        )
+        for id, previous in (("a", None), ("b", "a"), ("d", "c"))
+    }  # fmt: skip
+    store = ConversationStore()
+    for entry in kept.values():
+        store.restore(entry)
+    first, second = (store.get("s", id) for id in ("a", "b"))
+    assert first is not None and second is not None and store.get("s", "d") is None
+    assert second.messages == (*first.messages, *kept["b"].messages)
+    assert (second.previous, second.response) == ("a", {"id": "b"})
+    store.restore(ForgottenResponse(session="s", id="a"))
+    assert store.get("s", "a") is None and store.get("s", "b") == second
