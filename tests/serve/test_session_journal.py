@@ -25,9 +25,9 @@ from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable
 from etude.serve.session_journal import (
     FOLDER,
+    MAX_IDLE_S,
     ForgottenResponse,
     KeptResponse,
-    MAX_IDLE_S,
     SessionJournal,
     SettledSession,
     WithdrawnSession,
