@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from etude.commands.show import find_damage
+from etude.core import traffic
+from etude.core.traffic import Change
 from etude.core.updates import Forgotten, UpdateRecord
 from etude.dash.guard import Access
 from etude.dash.realtime import RealtimePage
@@ -11,6 +15,7 @@ from etude.dash.server import create_app
 from etude.store.objects import Objects
 from etude.store.realtime import create_update, forget_user
 from etude.store.runs import Run
+from etude.weights.publish import publish
 from tests.dash.realtime_store import write_realtime
 from tests.dash.recorded_store import ask, write_run
 
@@ -89,3 +94,31 @@ def test_a_run_without_users_has_no_such_page() -> None:
     app = create_app([RecordedRun("x", run)], Access(host="127.0.0.1"))
     assert ask(app, "/api/runs").json["runs"][0]["realtime"] is False
     assert ask(app, "/api/runs/x/realtime").json["state"] is None
+
+
+def test_what_the_loop_is_at() -> None:
+    """`newest`: the version that is published."""
+    start = traffic.start(0, 0.0, 0.0)
+    canary = traffic.canary(start, 1, 1.0, 0.5)
+    promoted = traffic.promote(canary, 2.0, "", 0.5)
+    settled = traffic.settle(promoted, 3.0, "")
+    held = traffic.roll_back(canary, 2.0, "", held=True)
+    objects = Objects.open("memory:")
+    page = RealtimePage(RecordedRun("users", Run(objects)))
+
+    def doing(*changes: Change, batched: int) -> str:
+        state = page._state(changes, batched)
+        assert state is not None
+        return str(state["doing"])
+
+    assert doing(start, batched=-1) == doing(start, batched=0) == "collect"
+    assert doing(start, batched=1) == "train"
+    for version, after in ((0, "train"), (1, "evaluate")):
+        publish(objects, version, {"w": torch.tensor([version])}, stage="rl", step=version)
+        assert doing(start, batched=1) == after
+    assert doing(start, canary, batched=1) == "canary"
+    assert doing(start, canary, promoted, batched=2) == "watch"
+    assert doing(start, canary, promoted, settled, batched=1) == "collect"
+    assert doing(start, canary, promoted, settled, batched=2) == "train"
+    assert doing(start, canary, held, batched=1) == "held"
+    assert page._state((), 1) is None

@@ -159,3 +159,12 @@ def test_nothing_is_trained_before_the_first_step_is_done() -> None:
     assert table.became(row) == "batched"
     table.advance(1)
     assert table.became(row) == "trained"
+
+
+def test_a_filter_is_read_from_the_texts_of_a_query() -> None:
+    given = [("task", ""), ("step", "3"), ("reward_min", "0.5"), ("solved", "false"), ("text", "x")]
+    assert Filter.of(given) == Filter(step=3, reward_min=0.5, solved=False, text="x")
+    assert Filter.of([("solved", "true")]).solved is True
+    for name, text in (("solved", "yes"), ("solved", "True"), ("step", "1.5"), ("reward_min", "x")):
+        with pytest.raises(EtudeError, match=f"the filter {name} cannot be '{text}'"):
+            Filter.of([(name, text)])

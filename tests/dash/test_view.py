@@ -673,6 +673,10 @@ def test_a_curve_has_axes_and_a_fixed_scale() -> None:
         "0.00 ┤⣀⠤⠔⠊⠉     ",
         "      7        8",
     ]
+    assert plot([1.0, 0.0], width=16, height=3, low=0.0, high=1.0)[:2] == [
+        "1.00 ┤⠉⠒⠢⢄⣀     ",
+        "0.00 ┤     ⠉⠑⠢⠤⣀",
+    ]
     flat = plot([0.5] * 500, width=30, height=4, low=0.0, high=1.0)
     assert all(len(line) <= 30 for line in flat) and flat[1] == "     │" + "⠤" * 24
     assert plot([0.5], width=12, height=3, low=0.0, high=1.0)[-1].split() == ["1"]

@@ -151,6 +151,16 @@ env = {GREETING = "hello"}
 
 
 @pytest.mark.parametrize(
+    ("text", "size"), [("2G", 2 << 30), ("1.5g", 3 << 29), (" 300 M", 300 << 20), ("64K", 64 << 10)]
+)
+def test_sizes_may_be_written_with_their_unit(folder: Path, text: str, size: int) -> None:
+    change(folder, "task.toml", "memory_mb = 512", f'memory = "{text}"')
+    change(folder, "task.toml", "storage_mb = 64", f'storage = "{text}"')
+    limits = read_harbor_task(folder).spec.limits
+    assert (limits.memory_bytes, limits.disk_bytes) == (size, size)
+
+
+@pytest.mark.parametrize(
     ("name", "old", "new", "told"),
     [
         ("environment/Dockerfile", f"FROM {PYTHON}", "FROM ubuntu:24.04", "'FROM ubuntu:24.04'"),
@@ -193,6 +203,10 @@ env = {GREETING = "hello"}
          "artifact /etc/x lies outside"),
         ("task.toml", '"/app/sum.txt"]\n', '1]\nverifier.environment_mode = "separate"\n',
          "artifacts has 1"),
+        ("task.toml", '"/app/sum.txt"]\n', ']\nverifier.environment_mode = "separate"\n',
+         "is given no artifacts of the working copy"),
+        ("task.toml", '"/app/sum.txt"]\n', '{source = "/app/sum.txt", exclude = ["x"]}]\n'
+         'verifier.environment_mode = "separate"\n', "verifier with exclude are not read"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(

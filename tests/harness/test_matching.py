@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -196,3 +197,52 @@ def test_names_in_sections_are_without_the_space_around_them() -> None:
     )
     assert (moved.path, moved.to, moved.kind) == ("a.py", "b.py", "update")
     assert (deleted.path, deleted.to, deleted.kind) == ("c.py", "", "delete")
+
+
+REPEATED = "def f():\n    return 1\n\ndef g():\n    return 1\n\ndef h():\n    return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("hunk", "after"),
+    [
+        # of the places behind the line that is named, the first
+        (
+            "@@ def g():\n-    return 1\n+    return 2",
+            REPEATED.replace("1", "2", 2).replace("2", "1", 1),
+        ),
+        # one that is there once needs no anchor, and a wrong one does no harm
+        ("@@ nowhere\n def g():\n+    x = 0", REPEATED.replace("g():\n", "g():\n    x = 0\n")),
+        # none is behind it
+        ("@@ def h():\n-def f():\n+def e():", REPEATED.replace("def f", "def e")),
+        ("@@ def g():\n+    x = 0", REPEATED.replace("g():\n", "g():\n    x = 0\n")),
+        ("@@ -99,0 +99 @@\n+# end", REPEATED + "# end\n"),
+    ],
+)
+def test_an_anchor_says_which_place_is_meant(hunk: str, after: str) -> None:
+    [change] = parse_patch(f"*** Begin Patch\n*** Update File: a.py\n{hunk}\n*** End Patch\n")
+    assert patched(REPEATED, change) == after
+
+
+@pytest.mark.parametrize(
+    ("hunk", "told"),
+    [
+        ("@@\n+x = 0", "hunk 1: it only adds, and does not say where: give lines around it"),
+        ("@@\n-return 7", "its lines stand nowhere in the file"),
+        ("@@\n-    return 1", r"its lines stand in 3 places \(lines 2, 5, 8\): give more around"),
+        ("@@ def x():\n+x = 0", r"the line after @@, 'def x\(\):', stands nowhere: name another"),
+        ("@@ return 1\n+x = 0", "'return 1', stands in 3 places: name another, or none"),
+        ("@@\n-    return 1\nreturn 2", "a.py: the line 'return 2' begins with none of"),
+    ],
+)
+def test_a_hunk_that_fits_nowhere_says_why(hunk: str, told: str) -> None:
+    with pytest.raises(PatchError, match=told):
+        [change] = parse_patch(f"*** Update File: a.py\n{hunk}\n")
+        patched(REPEATED, change)
+
+
+def test_what_comes_before_a_file_belongs_to_none() -> None:
+    for line in ("@@ -1 +1 @@", "*** Move to: b.py"):
+        with pytest.raises(PatchError, match=f"'{re.escape(line)}' comes before any file is named"):
+            parse_patch(f"so be it\n{line}\n*** Update File: a.py\n")
+    [change] = parse_patch("so be it\n*** Delete File: a.py\n+text\n")
+    assert (change.kind, change.path, change.hunks) == ("delete", "a.py", [])

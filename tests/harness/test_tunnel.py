@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from etude.core.errors import RolloutFailure
-from etude.harness.tunnel import tunnel_to
+from etude.harness.tunnel import _CHUNK, _FRAME, _Frames, tunnel_to
 
 
 class Forwarder:
@@ -69,3 +70,32 @@ async def test_no_forwarder_is_left_in_the_sandbox(said: bytes) -> None:
     except RolloutFailure as e:
         assert "no python here" in str(e)
     assert forwarder.killed
+
+
+async def frames_of(*said: bytes) -> list[tuple[int, bytes]]:
+    texts = iter([*said, b""])
+
+    async def read() -> bytes:
+        return next(texts)
+
+    process: Any = SimpleNamespace(read=read)
+    return [frame async for frame in _Frames(process)]
+
+
+async def test_frames_are_whole_however_they_come() -> None:
+    whole = _FRAME.pack(7, 5) + b"hello" + _FRAME.pack(8, 0) + _FRAME.pack(7, 2) + b"hi"
+    expected = [(7, b"hello"), (8, b""), (7, b"hi")]
+    for cut in range(1, len(whole)):
+        assert await frames_of(whole[:cut], whole[cut:]) == expected
+    largest = _FRAME.pack(1, _CHUNK) + bytes(_CHUNK)
+    assert await frames_of(largest) == [(1, bytes(_CHUNK))]
+    assert await frames_of(_FRAME.pack(1, _CHUNK + 1) + bytes(_CHUNK + 1)) == []
+
+
+async def test_a_forwarder_that_says_nothing_was_not_started() -> None:
+    async def read() -> bytes:
+        return b""
+
+    process: Any = SimpleNamespace(read=read)
+    with pytest.raises(RolloutFailure, match="^no forwarder could be started in the sandbox$"):
+        await _Frames(process).first_line()

@@ -4,13 +4,14 @@ for the rest."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from etude.model.config import ExpertsConfig
-from etude.model.experts import Router, Routing, read_ids
+from etude.model.experts import ClampedExperts, Router, Routing, StackedExperts, read_ids
 
 NUM, TOP, HIDDEN = 12, 3, 16
 SOFTMAX = ExpertsConfig(
@@ -126,3 +127,25 @@ def test_ids_are_read_as_they_were_written() -> None:
 def test_what_cannot_be_ids_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_ids(data, SOFTMAX)
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("kind", [StackedExperts, ClampedExperts])
+def test_one_product_of_all_experts_is_that_of_each(kind: type[StackedExperts]) -> None:
+    """Of the first no token, of the last more than one."""
+    c = replace(SOFTMAX, num_experts=4, moe_intermediate_size=16, swiglu_limit=0.5)
+    made = kind(HIDDEN, c).to(torch.bfloat16).requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        parameter.normal_(std=0.5, generator=generator)
+    x_ME = torch.randn(7, HIDDEN, generator=generator).bfloat16()
+    ends_X = torch.tensor([0, 3, 3, 7])
+    alone = made._each(x_ME, ends_X)
+    together = made._each(x_ME.as_subclass(OnDevice), ends_X)
+    assert isinstance(together, OnDevice)
+    torch.testing.assert_close(together.as_subclass(Tensor), alone, rtol=0.05, atol=0.05)

@@ -103,6 +103,8 @@ def write(
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(merge) for merge in merges])
+    if change.get("bos"):
+        writer.add_add_bos_token(True)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
@@ -192,6 +194,34 @@ def test_what_cannot_be_imported_is_named(
     with pytest.raises(EtudeError, match=said):
         import_model(tmp_path / "m.gguf", tmp_path / "m", Console(file=io.StringIO()))
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "digits", "is_composed"),
+    [
+        ("qwen2", ["1", "2", "3", "4"], True),
+        ("llama-bpe", ["123", "4"], False),
+        ("smollm", ["1", "2", "3", "4"], False),
+        ("gpt-2", ["1234"], False),
+    ],
+)
+def test_texts_are_cut_as_the_file_says(
+    pre: str, digits: list[str], is_composed: bool, tmp_path: Path
+) -> None:
+    write(tmp_path / "m.gguf", CONFIG, pre=pre)
+    read = Tokenizer.from_buffer(convert(tmp_path / "m.gguf").small["tokenizer.json"])
+    assert read.pre_tokenizer is not None
+    found = [piece.replace("Ġ", " ") for piece, _ in read.pre_tokenizer.pre_tokenize_str("a1234 b")]
+    assert found == ["a", *digits, " b"]
+    assert read.decode(read.encode("e\u0301").ids) == ("é" if is_composed else "e\u0301")
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_a_text_begins_with_the_token_that_the_file_wants(bos: bool, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", CONFIG, bos=bos)
+    read = Tokenizer.from_buffer(convert(tmp_path / "m.gguf").small["tokenizer.json"])
+    own = read.encode("hi", add_special_tokens=False).ids
+    assert read.encode("hi").ids == ([1, *own] if bos else own)
 
 
 @pytest.mark.parametrize("length", [0, 3, 4, 20, 400, 30_000])

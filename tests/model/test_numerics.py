@@ -10,6 +10,7 @@ import torch
 
 from etude.model import numerics
 from etude.model.numerics import INVARIANT, PLAIN, TILE_ROWS
+from etude.model.tiled_attention import KEYS, PRODUCTS, products, shares
 
 ROWS = (1, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 3 * TILE_ROWS)
 
@@ -69,3 +70,39 @@ def test_a_value_may_come_from_one_function_and_its_gradient_from_another() -> N
     assert (y.item(), x.grad.item()) == (4.0, 5.0)
     with torch.no_grad():
         assert numerics.value_of(lambda: x + 1, gradient_of=lambda: 1 / 0).item() == 4.0
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it is on a device."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("count", [1, PRODUCTS, PRODUCTS + 3])
+def test_products_on_a_device_are_always_as_many(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = numbers(count, 5, 6), numbers(count, 6, 4)
+    lengths: list[int] = []
+    bmm = torch.bmm
+
+    def noted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert a.is_contiguous() and b.is_contiguous() and len(a) == len(b)
+        lengths.append(len(a))
+        return bmm(a, b)
+
+    monkeypatch.setattr(torch, "bmm", noted)
+    strided = b.transpose(1, 2).contiguous().transpose(1, 2)
+    found = products(a.as_subclass(OnDevice), strided.as_subclass(OnDevice))
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), bmm(a, b))
+    assert lengths == [PRODUCTS] * -(-count // PRODUCTS)
+
+
+def test_shares_on_a_device_do_not_depend_on_what_stands_behind_them() -> None:
+    scores = numbers(2, 3, 2 * KEYS).float() * 30
+    scores[..., KEYS + 5 :] = -torch.inf
+    found = shares(scores.as_subclass(OnDevice)).as_subclass(torch.Tensor)
+    torch.testing.assert_close(found, torch.softmax(scores, -1))
+    longer = torch.nn.functional.pad(scores, (0, KEYS), value=-torch.inf)
+    more = shares(longer.as_subclass(OnDevice)).as_subclass(torch.Tensor)
+    assert torch.equal(more[..., : 2 * KEYS], found) and not more[..., 2 * KEYS :].any()

@@ -24,7 +24,7 @@ from etude.model.output_parser import (
     with_ids,
 )
 from etude.model.tokenizer import ChatTokenizer, Tool
-from etude.model.tool_calls import Call
+from etude.model.tool_calls import INVALID, Call, _typed
 from etude.serve.answer_events import joined
 from tests.small_model import small_files
 
@@ -488,3 +488,35 @@ def test_a_fine_tune_may_reason_with_other_marks_than_its_family() -> None:
     text = "<think>it adds</think>So.[TOOL_CALLS]test[ARGS]{}"
     events = read(made, made.encode(text), "", finished=True)
     assert joined(events) == [Reasoning("it adds"), Content("So."), call("test")]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (("f", '{"a": 1, "b": 2}'), ("f", '{"b":2,"a":1}'), True),
+        (("f", '{"a": 1}'), ("g", '{"a": 1}'), False),
+        (("f", '{"a": 1}'), ("f", '{"a": 2}'), False),
+        # what is no JSON is compared by its letters
+        (("f", "{"), ("f", "{"), True),
+        (("f", "{"), ("f", "{ "), False),
+        (("f", "[" * 100_000), ("f", "[" * 100_000), True),
+        ((INVALID, "a"), (INVALID, "b"), True),
+    ],
+)
+def test_calls_mean_the_same_however_they_are_spelt(
+    one: tuple[str, str], other: tuple[str, str], same: bool
+) -> None:
+    calls = [Call(name=name, arguments=arguments) for name, arguments in (one, other)]
+    assert calls[0].means(calls[1]) == calls[1].means(calls[0]) == same
+
+
+def test_an_argument_is_what_its_schema_says_or_a_text() -> None:
+    schema = {
+        "n": {"type": "integer"},
+        "s": {"type": "string"},
+        "either": {"type": ["string", "integer"]},
+        "list": {"type": "array"},
+    }
+    given = {"n": "7", "s": "7", "either": "7", "list": "[1", "unknown": "7"}
+    assert _typed(given, schema) == given | {"n": 7, "either": 7}
+    assert _typed({"n": "seven", "list": "[1]"}, schema) == {"n": "seven", "list": [1]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 from etude.model.attention import CausalAttention
 from etude.model.rounding import RandomRounding, StepwiseCausal, upper_bound
 from etude.model.transformer import Transformer
-from tests.engine.reference import FAMILIES
+from tests.engine.reference import EXPERTS, FAMILIES
 from tests.small_model import sharp
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -49,11 +51,29 @@ def test_products_differ_by_no_less_than_the_order_of_adding_up_makes(size: int)
     assert float((drawn - exact).norm() / exact.norm()) < size**0.5 * 1e-6
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+WINDOWED = replace(FAMILIES["llama"], sliding_window=8, sliding_layers=(0, 2))
+SCORED = {
+    "gemma2": replace(
+        WINDOWED,
+        model_type="gemma2",
+        hidden_act="gelu_pytorch_tanh",
+        query_pre_attn_scalar=6.0,
+        attn_logit_softcapping=2.0,
+    ),
+    "gpt_oss": replace(
+        WINDOWED,
+        model_type="gpt_oss",
+        experts=replace(EXPERTS, layers=(0, 1, 2), router_bias=True, swiglu_limit=7.0),
+    ),
+}
+"""With a bound on scores, and with sinks."""
+
+
+@pytest.mark.parametrize("name", FAMILIES | SCORED)
 def test_a_model_is_near_itself(name: str) -> None:
     """Rows one after the other are computed as each by itself; seeds give draws, and a seed always
     the same one."""
-    model = sharp(FAMILIES[name], seed=0, factor=1.5)
+    model = sharp((FAMILIES | SCORED)[name], seed=0, factor=1.5)
     rows = [torch.arange(1, 30), torch.arange(20, 40)]
     plain = [model(row[None], torch.arange(len(row))[None], CausalAttention())[0] for row in rows]
 

@@ -287,6 +287,14 @@ def test_reasoning_is_shown_where_the_template_looks_for_it(where: str) -> None:
     assert tokenizer.render([message]) == shown
 
 
+def test_reasoning_beside_a_call_takes_the_text_along_where_there_is_room_for_one() -> None:
+    tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": REASONING["thinking"]})
+    message = {"role": "assistant", "content": "b", "reasoning_content": "a"}
+    called = {"tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    assert tokenizer.render([message | called]) == "[a\n\nb|]"
+    assert tokenizer.render([message | called | {"content": ""}]) == "[a|]"
+
+
 def test_a_text_with_a_control_token_is_not_plain() -> None:
     assert TOKENIZER.is_plain("") and TOKENIZER.is_plain("a < b | c > d <end>")
     assert not TOKENIZER.is_plain("a<|end|>") and not TOKENIZER.is_plain("<|user|>a")

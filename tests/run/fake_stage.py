@@ -12,6 +12,7 @@ from random import Random
 from etude.core.advantage import AdvantageEstimator
 from etude.core.curriculum import Curriculum
 from etude.core.errors import EtudeError
+from etude.core.jumps import RewardJumps
 from etude.core.ledger import Trained
 from etude.core.sampling import version_spans
 from etude.core.types import Group, Manifest, Route, Score, Segment, Task, Trajectory
@@ -153,6 +154,7 @@ async def stage(
     spoil: Callable[[Trajectory], Trajectory] = lambda trajectory: trajectory,
     troubled: Callable[[], float] = lambda: -math.inf,
     fresh_frac: float = 0.5,
+    jumps: RewardJumps | None = None,
 ) -> Engine:
     """Runs the stage from wherever the store says that it stands."""
     rng, estimator = (
@@ -196,6 +198,8 @@ async def stage(
         last=last,
         emit=lambda event: None,
         troubled=troubled,
+        jumps=jumps,
+        quarantine_jumps=True,
     )
     training = asyncio.create_task(versions.train())
     try:

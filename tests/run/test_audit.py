@@ -13,10 +13,11 @@ from rich.console import Console
 
 from etude.core.config import parse
 from etude.core.events import EVENTS, StageStarted, StepDone
-from etude.core.ledger import Dropped, Issued
+from etude.core.ledger import Batched, Dropped, Issued
 from etude.core.sampling import VersionSpan
+from etude.core.types import Batch
 from etude.launch.screen import watch
-from etude.run.audit import audit, evaluated_versions, is_finished, lag_bounds
+from etude.run.audit import _check_batches, audit, evaluated_versions, is_finished, lag_bounds
 from etude.run.evaluate import report_name
 from etude.store.objects import Objects
 from etude.store.rollouts import RolloutLog
@@ -265,3 +266,9 @@ def test_every_loop_of_a_lineage_has_its_own_bound() -> None:
     )
     bounds = lag_bounds(parse(CONFIG + more + 'teacher = "t"\nmax_lag = 3\n'))
     assert bounds == {3: 1, 4: 1, 5: 1, 6: 1, 8: 3, 9: 3}
+
+
+def test_a_batch_that_nobody_is_left_of_breaks_no_promise() -> None:
+    empty = Batch(step=1, rows=(), oldest=0)
+    gone = Batched(step=1, samples=(f"{'a' * 32}.{1000:013d}-{'b' * 32}",))
+    assert list(_check_batches([gone], {1: empty}, {}, {1: 0})) == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from etude.core.advantage import ADVANTAGE, AdvantageEstimator, GroupOutcome
-from etude.core.curriculum import Curriculum
+from etude.core.curriculum import AskedTask, Curriculum
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Entry, Issued, Ledger
 from etude.core.sampling import SamplingParams, SamplingSpan, VersionSpan
@@ -218,6 +218,30 @@ async def test_bad_data_is_dropped_by_name_and_never_trained_on(kind: str) -> No
     assert len(settled) >= 6 and all(fates.get(sample) == reason for sample in settled)
     assert not spoilt & {row.sample for step in run.batches() for row in run.batch(step).rows}
     assert ledger.dropped[reason] == len(settled)
+
+
+async def test_what_jumps_is_set_aside_and_never_trained_on() -> None:
+    class Jumps:
+        def look(self, asked: AskedTask) -> str | None:
+            return "from 0 to 1" if asked.task == "t3" else None
+
+        def learn(self, asked: AskedTask) -> None: ...
+
+    objects, jumps = Objects.open("memory:"), Jumps()
+    await stage(
+        objects, seed=3, last=LAST, max_lag=1, failures=0.0, solves=0.5,
+        jumps=jumps,  # type: ignore[arg-type]
+    )  # fmt: skip
+    ledger, run = check_finished(objects, max_lag=1), Run(objects)
+    whole = [run.group(name) for name in run.groups()]
+    earned = {
+        t.id: t.score for g in whole if g.task == "t3" for t in g.trajectories if t.reward > 0
+    }
+    assert earned and all("cheat:reward_jump" in score.flags for score in earned.values() if score)
+    assert not earned.keys() & {s.sample for n in run.batches() for s in run.batch(n).rows}
+    assert not any(ledger.fate(sample) in (None, "zero_signal") for sample in earned)
+    others = [t for g in whole if g.task != "t3" for t in g.trajectories]
+    assert not any(t.score and t.score.flags for t in others)
 
 
 async def test_groups_of_which_every_attempt_fails_are_dropped_and_the_run_says_why() -> None:

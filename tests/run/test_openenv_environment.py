@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from aiohttp.test_utils import TestServer
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.types import Attempt, Score, Transcript
 from etude.run.openenv_environment import OpenEnvEnvironment
-from etude.sandbox.fake import FakeSandboxPool
+from etude.sandbox.fake import FakeSandbox, FakeSandboxPool
 
 COUNTS = {"train": 6, "heldout": 2, "novel": 5}
 LIMITS: dict[str, Any] = {
@@ -208,6 +209,62 @@ async def test_tasks_are_seeds_and_a_share_is_held_out(tmp_path: Path) -> None:
         assert {split: len(ids) for split, ids in found.items()} == COUNTS | {"novel": 0}
         assert not set(found["train"]) & set(found["heldout"])
         assert found == {split: [task.id for task in made.tasks(split)] for split in COUNTS}
+
+
+@pytest.mark.parametrize("text", [None, "url = "])
+def test_a_file_that_cannot_be_read_says_so(text: str | None, tmp_path: Path) -> None:
+    place = tmp_path / "guess.toml"
+    if text is not None:
+        place.write_text(text)
+    with pytest.raises(EtudeError, match=f"^tasks.path = '{place}' cannot be read: "):
+        OpenEnvEnvironment(FakeSandboxPool(), counts=COUNTS, seed=0, path=str(place))
+
+
+async def test_no_place_in_time_is_a_failure_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(LIMITS, "timeout_s", 0.25)
+    monkeypatch.setattr("etude.run.openenv_environment.RETRY_S", 60.0)
+    with pytest.raises(RolloutFailure, match=r"no place within 0\.25 s \(harness\.timeout_s\)"):
+        await World(tmp_path, GUESS, [FULL], []).run()
+
+
+async def test_a_server_that_is_gone_begins_no_episode(tmp_path: Path) -> None:
+    async with World(tmp_path, GUESS, [], []).at() as (url, made):
+        task = made.tasks("train")[0]
+    agent, sandbox = made.own_agent(None, **LIMITS), FakeSandbox({})
+    with pytest.raises(RolloutFailure, match=f"^{url}: no episode can begin: "):
+        await agent.run(task, sandbox, base_url=f"{url}/v1", api_key="k", seed=1)
+
+
+async def test_only_its_own_time_limit_ends_an_episode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def late(*about: Any) -> Any:
+        raise TimeoutError("of somebody else")
+
+    async def never(*about: Any) -> Any:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("etude.run.openenv_environment.ask_model", late)
+    with pytest.raises(TimeoutError, match="of somebody else"):
+        await World(tmp_path, GUESS, [saw("Go.")], []).run()
+    monkeypatch.setattr("etude.run.openenv_environment.ask_model", never)
+    limits = iter([60.0, 0.01])  # for a place, and for the episode
+    calls = SimpleNamespace(timeout=lambda _: asyncio.timeout(next(limits)))
+    monkeypatch.setattr("etude.run.openenv_environment.asyncio", calls)
+    done = await World(tmp_path, GUESS, [saw("Go.")], []).run()
+    assert (done.limit, done.finished) == ("time", False)
+
+
+async def test_an_observation_of_several_parts_is_shown_as_json(tmp_path: Path) -> None:
+    silent = {"role": "assistant", "content": "I wait."}
+    observation = {"text": "Grüße", "score": 3, "metadata": {"a": 1}}
+    begin = {"observation": observation, "reward": None, "done": False}
+    world = World(tmp_path, GUESS, [{"type": "observation", "data": begin}], [silent, silent])
+    await world.run()
+    shown = world.asked[0]["messages"][0]["content"].rpartition("\n\n")[2]
+    assert shown == '{"text": "Grüße", "score": 3}'
 
 
 def test_a_url_without_a_server_says_so(tmp_path: Path) -> None:

@@ -89,3 +89,18 @@ def test_what_code_of_ones_own_is_refused_is_told_with_its_file(tmp_path: Path) 
     (tmp_path / "mine.py").write_text(f"from etude.core.errors import EtudeError\n{code}")
     with pytest.raises(EtudeError, match=r"^key = '.*mine\.py:make': no room$"):
         build(f"{tmp_path / 'mine.py'}:make", "key")
+
+
+def test_what_a_module_refuses_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no file of the user's own: its sentence speaks for itself."""
+    code = "def make():\n    raise EtudeError('no room')\n"
+    (tmp_path / "mine_as_module.py").write_text(f"from etude.core.errors import EtudeError\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EtudeError, match="^no room$"):
+        build("mine_as_module:make", "key")
+
+
+def test_what_has_no_signature_is_called_all_the_same() -> None:
+    assert list(build("builtins:iter", "key", [1, 2])) == [1, 2]

@@ -215,6 +215,27 @@ async def test_one_that_is_not_there_yet_is_asked_again_after_a_pause(
     assert happened == ["POST /rollouts", "pause"] * 2 + ["POST /rollouts"]
 
 
+async def test_an_answer_that_is_lost_on_the_way_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+
+    async def send(method: str, path: str, **more: Any) -> tuple[int, bytes]:
+        happened.append(f"{method} {path}")
+        if method == "POST":
+            raise aiohttp.ServerDisconnectedError
+        return 200, json.dumps(DONE).encode()
+
+    asked = RolloutRequest(
+        id="r", task=RemoteTask(id="t", prompt="sing"), base_url="", token="", seed=1, deadline=0.0
+    )
+    async with ServiceClient("http://there") as client:
+        monkeypatch.setattr(client, "_send", send)
+        result = await client.rollout(asked)
+    assert result.score is not None and result.score.reward == 0.5
+    assert happened == ["POST /rollouts", "GET /rollouts/r"], "it may have begun: not once more"
+
+
 async def test_one_that_breaks_is_asked_again_in_another_session() -> None:
     service = Service((500, "boom"), (502, ""), (200, DONE))
     sessions = Sessions()

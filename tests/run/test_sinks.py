@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +79,29 @@ def test_packages_like_wandb_get_numbers_and_their_step() -> None:
         there.rows == [{"sft/loss": 1.5, "sft/tokens_per_s": 100.0, "sft/step": 7.0}]
         and there.finished
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("wandb", {"name": "mine", "id": "mine", "dir": "here", "resume": "allow"}),
+        ("trackio", {"project": "etude", "name": "mine", "resume": "allow"}),
+    ],
+)
+def test_another_life_of_a_run_goes_on_with_its_curves(
+    name: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    there = SimpleNamespace(log=lambda row: None, finish=lambda: None)
+    package = SimpleNamespace(init=lambda **how: told.append(how) or there)
+    monkeypatch.setitem(sys.modules, name, package)  # type: ignore[arg-type]
+    sinks = Sinks([name], run="mine", directory=tmp_path)
+    sinks.close()
+    (how,) = told
+    if "dir" in expected:
+        assert tmp_path in (how["dir"], *how["dir"].parents)
+        how["dir"] = "here"
+    assert how == expected
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])

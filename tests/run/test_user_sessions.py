@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.core.consent import Consent
+from etude.core.errors import EtudeError
 from etude.core.recorded import RecordedTurn
 from etude.core.updates import SessionFigures
 from etude.realtime.cycle import session_figures
@@ -175,6 +176,36 @@ def test_nothing_of_a_deleted_user_stays() -> None:
     assert not any(gone.encode() in world.objects.get(key) for key in world.objects.list(FOLDER))
     assert not any(gone in key for key in world.objects.list(NEWS))
     assert looked(sessions) == read_all(world)
+
+
+def test_figures_that_nobody_is_left_of_are_deleted() -> None:
+    world, sessions, _ = closed_world(30)
+    (stored,) = world.objects.list(FOLDER)
+    for user in list(world.users):
+        world.delete(user)
+    sessions.look()
+    sessions.close(lambda id: True, world.now)
+    assert world.objects.list(FOLDER) == [] and looked(sessions) == {}
+    for number in range(3):
+        turn = answer(world, digest(f"another {number}"), "new")
+        world.record(turn, "kept_5min")
+    sessions.look()
+    sessions.close(lambda id: True, world.now + SETTLED_S)
+    assert world.objects.list(FOLDER) == [stored]
+
+
+def test_figures_that_another_loop_has_written_are_not_overwritten() -> None:
+    world, sessions, _ = closed_world(30)
+    (first,) = world.objects.list(FOLDER)
+    assert first == f"{FOLDER}/000000"
+    second = f"{FOLDER}/000001"
+    world.objects.put(second, b"of another")
+    for number in range(3):
+        world.record(answer(world, world.users[number], f"more {number}"), "kept_5min")
+    sessions.look()
+    with pytest.raises(EtudeError, match=f"another loop of real-time RL has written {second}"):
+        sessions.close(lambda id: True, world.now + SETTLED_S)
+    assert world.objects.get(second) == b"of another"
 
 
 def test_what_nobody_told_of_is_found_when_all_users_are_listed() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -162,3 +164,83 @@ def test_reading_leaves_no_directory_open(copy: Path, max_entries: int) -> None:
         changes(opener(copy), {}, file_bytes=PLENTY, max_entries=max_entries)
     opened = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
     assert not [place for place in opened if place.startswith(str(copy))]
+
+
+def test_what_is_gone_by_now_is_left_out_and_what_cannot_be_read_is_named(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the listing of a directory and a look at what is in it, and at its opening."""
+    whole = os.stat, tree._open_file
+
+    def failing(error: OSError, of: Any) -> Any:
+        def call(*about: Any, **how: Any) -> Any:
+            if "a" in about:
+                raise error
+            return of(*about, **how)
+
+        return call
+
+    gone, refused = FileNotFoundError(2, "No such file"), PermissionError(13, "Permission denied")
+    for place, name, of in ((os, "stat", whole[0]), (tree, "_open_file", whole[1])):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, failing(gone, of))
+            copied(copy, tmp_path / f"without {name}")
+        assert sorted(os.listdir(tmp_path / f"without {name}")) == ["sub"]
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, failing(refused, of))
+            with pytest.raises(ValueError, match="^a cannot be read: Permission denied"):
+                copied(copy, tmp_path / "never")
+    with monkeypatch.context() as patch:
+        patch.setattr(tree, "_open_file", failing(refused, whole[1]))
+        assert changed(copy, TREE) == {"a": Entry(FILE, None)}
+
+
+def test_whoever_is_sent_a_copy_may_go_away(copy: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.raises(BrokenPipeError):
+        tree.send(opener(copy), writing, max_bytes=PLENTY, max_entries=100)
+    os.close(writing)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_read(copy: Path) -> None:
+    os.mkfifo(copy / "pipe")
+    directory = os.open(copy, os.O_RDONLY | os.O_DIRECTORY)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="it is not a plain file any more") as refused:
+        tree._open_file(directory, "pipe")
+    assert refused.value.errno == errno.ENOENT
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(directory)
+
+
+def test_a_file_that_grew_shorter_is_sent_with_zeros_at_its_end(copy: Path) -> None:
+    with tempfile.TemporaryFile() as to, (copy / "a").open("rb") as file:
+        tree._send_bytes(to.fileno(), file.fileno(), 1, 6)
+        to.seek(0)
+        assert to.read() == b"234\0\0\0"
+
+
+def test_a_copy_that_breaks_off_is_no_copy(copy: Path, tmp_path: Path) -> None:
+    with tempfile.TemporaryFile() as between:
+        tree.send(opener(copy), between.fileno(), max_bytes=PLENTY, max_entries=100)
+        between.seek(0)
+        whole = between.read()
+    inside = whole.index(b"1234")
+    for number, cut in enumerate((inside, inside + 3, inside + 4, len(whole) - 1, 0)):
+        to = tmp_path / str(number)
+        to.mkdir()
+        with tempfile.TemporaryFile() as part:
+            part.write(whole[:cut])
+            part.seek(0)
+            with pytest.raises(EOFError, match="the copy of a working copy broke off"):
+                tree.receive(part.fileno(), str(to))
+
+
+def test_what_is_gone_with_its_directory_is_gone(copy: Path) -> None:
+    tree.apply(str(copy), {"sub/none/x": None, "new/deep/y": (EXECUTABLE, b"1"), "a": None})
+    assert sorted(str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()) == [
+        "new/deep/y",
+        "sub/run",
+    ]
+    assert not (copy / "sub" / "none").exists()

@@ -86,3 +86,12 @@ def test_which_tool_a_response_is_to_call(said: Any, means: Any) -> None:
 
 def test_without_tools_none_is_required() -> None:
     assert of_responses(tool_choice="required", tools=[]).tool_choice is None
+
+
+def test_an_answer_may_have_to_follow_a_schema() -> None:
+    schema = {"type": "object", "required": ["a"]}
+    said = {"format": {"type": "json_schema", "schema": schema}}
+    chat = of_messages(output_config=said)
+    assert chat.response_format == wire.JsonSchemaFormat(wire.JsonSchema(schema))
+    assert chat.reasoning_effort is None
+    assert of_messages(output_config={"effort": "low"}).response_format is None

@@ -315,8 +315,10 @@ async def test_tokens_are_made_and_revoked(tmp_path: Path, http: aiohttp.ClientS
         async with http.delete(f"{url}/tokens/{user['id']}", headers=admin) as response:
             assert response.status == 204
         assert not await enters(user["token"])
-        async with http.delete(f"{url}/tokens/..%2f..%2fx", headers=admin) as response:
-            assert response.status in (400, 404)
+        for wrong_id in ("..%2f..%2fx", "0" * 15, "0" * 17, "g" * 16, "A" * 16):
+            async with http.delete(f"{url}/tokens/{wrong_id}", headers=admin) as response:
+                assert response.status in (400, 404)
+        assert objects.list("revoked-tokens") == [f"revoked-tokens/{user['id']}"]
 
     again = TokenAuthority(SECRET)
     reborn = Gateway(Router(http), objects, FILES, max_context=64, tokens=again)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import aiohttp
 import msgspec
 import pytest
 
+from etude.core.errors import EtudeError
 from etude.core.sampling import Request, SamplingParams, VersionSpan
-from etude.serve.gateway import Gateway
+from etude.serve.gateway import Gateway, serve_gateway
 from etude.serve.http import Unavailable, create_app
 from etude.serve.router import Router
+from etude.serve.tokens import SECRET_VARIABLE
 from etude.serve.worker import Worker
 from etude.serve.worker_answer import WorkerFailed
 from etude.serve.worker_protocol import GenerateRequest
@@ -261,3 +264,24 @@ async def test_a_client_that_goes_away_leaves_no_work_behind(
     while any(region.report().running or region.report().waiting for region in regions):
         await asyncio.sleep(0.01)
     assert sum(region.report().tokens for region in regions) == before
+
+
+async def test_pools_are_for_production_mode(store: Store, http: aiohttp.ClientSession) -> None:
+    made = Gateway(Router(http), store.objects, store.files, max_context=64)
+    asked = {"url": "http://127.0.0.1:1", "region": "east", "version": 0, "pool": "blue"}
+    async with (
+        served(create_app(made.routes(), None)) as url,
+        http.post(f"{url}/workers", json=asked) as response,
+    ):
+        assert response.status == 400
+        said = (await response.json())["error"]
+    assert said["message"] == "pools are for a gateway in production mode"
+    assert said["param"] == "pool" and not made.router.fleet.workers
+
+
+async def test_production_mode_needs_tokens(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    with pytest.raises(EtudeError, match=f"needs tokens: set {SECRET_VARIABLE}"):
+        await serve_gateway(store_url=store.url, port=0, production=tmp_path / "production.toml")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 
 from etude.core.sampling import Request, Sample
+from etude.serve import headers
 from etude.serve.access import SignedTokens
 from etude.serve.alone import PolicySessions
 from etude.serve.fake import Scripted
@@ -139,3 +141,14 @@ async def test_a_worker_is_told_what_is_left(http: aiohttp.ClientSession) -> Non
     (asked,) = engine.asked
     assert asked.priority == "batch"
     assert asked.deadline_s == pytest.approx(600.0 - 11.0, abs=2.0)
+
+
+def test_what_is_left_of_a_deadline_is_counted_from_its_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(headers, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    assert headers.Scheduling("batch", None).deadline_s() is None
+    assert headers.Scheduling("batch", 100.5).deadline_s() == 0.5
+    for expires in (100.0, 99.0):
+        with pytest.raises(DeadlineExceeded):
+            headers.Scheduling("batch", expires).deadline_s()

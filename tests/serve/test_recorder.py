@@ -18,7 +18,7 @@ from etude.core.sampling import (
 )
 from etude.core.types import Segment, SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
-from etude.serve.recorder import Prompt, Recorder
+from etude.serve.recorder import Prompt, Recorder, _num_common
 from tests.small_model import small_files
 
 FILES = small_files()
@@ -544,3 +544,11 @@ def test_experts_are_recorded_once_for_each_token() -> None:
         sample = replace(sample_of([*TOKENIZER.encode(text), *end]), experts=bytes(places))
         recorder.record("s", prompt, sample, {"role": "assistant", "content": text}, PLAIN)
     assert recorder.experts("s") == (bytes(range(len(prompt.tokens) + 1)),) * 2
+
+
+@pytest.mark.parametrize(
+    ("known", "messages", "common"),
+    [("", "abc", 0), ("ab", "abc", 2), ("abc", "abc", 3), ("abc", "ab", 2), ("abc", "axc", 1)],
+)
+def test_how_many_messages_are_as_they_were(known: str, messages: str, common: int) -> None:
+    assert _num_common([user(text) for text in known], [user(text) for text in messages]) == common

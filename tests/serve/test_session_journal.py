@@ -26,9 +26,12 @@ from etude.serve.http import ApiError, Unavailable
 from etude.serve.session_journal import (
     FOLDER,
     MAX_IDLE_S,
+    ForgottenResponse,
+    KeptResponse,
     SessionJournal,
     SettledSession,
     WithdrawnSession,
+    _AppendedFile,
 )
 from etude.serve.session_records import SessionRecords
 from etude.store.objects import Objects
@@ -398,3 +401,40 @@ async def test_what_cannot_be_written_down_is_refused(objects: Objects) -> None:
     with pytest.raises(ValueError, match="too large to be recorded"):
         await life.say("s", [{"role": "user", "content": "read", "number": 2**70}], "call")
     assert life.records.recorder.sessions == []
+
+
+def test_a_write_that_fails_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.log"
+    path.touch()
+    file = _AppendedFile(str(path))
+    file.append(b"one", "the key")
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:2]))
+        with pytest.raises(Unavailable, match="stored in the key: only 2 of 5 bytes"):
+            file.append(b"three", "the key")
+    assert (path.read_bytes(), file.size) == (b"one", 3)
+    file.append(b"four", "the key")
+    file.close()
+    assert (path.read_bytes(), file.size) == (b"onefour", 7)
+
+
+def test_a_response_that_goes_on_from_nothing_is_not_there() -> None:
+    kept = {
+        id: KeptResponse(
+            session="s", id=id, previous=previous, response={"id": id}, items=(),
+            messages=({"role": "user", "content": id},),
+        )
+        for id, previous in (("a", None), ("b", "a"), ("d", "c"))
+    }  # fmt: skip
+    store = ConversationStore()
+    for entry in kept.values():
+        store.restore(entry)
+    first, second = (store.get("s", id) for id in ("a", "b"))
+    assert first is not None and second is not None and store.get("s", "d") is None
+    assert second.messages == (*first.messages, *kept["b"].messages)
+    assert (second.previous, second.response) == ("a", {"id": "b"})
+    store.restore(ForgottenResponse(session="s", id="a"))
+    assert store.get("s", "a") is None and store.get("s", "b") == second

@@ -3,11 +3,15 @@ tokens, and no other moves or changes."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.core.redaction import KINDS, Redactor
-from etude.serve.production.recording import TokenRedactor
+from etude.core.redaction import KINDS, Finding, Redactor
+from etude.serve.production.recording import Recording, TokenRedactor, Unredactable
 from tests.core.test_recorded_sessions import turn
 from tests.core.test_redaction import SECRETS, SPELLINGS
 from tests.serve.scripted import TOKENIZER
@@ -46,3 +50,33 @@ def test_a_turn_without_secrets_is_as_it_was() -> None:
     tokens = tuple(TOKENIZER.encode("def area(a, b):\n    return a * b  # 漢🎉"))
     whole = turn(0, 0, read=tokens, sampled=tokens, logprobs=(-0.5,) * len(tokens))
     assert REDACTOR.strip(whole, {"hunter2"}, exact_before=True) == whole
+
+
+@pytest.mark.parametrize(("rounds", "settles"), [(0, True), (3, True), (4, False)])
+def test_what_does_not_settle_is_not_kept(rounds: int, settles: bool) -> None:
+    """Each look finds one thing more, so many times."""
+    tokens = tuple(TOKENIZER.encode("a b c d e f g h"))
+    whole = turn(0, 0, read=tokens, sampled=(), logprobs=())
+    looks = 0
+
+    def find(text: str, known: object) -> list[Finding]:
+        nonlocal looks
+        looks += 1
+        start = text.index("abcdefgh"[looks]) if looks <= rounds else 0
+        return [Finding(start, start + 1, "own")] if looks <= rounds else []
+
+    def redact(value: int, known: object) -> int:
+        return min(value + 1, rounds)
+
+    redactor: Any = SimpleNamespace(find=find, redact_json=redact)
+    recording: Any = SimpleNamespace(_redactor=redactor)
+    strip = TokenRedactor(TOKENIZER, redactor).strip
+    if not settles:
+        with pytest.raises(Unredactable):
+            strip(whole, (), exact_before=True)
+        with pytest.raises(Unredactable):
+            Recording._settled(recording, 0, ())
+        return
+    clean = strip(whole, (), exact_before=True)
+    assert TOKENIZER.decode(clean.read).count("*") == rounds
+    assert Recording._settled(recording, 0, ()) == rounds

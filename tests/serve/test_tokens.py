@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.core.errors import EtudeError
+from etude.serve import token_routes
+from etude.serve.token_routes import TokenRoutes
 from etude.serve.tokens import (
     MAX_SESSION_S,
     OF_ONE_SESSION,
@@ -23,6 +27,7 @@ from etude.serve.tokens import (
     sign,
     verify,
 )
+from etude.store.objects import Objects
 
 SECRET = "a secret of more than thirty-two characters"
 CLAIMS = Claims(Scope.SESSION, "s", 100.0, "id")
@@ -167,3 +172,36 @@ def test_a_secret_from_the_environment(
             read()
     else:
         assert read() == expected
+
+
+async def test_what_others_revoke_is_looked_for_every_10_s(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    authority, objects = TokenAuthority(SECRET), Objects.open("memory:")
+    token = authority.mint(Scope.USER, "ann", 60.0)
+    objects.put(f"revoked-tokens/{authority.verify(token).id}", b"")
+    slept: list[float] = []
+
+    class Away(Objects):
+        def list(self, prefix: str, *, after: str | None = None) -> list[str]:
+            if len(slept) == 1:
+                raise EtudeError("it is away")
+            return super().list(prefix, after=after)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            authority.verify(token)  # not heard of yet
+        if len(slept) == 3:
+            raise asyncio.CancelledError
+
+    watched = TokenRoutes(authority, Away(objects._store, objects.url))
+    calls = SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+    monkeypatch.setattr(token_routes, "asyncio", calls)
+    with pytest.raises(asyncio.CancelledError):
+        await watched.watch()
+    assert slept == [10.0] * 3
+    with pytest.raises(TokenRefused, match="revoked"):
+        authority.verify(token)
+    said = capsys.readouterr().err
+    assert said.endswith("cannot be read, and are looked for again: it is away\n")

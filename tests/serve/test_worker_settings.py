@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from etude.core.config import RunConfig, parse
@@ -24,7 +28,7 @@ from etude.serve.tokens import SECRET_VARIABLE, Scope, TokenAuthority
 from etude.serve.worker_protocol import read_model_files
 from etude.store.runs import Run
 from tests.dash.recorded_store import ask
-from tests.serve.conftest import Store
+from tests.serve.conftest import Store, served
 
 RUN = """
 name = "mine"
@@ -240,3 +244,34 @@ def test_a_store_without_a_model_says_so(tmp_path: Path) -> None:
     told = "holds no model to serve, .* missing: start a run there first"
     with pytest.raises(EtudeError, match=told):
         read_model_files(Run(objects))
+
+
+async def test_a_worker_that_is_not_let_in_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says so again when it had been let in meanwhile."""
+    statuses = [401, 403, 200, 503, 403, 401]
+    asked: list[dict[str, Any]] = []
+
+    async def take(http: Request) -> Response:
+        asked.append(await http.json())
+        return Response("x" * 600, status_code=statuses[len(asked) - 1])
+
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == len(statuses):
+            raise Stop
+
+    made: Any = SimpleNamespace(region="east", version=3, users_only=True, well=lambda: True)
+    async with served(Starlette(routes=[Route("/workers", take, methods=["POST"])])) as url:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "asyncio", SimpleNamespace(sleep=sleep))
+            with pytest.raises(Stop):
+                await worker.keep_joined(made, "http://me", url, "token", pool="blue")
+    told = {"url": "http://me", "region": "east", "version": 3, "pool": "blue", "users_only": True}
+    assert asked == [told] * len(statuses)
+    assert slept == [worker.HEARTBEAT_S] * len(statuses)
+    said = [line.partition("Z ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == [f"the gateway does not take this worker: {'x' * 500}"] * 2
