@@ -150,6 +150,11 @@ def test_sft_learns_what_was_liked_and_said_here() -> None:
     (session,) = put_together([first, second, third, fourth]).sessions
     feedback = liked(first, 1.0) | liked(third, -0.5) | liked(fourth, 1.0)
     (line,) = sft_lines([session], feedback, min_score=0.5).made
+    origin = {name: line[name] for name in ("user", "session", "policy", "propensity", "source")}
+    assert origin == {
+        "user": session.user, "session": session.session, "policy": "mine", "propensity": 0.5,
+        "source": "production",
+    } and line["recorded"] == session.started  # fmt: skip
     weights = [m.get("weight", 1) for m in line["messages"] if m["role"] == "assistant"]
     assert weights == [0, 1, 0, 0, 1]
     learnt = [t for t, on in zip(line["tokens"], line["mask"], strict=True) if on]

@@ -137,6 +137,10 @@ def test_a_histogram_counts_all_that_have_a_number() -> None:
     finite = sum(math.isfinite(row.reward) for row in table.rows if row.reward is not None)
     assert sum(told["counts"]) == finite
     assert (told["edges"][0], told["edges"][-1]) == (0.0, 1.0)
+    table.add([replace(rows(1)[0], id=f"{each}", reward=each) for each in (-2.0, 3.0)])
+    wide = table.histogram("reward", table.find(Filter()))
+    assert (wide["edges"][0], wide["edges"][-1]) == (-2.0, 3.0)
+    assert sum(wide["counts"]) == finite + 2
 
 
 def test_errors_that_differ_in_numbers_have_one_cause() -> None:
