@@ -178,6 +178,9 @@ def test_dpo_compares_answers_to_the_same_prompt() -> None:
     feedback = liked(good, 0.5) | liked(bad, -1.0) | liked(other, -1.0)
     export = dpo_lines([session], feedback)
     (line,) = export.made
+    turned = tuple(dict(reversed(message.items())) for message in bad.messages)
+    (alike,) = put_together([good, replace(bad, messages=turned), other]).sessions
+    assert dpo_lines([alike], feedback).made == export.made, "whatever the order of keys"
     assert line["prompt"] == [{"role": "user", "content": "ask 0"}]
     assert (line["chosen"], line["rejected"]) == (
         [{"role": "assistant", "content": "say 0.0"}],
