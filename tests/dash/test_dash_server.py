@@ -24,6 +24,7 @@ from etude.dash.server import create_app
 from etude.dash.table import RolloutTable
 from etude.store.rollouts import RolloutLog, group_rows
 from etude.store.runs import Run
+from etude.weights.manifest import find_newest
 from etude.weights.publish import publish
 from tests.dash.recorded_store import (
     ALL_HOSTILE,
@@ -263,6 +264,10 @@ def test_the_fleet_shows_how_much_of_a_version_had_to_be_sent(run: Run, app: ASG
     assert (shown[0]["snapshot"], shown[1]["snapshot"]) == (True, False)
     assert shown[0]["whole_bytes"] == shown[1]["whole_bytes"] == 400_000
     assert shown[1]["bytes"] < 4_000 and shown[1]["stage"] == "rl"
+    newest = find_newest(run.objects)
+    assert newest is not None
+    assert (shown[1]["digest"], shown[1]["published"]) == (newest.root, newest.time)
+    assert shown[1]["changed"] == newest.changed
 
 
 def test_what_has_not_changed_is_not_sent_again(app: ASGIApp) -> None:
