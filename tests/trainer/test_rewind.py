@@ -13,8 +13,8 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, StepDone, StepPassedOver
 from etude.core.lineage import stage_spans
 from etude.core.types import Batch
-from etude.core.updates import Forgotten, UpdateLog, UpdateRecord
-from etude.store.realtime import create_update, forget_user
+from etude.core.updates import Forgotten, UpdateRecord
+from etude.store.realtime import UpdateLog, create_update, forget_user
 from etude.store.runs import Run
 from etude.train.distributed import World
 from etude.trainer.prepare import store_files
