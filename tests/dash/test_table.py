@@ -10,6 +10,7 @@ import pytest
 
 from etude.bench.dash import _row
 from etude.core.errors import EtudeError
+from etude.dash import answers
 from etude.dash.answers import short
 from etude.dash.table import Filter, RolloutTable, cause_of
 from etude.store.rollouts import RolloutRow
@@ -141,6 +142,14 @@ def test_a_histogram_counts_all_that_have_a_number() -> None:
     wide = table.histogram("reward", table.find(Filter()))
     assert (wide["edges"][0], wide["edges"][-1]) == (-2.0, 3.0)
     assert sum(wide["counts"]) == finite + 2
+
+
+def test_lengths_are_shown_in_as_many_parts_of_the_same_size() -> None:
+    table = RolloutTable()
+    table.add([replace(row, length=number) for number, row in enumerate(rows(801))])
+    parts = answers._by_length(table, table.find(Filter()))
+    assert [part["dispatched"] for part in parts] == [100] * 7 + [101]
+    assert (parts[0]["name"], parts[-1]["name"]) == ("0 to 100", "700 to 800")
 
 
 def test_errors_that_differ_in_numbers_have_one_cause() -> None:
