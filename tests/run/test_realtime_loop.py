@@ -261,6 +261,7 @@ def test_what_another_loop_writes_after_this_one_began_is_found_out() -> None:
     asyncio.run(second.step())
     world.tick()
     asyncio.run(first.collect(Collect(step=1, base=0)))
+    assert Ledger(world.run.ledger.records()).has_batch(1), "at once"
     with pytest.raises(EtudeError, match="somebody else has written ledger"):
         asyncio.run(second.step())
     world.follow(world.loop(), until=Done())
