@@ -63,6 +63,7 @@ def calls(text: str, tokenizer: ChatTokenizer = TOKENIZER) -> list[tuple[str, ob
 def test_calls_in_compact_syntax() -> None:
     text = "so<tool_call>edit 3 return a + b</tool_call><tool_call>test</tool_call><|end|>"
     assert calls(text) == [("edit", {"line": 3, "text": "return a + b"}), ("test", {})]
+    assert calls("<tool_call> edit 3 a\n</tool_call>") == [("edit", {"line": 3, "text": "a"})]
     assert TOKENIZER.parse(TOKENIZER.encode(text), TOOLS, str)["content"] == "so"
     only = TOKENIZER.parse(TOKENIZER.encode("<tool_call>test</tool_call>"), TOOLS, str)
     assert only["content"] is None
