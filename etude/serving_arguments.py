@@ -102,6 +102,10 @@ def add_token(parser: argparse.ArgumentParser) -> None:
 
 
 def add_gateway(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "Workers are started apart, and join it: python -m etude.serve.worker --store RUN "
+        "--region here --port 8101 --gateway http://127.0.0.1:8100 (docs/production.md)."
+    )
     parser.add_argument("run", metavar="RUN", help="a run's directory, or its store's URL")
     parser.add_argument("--version", type=int, help="of the weights (default: the newest)")
     parser.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")

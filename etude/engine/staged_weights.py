@@ -75,9 +75,6 @@ def stage_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> Callable
 
 
 def _writes(view: Tensor, new: Tensor) -> Iterator[_SparseWrite | _DenseWrite]:
-    if not view.is_contiguous():
-        yield _DenseWrite(view, new)
-        return
     target, source = view.view(-1), new.reshape(-1)
     for begin in range(0, target.numel(), CHUNK):
         write = _difference(target[begin : begin + CHUNK], source[begin : begin + CHUNK])

@@ -88,9 +88,7 @@ async def own_sessions(run: Run, config: RunConfig) -> AsyncIterator[OwnSessions
         own_engine(files, fetch, config) as engine,
         aiohttp.ClientSession() as http,
     ):
-        sessions = PolicySessions(
-            engine, files, max_context=min(config.model.max_context, engine.max_context)
-        )
+        sessions = PolicySessions(engine, files, max_context=engine.max_context)
         async with sessions.open():
             yield OwnSessions(environment, pool, engine, sessions, http)
 

@@ -165,8 +165,11 @@ def error_response(error: ApiError | AccessDenied, path: str) -> Response:
 
 async def read(request: Request, type: type[T], decode: Decode = decode_json) -> T:
     """The body of a request, or 400 with the place that is wrong."""
+    body = await read_bytes(request)
+    if not body:  # which a decoder calls truncated
+        raise ApiError("request body: empty")
     try:
-        return cast(T, decode(await read_bytes(request), type))
+        return cast(T, decode(body, type))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ApiError(f"request body: {e}", param=_param(str(e))) from e
 

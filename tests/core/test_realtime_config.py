@@ -29,6 +29,15 @@ def test_what_does_not_go_with_it_is_told(overrides: list[str], why: str) -> Non
         parse(RUN.format(top=""), overrides)
 
 
+def test_signals_are_those_that_are_known_or_ones_own() -> None:
+    config = parse(RUN.format(top=""), ["realtime.signals={accepted = 1.0, 'custom:mine' = -1.0}"])
+    assert config.realtime is not None
+    assert config.realtime.signals == {"accepted": 1.0, "custom:mine": -1.0}
+    for unknown in ("typo", "custom:", "xcustom:mine"):
+        with pytest.raises(EtudeError, match=f"{unknown}: write one of .*, or custom:NAME"):
+            parse(RUN.format(top=""), [f"realtime.signals={{'{unknown}' = 1.0}}"])
+
+
 def test_it_trains_in_the_last_stage() -> None:
     last = '[[stage]]\nkind = "sft"\ndemonstrations = 2\n'
     with pytest.raises(EtudeError, match=r"\[realtime\] trains in the last stage"):

@@ -171,6 +171,16 @@ def test_sft_counts_what_has_nothing_to_learn_from() -> None:
     assert len(export.made) == 1 and export.dropped == {"nothing_to_learn": 1}
 
 
+def test_sft_counts_segments_whose_calls_cannot_be_shown() -> None:
+    good, broken = turn(0, 0), turn(1, 0, 1)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}
+    broken = replace(broken, messages=(broken.messages[0], call))
+    (session,) = put_together([good, broken]).sessions
+    export = sft_lines([session], liked(good, 1.0) | liked(broken, 1.0), min_score=1.0)
+    assert [line["messages"] for line in export.made] == [list(good.messages)]
+    assert export.dropped == {"malformed_call": 1}
+
+
 def test_dpo_compares_answers_to_the_same_prompt() -> None:
     good, bad = turn(0, 0, 0), turn(1, 0, 1)
     other = replace(turn(2, 0, 2), messages=({"role": "user", "content": "else"}, good.messages[1]))

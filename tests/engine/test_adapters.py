@@ -109,15 +109,18 @@ def test_prefixes_are_shared_within_an_adapter_only() -> None:
     assert cached("b") > 0
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 4])
-def test_weights_may_bring_an_adapter_along(max_num_seqs: int) -> None:
+@pytest.mark.parametrize(("max_num_seqs", "invariant"), [(1, False), (4, False), (4, True)])
+def test_weights_may_bring_an_adapter_along(max_num_seqs: int, invariant: bool) -> None:
     """The base is put in place once, and the adapter with each version: beside it, or by a runner
     that cannot, merged into it."""
     own = random_adapter(FIT_FOR_C, 1)
     published = {n: t.bfloat16() for n, t in own.tensors.items()}
     base = hf_state_dict(sharp(FIT_FOR_C, 0))
     limits = AdapterLimits(own=own.config)
-    engine = Engine(sharp(FIT_FOR_C, 5), max_num_seqs=max_num_seqs, adapters=limits)
+    model = sharp(FIT_FOR_C, 5)
+    if invariant:
+        model.compute_with(INVARIANT)
+    engine = Engine(model, max_num_seqs=max_num_seqs, adapters=limits)
     engine.load_weights(1, base)
     assert engine.weights().keys() == base.keys()
     for version, scale in ((2, 1.0), (3, -1.0)):

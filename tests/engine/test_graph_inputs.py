@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from etude.core.sampling import SamplingParams
 from etude.engine.batch import ForwardBatch, SamplingBatch
 from etude.engine.graph_inputs import (
+    ADAPTER_FIELDS,
     BLOCKS,
     NOWHERE,
     SLOTS,
@@ -59,6 +61,44 @@ def test_what_is_filled_in_is_read_by_its_name(shape: GraphShape, num_groups: in
         assert sizes["sequence"] == sizes["first"] == shape.tiles
         assert sizes["ends"] == shape.sequences and sizes["logits_indices"] == shape.rows
     assert all(each.storage_offset() * each.element_size() % 16 == 0 for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        # every row may have another adapter than its neighbour
+        (GraphShape(5, 5, 5, adapters=True), 5),
+        # a sequence has one, and begins a tile: of its last tile a row may be all there is
+        (GraphShape(15, 3, 2, tiles=4, adapters=True), 3),
+        (GraphShape(32, 3, 2, tiles=4, adapters=True), 5),
+    ],
+)
+def test_a_graph_has_room_for_the_adapters_of_any_batch(shape: GraphShape, tiles: int) -> None:
+    layout = InputLayout(shape, 16)
+    found = layout.views(torch.zeros(layout.num_words, dtype=torch.int32))
+    assert {name: len(found[name]) for name in ADAPTER_FIELDS} == dict.fromkeys(
+        ADAPTER_FIELDS, tiles
+    )
+    without = InputLayout(replace(shape, adapters=False), 16)
+    assert not set(ADAPTER_FIELDS) & without.views(torch.zeros(300, dtype=torch.int32)).keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_unfiltered"),
+    [
+        ({}, True),
+        ({"temperature": 0.0}, True),
+        ({"top_k": 3}, False),
+        ({"top_p": 0.9}, False),
+        ({"min_p": 0.1}, False),
+    ],
+)
+def test_one_row_that_is_filtered_is_enough(changes: dict[str, Any], is_unfiltered: bool) -> None:
+    params = [SamplingParams(temperature=0.5), SamplingParams(**changes)]
+    batch = SamplingBatch(params_R=params, u_R=np.array([0.1, 0.2]))
+    assert batch.is_unfiltered == is_unfiltered
+    masked = SamplingBatch(params_R=params[:1], u_R=np.zeros(1), token_masks={0: np.ones(3, bool)})
+    assert not masked.is_unfiltered
 
 
 def test_a_decode_graph_gets_the_sequences_that_have_one_new_token() -> None:

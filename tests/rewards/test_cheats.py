@@ -355,6 +355,12 @@ def test_answers_that_no_probe_gives_are_equal_to_nothing(answer: object) -> Non
     assert not any(same(answer, value) for value in ({}, set(), [], 1, None))
 
 
+@pytest.mark.parametrize("value", [object(), {"a": [b"bytes"]}, {1j}])
+def test_what_has_no_json_is_no_answer(value: object) -> None:
+    with pytest.raises(ValueError, match="^(object|bytes|complex) is no type of an answer"):
+        encoded(value)
+
+
 def test_deep_answers_are_equal_to_nothing() -> None:
     deep: list[Any] = []
     for _ in range(100_000):

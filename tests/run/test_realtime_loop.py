@@ -22,7 +22,15 @@ from etude.core.updates import (
     is_of_user,
     versions_that_saw,
 )
-from etude.realtime.cycle import AwaitVersion, Collect, Compare, Done, Evaluate, user_outcomes
+from etude.realtime.cycle import (
+    AwaitVersion,
+    Collect,
+    Compare,
+    Done,
+    Evaluate,
+    Next,
+    user_outcomes,
+)
 from etude.run.audit import audit
 from etude.run.realtime import RealtimeLoop
 from etude.run.realtime_fake import fake_rollouts
@@ -30,7 +38,7 @@ from etude.run.realtime_simulated import Simulated
 from etude.store.codec import pack, seal
 from etude.store.objects import Objects
 from etude.store.production import digest
-from etude.store.realtime import TrafficLog, create_update, forget_user, forgotten, updates
+from etude.store.realtime import Life, TrafficLog, create_update, forget_user, forgotten, updates
 from etude.store.rollouts import RolloutLog
 from tests.run.fake_stage import Mortal
 from tests.run.realtime_world import CANARY, MARGINS, STAGE, World, config, recorded
@@ -191,10 +199,13 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
     world.follow(loop, until=Compare(new=1, old=0))
     user = world.run.batch(1).rows[0].sample.partition(".")[0]
     world.delete(user)
-    asyncio.run(loop.step())
+    for each in (loop, loop, world.loop()):
+        asyncio.run(each.step())
     assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
     record = forgotten(world.run, user)
     assert record is not None and record.steps == (1,)
+    told = [line for line in world.told if "is deleted" in line]
+    assert told == [f"user {user} is deleted; versions that have seen them: 1"]
 
 
 def test_an_update_that_nobody_is_left_of_is_passed_over() -> None:
@@ -229,6 +240,45 @@ def test_a_batch_says_of_what_is_left_how_old_it_is() -> None:
     assert left.rows == (newer,) and left.oldest == 5
 
 
+@pytest.mark.parametrize("once", [False, True])
+def test_it_looks_again_after_a_while_only_if_there_is_nothing_to_do(
+    once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(Objects.open("memory:"))
+    log: list[Next | float] = []
+
+    async def sleep(seconds: float) -> None:
+        log.append(seconds)
+        world.tick()
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+
+    async def life() -> None:
+        loop = world.loop(look_s=7.0)
+        step = loop.step
+
+        async def noted() -> Next:
+            log.append(await step())
+            return log[-1]  # type: ignore[return-value]
+
+        loop.step = noted  # type: ignore[method-assign]
+        await loop.follow(once=once)
+
+    for version in (1, 2, 3) if once else (3,):
+        log.clear()
+        asyncio.run(life())
+        assert told(world)[-1] == ("settle", version, version)
+        actions = [each for each in log if each != 7.0]
+        assert isinstance(actions[-1], Done) != once
+        expected: list[Next | float] = actions[:1]
+        for before, action in zip(actions, actions[1:], strict=False):
+            expected += [action, 7.0] if action == before else [action]
+        if expected[-1] == 7.0:
+            expected.pop()  # it ends instead
+        assert log == expected and 7.0 in log
+    check(world)
+
+
 def test_of_two_loops_the_one_that_began_last_works_on() -> None:
     world = World(Objects.open("memory:"))
     first = world.loop()
@@ -239,6 +289,22 @@ def test_of_two_loops_the_one_that_began_last_works_on() -> None:
         asyncio.run(first.step())
     world.follow(second, until=Done())
     check(world)
+
+
+def test_two_loops_that_begin_at_once_do_not_share_a_life() -> None:
+    """The second asks before the first has written."""
+
+    class Late(Objects):
+        def exists(self, key: str) -> bool:
+            return False
+
+    objects = Objects.open("memory:")
+    first, second = Life(objects), Life(Late(objects._store, objects.url))
+    with pytest.raises(EtudeError, match="another loop of real-time RL has begun"):
+        first.check()
+    second.check()
+    names = [f"realtime/lives/{number:06d}.json" for number in (0, 1)]
+    assert objects.list("realtime/lives") == names
 
 
 def test_what_another_loop_wrote_before_this_one_began_is_not_entered_again() -> None:
@@ -289,6 +355,22 @@ def simulating(world: World, meanwhile: Callable[[], Awaitable[None]]) -> Realti
 
     loop._simulate = simulate
     return loop
+
+
+def test_nothing_is_made_if_too_few_are_left_while_tasks_are_attempted() -> None:
+    world = World(Objects.open("memory:"))
+
+    async def delete_all() -> None:
+        for user in list(world.users):
+            world.delete(user)
+
+    loop = simulating(world, delete_all)
+    actions = [asyncio.run(loop.step())]
+    while world.users:
+        world.tick()
+        actions.append(asyncio.run(loop.step()))
+    assert actions[-1] == asyncio.run(loop.step()) == Collect(step=1, base=0)
+    assert updates(world.run) == {} and world.run.batches() == []
 
 
 def test_who_is_deleted_while_tasks_are_attempted_is_in_no_batch() -> None:

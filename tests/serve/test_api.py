@@ -199,6 +199,7 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
+        ("chat/completions", b"", "request body: empty"),
         ("chat/completions", b"{", "request body"),
         ("chat/completions", b"\xff", "request body"),
         ("chat/completions", {}, "messages"),

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+
+import pytest
 
 from etude.core import traffic
+from etude.core.errors import EtudeError
 from etude.core.fleet import Fleet
 from etude.core.traffic import BLUE, GREEN, HELDOUT, Change
+from etude.serve import pools
 from etude.serve.http import ApiError
 from etude.serve.pools import Pools
 from etude.store.objects import Objects
@@ -21,6 +26,10 @@ class FakeRouter:
     def __init__(self) -> None:
         self.fleet = Fleet(awaits_floor=True)
         self.refuses = False
+        self.looks = 0
+
+    def expire_silent(self) -> None:
+        self.looks += 1
 
     def join(self) -> None:
         self.fleet.join("http://w", "here", max(0, self.fleet.floor), 0.0)
@@ -113,3 +122,55 @@ async def test_a_pool_without_workers_is_not_waited_for() -> None:
     await served.hear(traffic.canary(first, 4, 1.0, 0.3))
     homes = [served.pools.home(user, "") for user in USERS]
     assert {home[1].pool for home in homes if home} == {BLUE}
+
+
+async def test_the_newest_sessions_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MAX_SESSIONS", 2)
+    served = Served()
+    served.up(BLUE, GREEN)
+    last = await served.hear(traffic.start(3, 0.0, 0.0))
+    for session in ("old", "newer", "old", "new"):
+        served.pools.home("u", session)
+    for time, share in ((1.0, 0.3), (2.0, 1.0)):
+        last = await served.hear(traffic.canary(last, 4, time, share))
+    found = {s: served.pools.home("u", s) for s in ("old", "new", "newer")}
+    assert {s: home[1].version for s, home in found.items() if home} == {
+        "old": 3,
+        "new": 3,
+        "newer": 4,
+    }
+
+
+async def test_the_store_is_followed_every_second_whatever_happens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served()
+    served.up(BLUE, GREEN)
+    assert served.log.append(traffic.start(3, 0.0, 0.0))
+    newest, slept = served.pools._log.newest, list[float]()
+
+    def fails_once() -> Change | None:
+        if len(slept) == 1:
+            raise EtudeError("it is away")
+        return newest()
+
+    async def sleep(seconds: float) -> None:
+        await asyncio.sleep(0)
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(served.pools._log, "newest", fails_once)
+    calls = SimpleNamespace(
+        sleep=sleep, to_thread=asyncio.to_thread, create_task=asyncio.create_task
+    )
+    monkeypatch.setattr(pools, "asyncio", calls)
+    with pytest.raises(asyncio.CancelledError):
+        await served.pools.watch()
+    assert slept == [1.0] * 3 and served.router(BLUE).looks == served.router(GREEN).looks == 3
+    assert served.pools.status() == {
+        BLUE: {"version": 3, "up": 1},
+        GREEN: {"version": -1, "up": 0},  # it has nothing to serve yet
+    }
+    said = capsys.readouterr().err
+    assert "what users are answered by is not known anew: it is away" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,25 @@ from typing import Any
 import aiohttp
 import pytest
 
+from etude.core.config import parse
 from etude.core.consent import pseudonym
 from etude.core.errors import EtudeError
+from etude.core.feedback import FeedbackEvent
 from etude.core.recorded import Redaction
+from etude.core.traffic import Arm
+from etude.serve.production import routes
 from etude.serve.production.config import KEY_BYTES, read_production, read_user_key
 from etude.serve.production.place import Place
 from etude.serve.production.recording import _spans, _with_parsed_calls, _with_spelled_calls
+from etude.serve.production.routes import open_production
+from etude.serve.router import Router
+from etude.serve.worker_protocol import JoinRequest
 from etude.store.objects import Objects
+from etude.store.runs import Run
 from tests.serve.producing import ALICE, KEY, production
+from tests.serve.scripted import TOKENIZER
+
+NOW = 2e9
 
 
 def test_paths_in_the_file_begin_where_it_lies(tmp_path: Path) -> None:
@@ -225,3 +237,141 @@ def test_arguments_are_read_to_be_looked_through_and_written_again() -> None:
     ]  # fmt: skip
     plain = {"role": "user", "content": "x"}
     assert _with_parsed_calls(plain) is plain and _with_spelled_calls(plain) is plain
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "why"),
+    [
+        ({}, {}, "say whose word it is, by X-Etude-User or by X-Etude-Organisation"),
+        ({"X-Etude-User": "a", "X-Etude-Organisation": "b"}, {}, "say whose word it is"),
+        ({"X-Etude-User": "a"}, {"time": -1}, "time: seconds since 1970, and not in the future"),
+        ({"X-Etude-User": "a"}, {"time": NOW + 300}, "not in the future"),
+        ({"X-Etude-User": "a"}, {"time": NOW + 299}, None),
+        ({"X-Etude-Organisation": "b"}, {"time": 0}, None),
+    ],
+)
+async def test_a_word_is_of_one_subject_and_of_the_past(
+    http: aiohttp.ClientSession, tmp_path: Path, headers: dict[str, str], body: Any, why: str | None
+) -> None:
+    async with production(http, f"file:{tmp_path}", []) as made:
+        made.store.now = lambda: NOW
+        status, told = await made.call("POST", "/v1/consent", {"granted": True} | body, headers)
+        assert status == (400 if why else 200)
+        assert why in told["error"]["message"] if why else told == {"granted": True}
+        subjects = {pseudonym(name, KEY) for name in headers.values()}
+        assert set(made.store.consents()) == (set() if why else subjects)
+
+
+async def test_what_names_nobody_deletes_nobody(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    async with production(http, f"file:{tmp_path}", ["one"]) as made:
+        await made.say("hello")
+        status, told = await made.call("DELETE", "/v1/users", headers={"X-Etude-Session": "one"})
+        assert (status, told["error"]["message"]) == (400, "say whom to delete: X-Etude-User")
+        assert len(made.store.users()) == 1
+
+
+async def test_feedback_that_cannot_be_stored_is_to_be_sent_again(
+    http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(event: object) -> bool:
+        raise EtudeError("the disk is full")
+
+    async with production(http, f"file:{tmp_path}", []) as made:
+        monkeypatch.setattr(made.store, "put_feedback", fails)
+        event = {"event": "e", "completion": f"chatcmpl-{'0' * 24}", "kind": "accepted"}
+        status, told = await made.feedback(**event)
+        assert status == 503
+        assert "the feedback cannot be stored now: the disk is full" in told["error"]["message"]
+        assert made.mode.recording.counts["feedback"] == 0
+
+
+async def test_a_gateway_looks_every_5_s_and_sweeps_every_hour(
+    http: aiohttp.ClientSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now, seen, sweeps = 50.0, list[float](), list[tuple[float, dict[str, float]]]()
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now > 50 + 2 * 3600:
+            raise asyncio.CancelledError
+
+    async def refresh() -> None:
+        seen.append(now)
+        if len(seen) == 2:
+            raise EtudeError("it is away")
+
+    async with production(http, f"file:{tmp_path}", [], retention_days=2, pending_hours=3) as made:
+        mode = made.mode
+        forgotten: list[None] = []
+        monkeypatch.setattr(mode, "refresh", refresh)
+        monkeypatch.setattr(mode, "forget_idle", lambda: forgotten.append(None))
+        monkeypatch.setattr(made.store, "sweep", lambda **how: sweeps.append((now, how)))
+        with monkeypatch.context() as patch:
+            calls = SimpleNamespace(sleep=sleep, to_thread=asyncio.to_thread)
+            patch.setattr(routes, "asyncio", calls)
+            patch.setattr(routes, "time", SimpleNamespace(monotonic=lambda: now))
+            with pytest.raises(asyncio.CancelledError):
+                await mode.watch()
+    assert seen == [50.0 + 5 * number for number in range(2 * 720 + 1)]
+    assert len(forgotten) == len(seen)
+    kept = {"retention_s": 2 * 86400, "horizon_s": 3 * 3600}
+    assert sweeps == [(50.0 + 3600 * hour, kept) for hour in range(3)]
+    assert capsys.readouterr().err == "the store of production mode: it is away\n"
+
+
+async def test_a_session_that_changes_its_pool_is_forgotten_by_the_one_before(
+    http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with production(http, f"file:{tmp_path}", ["a", "b", "c", "d"]) as made:
+        blue, green = made.mode._router, Router(http)
+        (worker,) = blue.fleet.workers
+        await green.join(JoinRequest(url=worker.url, region="east", version=0))
+        forgotten: list[tuple[str, str]] = []
+        for name, router in (("blue", blue), ("green", green)):
+            monkeypatch.setattr(router, "forget", lambda key, n=name: forgotten.append((n, key)))
+        asked: list[tuple[str, str]] = []
+        homes = [(blue, 0), (blue, 0), (green, 1), (green, 1)]
+
+        def home(user: str, session: str) -> tuple[Router, Arm]:
+            router, version = homes[len(asked)]
+            asked.append((user, session))
+            return router, Arm(pool="x", version=version, propensity=0.5)
+
+        monkeypatch.setattr(made.mode, "_pools", SimpleNamespace(home=home))
+        for _ in range(4):
+            await made.say("hello")
+        (open_,) = made.mode.recording.sessions.values()
+        assert forgotten == [("blue", open_.key)]
+        assert open_.router is green and open_.arm is not None and open_.arm.version == 1
+        assert set(asked) == {(open_.identity.user, "one")}
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_run_is_served_as_its_file_says(tmp_path: Path, is_elsewhere: bool, learns: bool) -> None:
+    file = tmp_path / "production.toml"
+    store = f'store = "{tmp_path}/other"\n' if is_elsewhere else ""
+    file.write_text(f'{store}user_key_file = "{tmp_path}/key"\n')
+    run = Run.open(str(tmp_path / "run"))
+    realtime = '[realtime]\nproduction = "production.toml"\n' if learns else ""
+    run.put_config(parse(f'name = "r"\n[[stage]]\nkind = "rl"\nsteps = 1\n{realtime}'))
+    model: Any = SimpleNamespace(tokenizer=TOKENIZER, gauges=[])
+    router: Any = object()
+    mode = open_production(file, model, router, run)
+    mode._store.put_feedback(
+        FeedbackEvent(
+            event="e" * 32, user="u" * 32, completion="0" * 24, kind="accepted", strength=0.5,
+            time=1.0, received=1.0,
+        )
+    )  # fmt: skip
+    where = Objects.open(str(tmp_path / ("other" if is_elsewhere else "run")))
+    assert len(where.list("production/users")) == 1
+    assert bool(where.list("production/news")) == learns
+    assert bytes.fromhex((tmp_path / "key").read_text()) == mode._key
+    assert mode._router is router

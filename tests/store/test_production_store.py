@@ -80,6 +80,8 @@ def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
         store.put_feedback(event(user))
         store.put_consent(Consent(subject=user, granted=True, time=1.0))
     store.put_consent(Consent(subject=ALICE, granted=False, time=2.0))
+    (copied,) = store.objects.list(f"production/users/{ALICE}/turns")
+    copy = store.objects.get_sealed(copied)
     half_written = tmp_path / f"production/users/{ALICE}/turns/x#1"
     half_written.write_bytes(b"half")
     assert store.delete_user(ALICE) == 2
@@ -97,8 +99,14 @@ def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
     # a copy that is brought back is not read, and the sweep takes it
     key = f"production/users/{ALICE}/feedback/{'e' * 32}"
     store.objects.put_sealed(key, to_json(event()))
+    store.objects.put_sealed(copied, copy)
     assert [found.user for found in store.feedback()] == [BOB]
-    assert store.sweep(retention_s=1e6, horizon_s=1e6) == {"feedback deleted": 1}
+    found = store.sessions()
+    assert [session.user for session in found.sessions] == [BOB] and not found.dropped
+    assert store.sweep(retention_s=1e6, horizon_s=1e6) == {
+        "feedback deleted": 1,
+        "turns deleted": 1,
+    }
     clock.now += 1
     store.put_turn(turn(0, 0, user=ALICE, started=clock.now))
     assert store.users() == [ALICE, BOB]

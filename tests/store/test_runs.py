@@ -383,6 +383,15 @@ def test_a_run_of_an_older_format_is_told(run: Run) -> None:
         run.config()
 
 
+def test_a_config_of_another_version_is_told(run: Run) -> None:
+    run.objects.put_sealed("config.json", b'{"name": "r", "unheard_of": 1}')
+    with pytest.raises(
+        EtudeError,
+        match=r"config.json was written by another version of etude: (?s:.*)unheard_of",
+    ):
+        run.config()
+
+
 @pytest.mark.parametrize(
     "name", [".DS_Store", "foo.tmp", "._000002", "000002.bak", "sub/000002", "000003 (copy)"]
 )

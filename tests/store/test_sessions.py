@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
+from etude.core.errors import EtudeError
 from etude.core.types import PromptPart
-from etude.store.codec import pack
+from etude.store.codec import pack, seal
 from etude.store.objects import Missing, Objects
 from etude.store.rollouts import RolloutLog, RolloutReader, group_rows
 from etude.store.runs import Run
@@ -66,10 +68,39 @@ def test_verdicts_of_many_at_once_are_all_kept(run: Run) -> None:
     assert sorted(told) == [(f"p{n}", said) for n in range(2) for said in ("cheat", "honest")]
 
 
-@pytest.mark.parametrize("fields", [{"who": " "}, {"reward": float("nan")}, {"note": "x" * 5000}])
+class Busy(Objects):
+    """A store in which somebody else is quicker, so many times."""
+
+    times = 0
+
+    def create(self, key: str, data: bytes) -> bool:
+        if key.startswith("verdicts/") and self.times:
+            self.times -= 1
+            super().create(key, seal(b""))
+        return super().create(key, data)
+
+
+@pytest.mark.parametrize(("times", "is_kept"), [(0, True), (4, True), (5, False)])
+def test_who_comes_second_tries_again(times: int, is_kept: bool) -> None:
+    run = Run(Busy.open("memory:"))
+    run.objects.times = times  # type: ignore[attr-defined]
+    mine = Verdict(session="s", verdict="cheat", who="w")
+    with nullcontext() if is_kept else pytest.raises(EtudeError, match="somebody else has written"):
+        add_verdict(run, mine)
+    assert [each.record for each in read_verdicts(run)] == ([mine] if is_kept else [])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"who": " "}, {"who": "x" * 4001}, {"note": "x" * 4001}),
+        *({"reward": float("nan")}, {"reward": float("-inf")}),
+    ],
+)
 def test_a_verdict_that_says_nothing(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="verdict"):
         Verdict(**({"session": "s", "verdict": "cheat", "who": "w"} | fields))  # type: ignore[arg-type]
+    Verdict(session="s", verdict="cheat", who="w" * 4000, note="x" * 4000, reward=-1.0)
 
 
 def test_what_an_older_run_did_not_write_is_nothing(run: Run) -> None:

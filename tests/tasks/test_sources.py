@@ -86,6 +86,12 @@ def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
         list(records(tmp_path))
 
 
+def test_parquet_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(EtudeError, match=r"a\.parquet is Parquet.*pip install 'etude\[parquet\]'"):
+        read(tmp_path / "a.parquet")
+
+
 def test_a_text_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").mkdir()
     with pytest.raises(EtudeError, match=r"a\.txt cannot be read \(Is a directory\)"):

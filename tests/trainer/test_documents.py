@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,35 @@ def test_sources_with_weights_are_read_once(
         assert read_corpus(stage(told), FILES, 0).about == corpus.about
     write(tmp_path / "a.jsonl", ["one", "two", "three"])
     assert read_corpus(stage(told), FILES, 0).about != corpus.about
+
+
+def test_of_two_that_write_the_same_tokens_either_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.jsonl", ["one", "two"])
+    told = stage(f'sources = [{{path = "{tmp_path}/a.jsonl"}}]')
+    rename, others = Path.rename, []
+
+    def outrun(self: Path, target: Path) -> Path:
+        shutil.copytree(self, target)
+        (target / "digest").write_text("of the other")
+        others.append(target)
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", outrun)
+        (docs, _), *_ = read_corpus(told, FILES, 0).sources
+    assert said(docs) == ["one", "two"]
+    (folder,) = (tmp_path / "cache").rglob("digest")
+    assert [folder.parent] == others and folder.read_text() == "of the other"
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shutil.rmtree(folder.parent)
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(EtudeError, match=r"cannot be written to .* \(No space left on device\)"):
+        read_corpus(told, FILES, 0)
 
 
 def test_a_share_is_held_out_by_content(tmp_path: Path) -> None:

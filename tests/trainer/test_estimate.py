@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 
 from etude.core.config import RunConfig, parse
 from etude.core.types import Row
+from etude.model.parts import ExpertsConfig
 from etude.model.transformer import init_from_scratch
 from etude.train.flops import step_flops
 from etude.train.loss import token_logprobs
@@ -46,6 +50,39 @@ def test_a_step_takes_what_its_arithmetic_takes() -> None:
     )
     counted = 6 * 10 * step_flops(model_shape(config), [row])
     assert estimate(config, {}).seconds["midtrain"] == pytest.approx(counted / (RATE * TRAINING))
+
+
+def test_pairs_are_read_once_more_by_the_weights_they_are_compared_with(tmp_path: Path) -> None:
+    """Files of 4 characters a token; a backward pass costs two forward ones, and the reference has
+    none."""
+    (tmp_path / "a.jsonl").write_bytes(b"x" * 4 * 64 * 7)
+    (tmp_path / "b.jsonl").write_bytes(b"x" * 4 * 64 * 3)
+    text = f'name = "a"\n[[stage]]\nkind = "dpo"\nepochs = 2\npath = "{tmp_path}/*.jsonl"\n'
+    config = parse(text, ["model.max_context=128"])
+    row = Row(
+        sample="s",
+        tokens=(1,) * 65,
+        mask=(False,) + (True,) * 64,
+        logprobs=(0.0,) * 65,
+        advantages=(0.0,) * 65,
+        versions=(),
+    )
+    counted = 2 * (7 + 3) * step_flops(model_shape(config), [row])
+    found = estimate(config, {}).seconds
+    assert found["dpo"] == pytest.approx(counted / (RATE * TRAINING) * 4 / 3)
+
+
+def test_a_token_meets_the_experts_that_are_chosen_and_those_that_are_shared() -> None:
+    config = run("model.max_context=256")
+    plain = model_shape(config)
+    met = ExpertsConfig(
+        num_experts=8, num_experts_per_tok=2, n_shared_experts=1, moe_intermediate_size=24,
+        shared_expert_intermediate_size=16, layers=(0,),
+    )  # fmt: skip
+    cpu = torch.device("cpu")
+    dense = replace(plain, intermediate_size=3 * 24 + 16)
+    sparse = replace(plain, experts=met)
+    assert activation_bytes(config, sparse, cpu) == activation_bytes(config, dense, cpu)
 
 
 def test_more_work_takes_longer_and_what_is_not_evaluated_takes_none() -> None:

@@ -84,6 +84,75 @@ def test_a_whole_version_that_leads_nowhere_is_gone_around(
     assert bits(Follower(reading(objects)).fetch(9)) == bits(made[9])
 
 
+def test_whole_objects_that_make_something_else_are_gone_around(
+    objects: Objects, made: dict[int, Tensors]
+) -> None:
+    """The snapshot of 9 names the shards of 5, and its route from 6 those of 7: each is what its
+    hash says, and the outcome is another version."""
+    chain = reading(objects)
+    (five, _), (seven, step), (nine, _) = (chain.find(version) for version in (5, 7, 9))
+    (snapshot,) = (route for route in chain.extra_routes(five) if route.base is None)
+    for source, route in ((five, snapshot), (seven, step.route)):
+        for shard in route.shards:
+            data = objects.get(shard_key(1, source.version, shard.hash))
+            objects.put(shard_key(1, 9, shard.hash), data)
+        forge(objects, route_key(nine, route.base), ExtraRoute(target=nine, route=route))
+    follower = Follower(reading(objects))
+    assert bits(follower.fetch(9)) == bits(made[9]) and follower.rebuilt == 0
+
+
+def test_a_manifest_that_took_the_place_of_another_is_not_followed(objects: Objects) -> None:
+    run(Publisher(Chain(objects)), larger(1), range(1, 4))
+    _, second = reading(objects).find(2)
+    forge(objects, manifest_key(1, 2), replace(second, stage="other"))
+    chain = reading(objects)
+    _, third = chain.find(3)
+    assert third.route.base is not None
+    with pytest.raises(
+        Corrupt,
+        match="version 2 is not the one that its successor was made from; restore "
+        f"{manifest_key(1, 2)} from a copy",
+    ):
+        chain.follow(third.route.base)
+    assert chain.find(2)[1].stage == "other"
+
+
+@pytest.mark.parametrize(("damaged", "next_whole"), [(None, 10), (7, 11)])
+def test_the_way_to_a_whole_version_is_counted_as_far_as_it_can_be_read(
+    objects: Objects, made: dict[int, Tensors], damaged: int | None, next_whole: int
+) -> None:
+    objects.delete(route_key(reading(objects).find(9)[0], None))
+    if damaged is not None:
+        flip(objects, manifest_key(1, damaged))
+    again = Publisher(reading(objects), policy=SnapshotPolicy(max_chain=4))
+    run(again, made[9], range(10, 14))
+    chain = reading(objects)
+    whole = [
+        version
+        for version in range(10, 14)
+        if any(route.base is None for route in chain.extra_routes(chain.find(version)[0]))
+    ]
+    assert whole == [next_whole]
+
+
+def test_a_store_that_lists_less_than_there_is_is_not_written_to(objects: Objects) -> None:
+    """Version 1 was deleted, so there is a newer one: it does not show yet."""
+    for version in (1, 2):
+        publish(objects, version, larger(version), stage="rl", step=version)
+    objects.delete(manifest_key(1, 1))
+    hidden = objects.get(manifest_key(2, 2))
+    objects.delete(manifest_key(2, 2))
+    before = objects.list("weights")
+    with pytest.raises(EtudeError, match="weight version 1 was deleted, so there are newer ones"):
+        publish(objects, 3, larger(3), stage="rl", step=3)
+    assert [key for key in objects.list("weights") if key.endswith(".json")] == [
+        key for key in before if key.endswith(".json")
+    ]
+    objects.put(manifest_key(2, 2), hidden)
+    publish(objects, 3, larger(3), stage="rl", step=3)
+    assert bits(Follower(reading(objects)).fetch(3)) == bits(larger(3))
+
+
 def test_a_damaged_manifest_is_gone_around(objects: Objects, made: dict[int, Tensors]) -> None:
     for version in (5, 4):
         flip(objects, manifest_key(1, version))

@@ -468,6 +468,13 @@ def test_signed_manifests(objects: Objects) -> None:
         Follower(Chain(objects, trust=trust, sleep=lambda s: None)).fetch(2)
 
 
+def test_keys_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    monkeypatch.setenv("ETUDE_SIGNING_KEY", "key.pem")
+    with pytest.raises(EtudeError, match=r"run `pip install etude\[signing\]`"):
+        signer_from_environment()
+
+
 def test_keys_from_the_environment(
     tmp_path: Path, objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
