@@ -21,6 +21,7 @@ from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.ledger import Dropped, Issued
 from etude.core.traffic import Change
+from etude.launch import realtime as launching
 from etude.launch.launcher import RESTARTS
 from etude.launch.local import in_background
 from etude.launch.place import RunPlace
@@ -277,8 +278,13 @@ def test_a_misspelt_action_is_told_the_actions(
     assert "write one of status, compare, stop, " in capsys.readouterr().err
 
 
-def test_who_is_killed_is_started_again_so_that_users_do_not_notice(product: Path) -> None:
+def test_who_is_killed_is_started_again_so_that_users_do_not_notice(
+    product: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = read_run_file(product / "run.toml")
+    engines = dict.fromkeys(config.engine.regions, (3,))
+    placement = launching.placed(config).model_copy(update={"engines": engines})
+    monkeypatch.setattr(launching, "placed", lambda config: placement)
     programs, _ = realtime_programs(
         config, config.realtime, RunPlace.of(product / "runs" / "shop"), once=False
     )
@@ -286,6 +292,8 @@ def test_who_is_killed_is_started_again_so_that_users_do_not_notice(product: Pat
         "gateway", "worker", "trainer", "loop",
     }  # fmt: skip
     assert all(each.restarts == RESTARTS for each in programs)
+    workers = [each for each in programs if each.name.startswith("worker-")]
+    assert workers and all(each.gpus == (3,) for each in workers)
     # a mistake that was named is there the next time, too; and of two loops one must end
     assert {each.name for each in programs if each.final == (2,)} == {"trainer", "loop"}
 

@@ -184,3 +184,28 @@ def test_nothing_outlives_its_time_or_its_user(
         assert why == "deleted"
     else:
         assert why == ("expired" if now - time > 30 else None)
+
+
+QUESTIONS = (
+    ("thumbs_up", "thumbs_down"),
+    ("accepted", "rejected", "regenerated"),
+    ("kept_10s", "kept_5min", "kept_commit", "kept_7d"),
+    *((kind,) for kind in ("edited", "undone", "follow_up", "dissatisfied", "stopped")),
+    *((kind,) for kind in ("model_switched", "tip")),
+)
+
+
+def test_of_kinds_that_answer_one_question_the_newest_counts() -> None:
+    assert {kind for kinds in QUESTIONS for kind in kinds} == STRENGTHS.keys()
+    for kinds in QUESTIONS:
+        for first in STRENGTHS:
+            for second in kinds:
+                said = [
+                    FeedbackEvent(
+                        event=f"e{time}", user="alice", completion="a" * 24, kind=kind,
+                        strength=STRENGTHS[kind], time=time, received=time,
+                    )
+                    for time, kind in enumerate((first, second))
+                ]  # fmt: skip
+                kept = [event.kind for event in counted(reversed(said))]
+                assert kept == ([second] if first in kinds else [first, second])

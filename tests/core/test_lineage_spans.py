@@ -17,6 +17,7 @@ kind = "rl"
 steps = 3
 max_lag = 2
 advantage = "rloo"
+train_summaries = false
 [stage.effort_penalty]
 tokens = 0.5
 scale = 2.0
@@ -46,6 +47,7 @@ def test_each_loop_weighs_its_attempts_in_its_own_way() -> None:
     _, rl, sft, distill = (estimator_of(stage, 77) for stage in RUN.stage)
     assert rl.per_group is ADVANTAGE["rloo"].per_group and rl.use_credit and not rl.keep_zero_std
     assert rl.effort is not None and rl.effort.tokens == 0.5
+    assert (rl.train_summaries, distill.train_summaries) == (False, True)
     assert (rl.max_lag, sft.max_lag, distill.max_lag) == (2, None, 1)
     assert {each.max_tokens for each in (rl, sft, distill)} == {77}
     # a teacher speaks of every token: nothing is dropped for what the attempt was worth

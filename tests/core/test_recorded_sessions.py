@@ -150,6 +150,11 @@ def test_sft_learns_what_was_liked_and_said_here() -> None:
     (session,) = put_together([first, second, third, fourth]).sessions
     feedback = liked(first, 1.0) | liked(third, -0.5) | liked(fourth, 1.0)
     (line,) = sft_lines([session], feedback, min_score=0.5).made
+    origin = {name: line[name] for name in ("user", "session", "policy", "propensity", "source")}
+    assert origin == {
+        "user": session.user, "session": session.session, "policy": "mine", "propensity": 0.5,
+        "source": "production",
+    } and line["recorded"] == session.started  # fmt: skip
     weights = [m.get("weight", 1) for m in line["messages"] if m["role"] == "assistant"]
     assert weights == [0, 1, 0, 0, 1]
     learnt = [t for t, on in zip(line["tokens"], line["mask"], strict=True) if on]
@@ -183,6 +188,9 @@ def test_dpo_compares_answers_to_the_same_prompt() -> None:
     feedback = liked(good, 0.5) | liked(bad, -1.0) | liked(other, -1.0)
     export = dpo_lines([session], feedback)
     (line,) = export.made
+    turned = tuple(dict(reversed(message.items())) for message in bad.messages)
+    (alike,) = put_together([good, replace(bad, messages=turned), other]).sessions
+    assert dpo_lines([alike], feedback).made == export.made, "whatever the order of keys"
     assert line["prompt"] == [{"role": "user", "content": "ask 0"}]
     assert (line["chosen"], line["rejected"]) == (
         [{"role": "assistant", "content": "say 0.0"}],

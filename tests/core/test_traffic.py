@@ -144,6 +144,8 @@ def test_the_pools_that_serve_are_those_that_answer_somebody(heldout_share: floa
     compared = traffic.canary(first, 1, 1.0, 0.3)
     promoted = traffic.promote(compared, 2.0, "", 0.3)
     settled = traffic.settle(promoted, 3.0, "")
+    assert (first.traffic.salt, settled.traffic.salt) == ("", "")
+    assert (compared.traffic.salt, promoted.traffic.salt) == ("update 1", "watch 1")
     for change in (first, compared, promoted, settled):
         answering = {change.traffic.arm(user).pool for user in USERS}
         assert change.traffic.serving == answering

@@ -24,6 +24,7 @@ from etude.dash.server import create_app
 from etude.dash.table import RolloutTable
 from etude.store.rollouts import RolloutLog, group_rows
 from etude.store.runs import Run
+from etude.weights.manifest import find_newest
 from etude.weights.publish import publish
 from tests.dash.recorded_store import (
     ALL_HOSTILE,
@@ -191,6 +192,21 @@ def test_a_session_whose_group_is_under_way(app: ASGIApp) -> None:
     assert ask(app, "/api/runs/x/sessions/g000009.0").status == 404
 
 
+def test_of_a_traceback_the_table_shows_the_end_and_the_session_all(tmp_path: Path) -> None:
+    run = Run.open(f"file:{tmp_path}/x")
+    write_run(run)
+    error = (
+        'agent: Traceback (most recent call last):\n  File "a.py", line 4, in main\n    argv[1]\n'
+        "IndexError: list index"
+    )
+    failed = group(4, replace(trajectory("g000004.0", None), error=error))
+    RolloutLog(run.objects).append(group_rows(failed))
+    app = create_app([RecordedRun("x", run)], Access(host="127.0.0.1"))
+    (row,) = ask(app, "/api/runs/x/rollouts?text=g000004.0").json["rows"]
+    assert row["error"] == "agent: IndexError: list index"
+    assert ask(app, "/api/runs/x/sessions/g000004.0").json["row"]["error"] == error
+
+
 def test_a_session_that_failed_says_why(app: ASGIApp) -> None:
     session = ask(app, "/api/runs/x/sessions/g000002.1").json["session"]
     assert (session["status"], session["reward"]) == ("failed", None)
@@ -263,6 +279,10 @@ def test_the_fleet_shows_how_much_of_a_version_had_to_be_sent(run: Run, app: ASG
     assert (shown[0]["snapshot"], shown[1]["snapshot"]) == (True, False)
     assert shown[0]["whole_bytes"] == shown[1]["whole_bytes"] == 400_000
     assert shown[1]["bytes"] < 4_000 and shown[1]["stage"] == "rl"
+    newest = find_newest(run.objects)
+    assert newest is not None
+    assert (shown[1]["digest"], shown[1]["published"]) == (newest.root, newest.time)
+    assert shown[1]["changed"] == newest.changed
 
 
 def test_what_has_not_changed_is_not_sent_again(app: ASGIApp) -> None:

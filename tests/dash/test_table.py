@@ -10,6 +10,7 @@ import pytest
 
 from etude.bench.dash import _row
 from etude.core.errors import EtudeError
+from etude.dash import answers
 from etude.dash.answers import short
 from etude.dash.table import Filter, RolloutTable, cause_of
 from etude.store.rollouts import RolloutRow
@@ -137,6 +138,18 @@ def test_a_histogram_counts_all_that_have_a_number() -> None:
     finite = sum(math.isfinite(row.reward) for row in table.rows if row.reward is not None)
     assert sum(told["counts"]) == finite
     assert (told["edges"][0], told["edges"][-1]) == (0.0, 1.0)
+    table.add([replace(rows(1)[0], id=f"{each}", reward=each) for each in (-2.0, 3.0)])
+    wide = table.histogram("reward", table.find(Filter()))
+    assert (wide["edges"][0], wide["edges"][-1]) == (-2.0, 3.0)
+    assert sum(wide["counts"]) == finite + 2
+
+
+def test_lengths_are_shown_in_as_many_parts_of_the_same_size() -> None:
+    table = RolloutTable()
+    table.add([replace(row, length=number) for number, row in enumerate(rows(801))])
+    parts = answers._by_length(table, table.find(Filter()))
+    assert [part["dispatched"] for part in parts] == [100] * 7 + [101]
+    assert (parts[0]["name"], parts[-1]["name"]) == ("0 to 100", "700 to 800")
 
 
 def test_errors_that_differ_in_numbers_have_one_cause() -> None:

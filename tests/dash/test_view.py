@@ -7,6 +7,7 @@ import dataclasses
 import io
 import re
 from asyncio import to_thread
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +194,11 @@ def test_rewards_lag_and_how_busy_the_trainer_is() -> None:
         5,
         True,
     )
+
+
+def test_a_trainer_that_works_as_long_as_it_waits_is_half_busy() -> None:
+    even = replace(step(3), seconds=2.0, wait_s=2.0)
+    assert view_of((0.0, StageStarted(stage="rl", steps=4)), (2.0, even)).trainer_busy == 0.5
 
 
 def test_the_lag_of_a_batch_counts_before_its_step_is_done_also_after_a_stop() -> None:

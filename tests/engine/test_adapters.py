@@ -129,6 +129,9 @@ def test_weights_may_bring_an_adapter_along(max_num_seqs: int, invariant: bool) 
         found = engine.weights()
         assert found.keys() == adapter.keys()
         assert all(torch.equal(found[n], t) for n, t in adapter.items())
+        for tensor in found.values():
+            tensor.zero_()  # whoever asks for weights has a copy
+        assert all(torch.equal(t, adapter[n]) for n, t in engine.weights().items())
         (sample,) = answers(engine, [request(0, None)])
         alone = sharp(FIT_FOR_C, 0)
         load_weights(alone, merged({n: t.float() for n, t in (base | adapter).items()}, own.config))

@@ -136,6 +136,20 @@ def test_a_prefix_is_found_up_to_where_its_window_is_known_too() -> None:
     assert found.num_passed == 3 and len(found.blocks) == len(found.windowed) == 4
 
 
+def test_a_full_block_waits_in_the_window_until_it_is_cached() -> None:
+    """Its last token may not be read back yet."""
+    blocks = BlockManager(8, SIZE, window=1, num_windowed_blocks=6)
+    tokens = [1] * (2 * SIZE + 1)
+    table = blocks.match_prefix(tokens, 0)
+    assert blocks.allocate(table, len(tokens))
+    blocks.allocate_windowed(table, len(tokens))
+    blocks.pass_window(table, len(tokens))
+    assert table.num_passed == 0 and blocks.num_windowed_free == 3
+    blocks.cache_full_blocks(table, tokens, len(tokens))
+    blocks.pass_window(table, len(tokens))
+    assert table.num_passed == 2 and blocks.num_windowed_free == 5
+
+
 def learned(blocks: BlockManager, tokens: list[int], version: int = 0) -> BlockTable:
     table = blocks.match_prefix(tokens, version)
     assert blocks.allocate(table, len(tokens))

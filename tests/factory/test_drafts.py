@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,12 @@ def test_several_mistakes_of_one_kind_in_a_line_have_ids_of_their_own() -> None:
     ids = [draft.id for draft in drafts_of(source)]
     assert len(ids) == len(set(ids))
     assert ids == [draft.id for draft in drafts_of(source)]
+
+
+def test_a_function_is_drafted_a_few_times_only() -> None:
+    source = "def area(a):\n    return [a * 2, a + 3, a - 4, a * 5, a + 6, a - 7]\n"
+    kinds = Counter(draft.kind for draft in drafts_of(source))
+    assert (kinds["token"], kinds["bug"]) == (4, 2)
 
 
 def test_no_mistake_is_drafted_twice() -> None:

@@ -10,6 +10,7 @@ from etude.cli import main
 from etude.core.errors import EtudeError
 from etude.core.sandbox import Limits, SandboxPool
 from etude.core.types import Attempt, Score, Transcript
+from etude.factory import harbor_task
 from etude.factory.harbor_task import (
     HarborTask,
     grade_harbor_task,
@@ -441,3 +442,14 @@ def test_show_says_whether_it_can_be_run(folder: Path, capsys: pytest.CaptureFix
     (folder / "task.toml").write_text("metadata = 3\n")
     assert main(["tasks", "show", str(folder)]) == 0
     assert "metadata is 3 in task.toml: it must be a table" in capsys.readouterr().out
+
+
+def test_programs_are_made_executable_in_an_order_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    (folder / "inner").mkdir(parents=True)
+    for name in ("d.sh", "b.sh", "inner/a.sh", "c.sh", "run", "a.py", "e.sh"):
+        (folder / name).touch()
+    (folder / "run").chmod(0o755)
+    *_, last = harbor_task._unpacked(folder).splitlines()
+    named = [f"/tests/{name}.sh" for name in ("b", "c", "d", "e", "inner/a")]
+    assert last.split() == ["chmod", "+x", *named, "/tests/run"]

@@ -140,6 +140,18 @@ def test_times_and_owners_do_not_change_a_digest(tmp_path: Path) -> None:
     assert tree_digest(tmp_path / "a") != tree_digest(tmp_path / "b")
 
 
+def test_a_digest_is_the_same_on_every_machine(tmp_path: Path) -> None:
+    """Layers are known by it wherever they were built."""
+    for name in ("b", "a/c", "a/d"):
+        place = tmp_path / name
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(name)
+        place.chmod(0o644)
+    (tmp_path / "a").chmod(0o755)
+    (tmp_path / "link").symlink_to("a/c")
+    assert tree_digest(tmp_path).startswith("e938da8f4a09e850")
+
+
 def test_somebody_lives_there(tmp_path: Path) -> None:
     live_in(Realism(user="maria", hostname="thinkpad"), [], tmp_path)
     home = tmp_path / "etc" / "skel"

@@ -21,7 +21,14 @@ from etude.core.errors import EtudeError
 from etude.factory import install
 from etude.factory.candidates import _changed_tests, split_change
 from etude.factory.check import stats
-from etude.factory.harbor import pack, read_task, unpack, write_solve_rate, write_task
+from etude.factory.harbor import (
+    digest_of,
+    pack,
+    read_task,
+    unpack,
+    write_solve_rate,
+    write_task,
+)
 from etude.factory.hiding import functions_of, without_functions
 from etude.factory.install import write_files
 from etude.factory.instruct import instruct
@@ -399,3 +406,11 @@ def test_a_module_of_its_own_is_not_installed_and_ideas_end() -> None:
     assert wanted("No module named 'cart'") == ("pytest", "coverage", "attrs"), "fewer, then"
     assert wanted("it broke", "it broke again") is None
     assert proposer.propose({"README.md": b""}, []) is None
+
+
+def test_files_have_the_same_identity_in_any_order() -> None:
+    files = {"a.py": b"one", "b.py": b"two"}
+    identity = digest_of(files)
+    assert digest_of(dict(reversed(files.items()))) == identity
+    for other in ({"a.py": b"two", "b.py": b"one"}, {"a.py": b"one"}, {**files, "c.py": b""}):
+        assert digest_of(other) != identity

@@ -36,7 +36,7 @@ def visit(link: str, token: str) -> object:
 async def test_it_starts_with_its_first_visitor_and_ends_with_the_run(tmp_path: Path) -> None:
     write_run(Run.open(f"file:{tmp_path}/x"))
     before = children()
-    async with dashboard(f"file:{tmp_path / 'x'}", tmp_path / "x" / "logs") as whole:
+    async with dashboard(f"file:{tmp_path / 'x'}", tmp_path / "new" / "logs") as whole:
         link, _, token = whole.partition("/#token=")
         await asyncio.sleep(0)
         assert children() == before

@@ -273,6 +273,7 @@ def test_evaluations_on_the_way_have_a_part_of_their_own(
 @pytest.mark.parametrize("length", [20, 48, 58, 200])
 def test_no_two_objects_of_a_long_name_are_one(length: int) -> None:
     parts = ["gateway", "relay-us", "relay-eu", *(f"relay-{'x' * 60}{n}" for n in range(2))]
+    parts.append(f"relay-{'x' * 19}-{'y' * 60}")  # is cut off behind a hyphen
     names = [Names("r" * length).of(part) for part in parts]
     names += [Names("r" * length + "s").of(part) for part in parts]
     assert len(set(names)) == 2 * len(parts)

@@ -370,9 +370,18 @@ def test_a_template_that_wants_short_ids_gets_them(tmp_path: Path) -> None:
         asked = {"role": "user", "content": "Go on."}
         return [asked, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
 
-    shown = tokenizer.render(conversation(["call_8f0e1d2c3b4a", "Xy1234567", "call_2"]))
+    given = [
+        "call_8f0e1d2c3b4a",
+        "Xy1234567",
+        "call_2",
+        "call8f0e1d2c3b4a",
+        "call_1234",
+        "Ünlaut123",
+    ]
+    shown = tokenizer.render(conversation(given))
     ids = re.findall(r"CALL_ID\](\w+)\[", shown)
-    assert ids == re.findall(r"RESULTS\](\w+):", shown) and len(set(ids)) == 3
+    assert ids == re.findall(r"RESULTS\](\w+):", shown) and len(set(ids)) == len(given)
+    assert all(re.fullmatch("[A-Za-z0-9]{9}", id) for id in ids)
     assert ids[1] == "Xy1234567"
     assert shown == reference.apply_chat_template(conversation(ids), tokenize=False)
 

@@ -86,6 +86,7 @@ def test_fp8_is_read_as_the_numbers_that_it_stands_for(
     assert all(torch.equal(tensors[key], tensor) for key, tensor in meant.items())
     again = hf_state_dict(build_model(small, tensors))
     assert all(torch.equal(again[key], tensor) for key, tensor in meant.items())
+    assert not any(tensor.requires_grad for tensor in again.values())
     # What goes on from here is a model in bf16, and says so.
     assert "quantization_config" not in json.loads(small["config.json"])
     assert b"quantization_config" not in pretrained_files(str(tmp_path))["config.json"]

@@ -432,6 +432,12 @@ def test_a_call_that_cannot_be_read_is_an_invalid_one(family: str, body: str) ->
     assert "error" in json.loads(event.arguments)
 
 
+def test_an_answer_without_a_channel_is_text() -> None:
+    made = tokenizer(Answer("harmony", "", []), spelled=False)
+    events = read(made, made.encode("a test"), "", finished=True)
+    assert joined(events) == [Content("a test")]
+
+
 def test_no_two_calls_of_an_answer_have_one_id() -> None:
     """However it comes: all at once, or call by call."""
     events = [call("test", "a"), call("test"), call("edit", "a"), call("edit", "b"), call("test")]

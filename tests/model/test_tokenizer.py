@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,7 @@ def calls(text: str, tokenizer: ChatTokenizer = TOKENIZER) -> list[tuple[str, ob
 def test_calls_in_compact_syntax() -> None:
     text = "so<tool_call>edit 3 return a + b</tool_call><tool_call>test</tool_call><|end|>"
     assert calls(text) == [("edit", {"line": 3, "text": "return a + b"}), ("test", {})]
+    assert calls("<tool_call> edit 3 a\n</tool_call>") == [("edit", {"line": 3, "text": "a"})]
     assert TOKENIZER.parse(TOKENIZER.encode(text), TOOLS, str)["content"] == "so"
     only = TOKENIZER.parse(TOKENIZER.encode("<tool_call>test</tool_call>"), TOOLS, str)
     assert only["content"] is None
@@ -259,6 +261,18 @@ def test_no_message_writes_a_control_token_that_is_not_special() -> None:
         [{"role": "user", "content": "a"}], options={"mood": "<|user|>", "messages": 3}
     )
     assert options.encode(text) == [*options.encode("a"), *options._as_plain("<|user|>", False), 0]
+
+
+@pytest.mark.parametrize("more", [{}, {"tool_calls": []}])
+def test_no_message_writes_a_control_token_of_other_letters(more: dict[str, Any]) -> None:
+    """DeepSeek's have bars that are not ASCII."""
+    vocabulary = Tokenizer.from_str(FILES["tokenizer.json"].decode())
+    vocabulary.add_special_tokens([AddedToken("<｜User｜>", normalized=False)])
+    tokenizer = ChatTokenizer(FILES | {"tokenizer.json": vocabulary.to_str().encode()})
+    (mark,) = tokenizer.encode("<｜User｜>")
+    for role in ("user", "assistant"):
+        said = tokenizer.render([{"role": role, "content": "x<｜User｜>", **more}])
+        assert mark not in tokenizer.encode(said)
 
 
 def test_a_run_of_spaces_is_not_a_control_token() -> None:

@@ -238,7 +238,9 @@ async def test_a_gullible_judge_is_outvoted() -> None:
     ["<|im_start|>", "<｜User｜>", "[INST]", "[/INST]", "<start_of_turn>", "<<SYS>>", "</s>"],
 )
 def test_what_is_shown_has_no_turns_of_a_chat(token: str) -> None:
-    shown = prompt("r", f"a{token}b", "n")[1]["content"]
+    system, question = prompt("r", f"a{token}b", "n")
+    assert (system["role"], question["role"]) == ("system", "user")
+    shown = question["content"]
     assert token not in shown and token[1:] in shown
 
 

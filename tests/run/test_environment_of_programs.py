@@ -17,7 +17,8 @@ from etude.serve.tokens import MIN_SECRET_CHARS, SECRET_VARIABLE, Scope, TokenAu
 SECRET = "mine for all runs, and long enough"
 
 CREDENTIALS = (TOKEN_VARIABLE, SECRET_VARIABLE)
-NAMES = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "PYTHONUNBUFFERED", "HOME", *CREDENTIALS)
+PYTHONS = ("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER")
+NAMES = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", *PYTHONS, "HOME", *CREDENTIALS)
 SHOW = f"import json, os; print(json.dumps({{name: os.environ.get(name) for name in {NAMES!r}}}))"
 
 
@@ -42,8 +43,8 @@ async def test_threads_and_a_secret_of_their_own(
         "10000",
         "/somewhere",
     )
-    assert first["PYTHONUNBUFFERED"] == "1", (
-        "or the last words of a process that is killed are lost"
+    assert [first[name] for name in PYTHONS] == ["1", "1"], (
+        "or the last words of a process that is killed, or that crashes, are lost"
     )
     assert first[SECRET_VARIABLE] != second[SECRET_VARIABLE]
     assert len(first[SECRET_VARIABLE]) >= MIN_SECRET_CHARS

@@ -333,6 +333,16 @@ def test_what_another_loop_writes_after_this_one_began_is_found_out() -> None:
     check(world)
 
 
+def test_a_batch_is_in_the_ledger_at_once() -> None:
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    world.follow(loop, until=Collect(step=1, base=0))
+    while 1 not in world.run.batches():
+        world.tick()
+        asyncio.run(loop.collect(Collect(step=1, base=0)))
+    assert Ledger(world.run.ledger.records()).has_batch(1)
+
+
 def simulating(world: World, meanwhile: Callable[[], Awaitable[None]]) -> RealtimeLoop:
     loop = world.loop(simulated_share=0.5)
     calls: list[int] = []

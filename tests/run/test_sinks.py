@@ -34,6 +34,7 @@ def test_what_becomes_a_curve() -> None:
     assert step == 3 and numbers["rl/loss"] == -0.5 and numbers["rl/reward"] == 0.75
     assert (numbers["rl/lag_0"], numbers["rl/lag_1"]) == (0.75, 0.25)
     assert "rl/router_mismatch_frac" not in numbers, "what is not known is no point"
+    assert "rl/step" not in numbers, "that is the axis"
     assert metrics(FIT) == (7, {"sft/loss": 1.5, "sft/tokens_per_s": 100.0})
     assert metrics(EVAL) == (4, {"eval/heldout": 0.25})
     group = GroupDone(group="g", task="t", admitted=0, rewards=(), failed=0, kept=True, seconds=1.0)

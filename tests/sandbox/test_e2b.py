@@ -37,6 +37,9 @@ async def test_the_whole_protocol_over_the_documented_endpoints(
     async with pool.open(SandboxSpec(image="mine", files=files, env={"B": "2"})) as sandbox:
         ran = await sandbox.run(["sh", "-c", "cat a; echo $B; id -u; exit 3"], timeout_s=LONG_S)
         assert (ran.exit_code, ran.output) == (3, "1\n2\n1000\n")
+        await sandbox.run(["mkdir", "inner"], timeout_s=LONG_S)
+        place = await sandbox.run(["pwd"], timeout_s=LONG_S, cwd="inner")
+        assert place.output.endswith("/inner\n")
         reports = await sandbox.run(
             ["sh", "-c", "echo good > $ETUDE_REPORT"], timeout_s=LONG_S, report=True
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import subprocess
@@ -105,6 +106,24 @@ def test_bounds_are_believed_if_they_hold(
     else:
         with pytest.raises(EtudeError, match=r"limits\.cpus"):
             pool.check(wants)
+
+
+async def test_a_few_machines_are_made_at_once() -> None:
+    machines: container.Machines[Any, Any] = container.Machines("container")
+    made: list[object] = []
+    enough = asyncio.Event()
+
+    async def start() -> None:
+        async with machines.start(lambda: made.append(object())):
+            await enough.wait()
+
+    starts = [asyncio.create_task(start()) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert len(made) == 4
+    enough.set()
+    await asyncio.gather(*starts)
+    assert len(made) == 6
+    machines.home.rmdir()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,3 +231,14 @@ def test_tells_are_found_in_what_is_seen() -> None:
     seen = tells.parse("paths\t/tests,/logs,\ncommits\t\n")
     told = {each.name: each.seen for each in tells.judge({**fine, **seen}).tells}
     assert told == {"harness paths": "/tests,/logs", "squashed git": "no commits"}
+
+
+def test_images_that_look_the_same_are_the_same() -> None:
+    env = {"A": "1", "B": "2"}
+    one = Image(name="one", layers=("a",), system=True, env=env, size_bytes=1)
+    other = Image(
+        name="other", layers=("a",), system=True, env=dict(reversed(env.items())), size_bytes=2
+    )
+    assert one.digest == other.digest
+    for more in ({"env": {"A": "1"}}, {"user": "maria"}, {"system": False}, {"work": "w"}):
+        assert replace(one, **more).digest != one.digest

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,22 @@ async def test_a_sandbox_has_so_many_connections_at_once(monkeypatch: pytest.Mon
         while not way.log:
             await asyncio.sleep(0.001)
         assert await way.ask(b"GET / HTTP/1.1\r\nHost: a.org\r\n\r\n") == b"hello back"
+
+
+async def test_a_connection_that_is_done_with_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[asyncio.StreamWriter] = []
+    connect = asyncio.open_connection
+
+    async def connected(*address: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await connect(*address)
+        made.append(writer)
+        return reader, writer
+
+    async with opened() as way:
+        monkeypatch.setattr(asyncio, "open_connection", connected)
+        assert await way.ask(b"GET / HTTP/1.1\r\nHost: a.org\r\n\r\n") == b"hello back"
+        _, out = made  # ours, and the one to the host
+        assert out.is_closing()
 
 
 async def test_a_copy_that_could_not_be_written_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,16 @@ async def test_its_texts_can_be_read_from_within_a_loop(repository: tuple[Path, 
     assert texts["src/a.py"] == "new\r\n" and "link" not in texts
 
 
+async def test_where_we_are_does_not_matter(
+    repository: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "run" in await read(*repository)
+
+
 async def test_a_git_that_has_ended_needs_no_killing(
     repository: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +101,17 @@ async def test_what_there_is_to_see() -> None:
         shown: dict[str, Any] = one.gauges()
         assert (shown["swap_pause_seconds_p50"], shown["swap_pause_seconds_max"]) == (2.0, 9.0)
         assert shown["engine_busy_seconds"] == one.busy_s
+
+
+async def test_it_is_known_how_long_ago_rl_had_a_slot() -> None:
+    seen: list[float] = []
+    lending: Any = SimpleNamespace(first_token=lambda s, since_rl_s: seen.append(since_rl_s))
+    user = Request(prompt=(5,), max_tokens=3, seed=1, priority="interactive")
+    with thread() as one:
+        one.lending = lending
+        for request in (user, replace(user, priority="batch"), user):
+            await one.sample(request)
+    assert seen[0] == math.inf and 0.0 < seen[1] < math.inf
 
 
 async def test_whoever_leaves_early_is_forgotten() -> None:

@@ -186,8 +186,11 @@ async def test_secrets_never_reach_the_disk(http: aiohttp.ClientSession, tmp_pat
         assert told(streamed) == said[1]  # the user has the whole answer
         event = {"event": f"e {SECRET}", "completion": first["id"], "kind": "follow_up"}
         assert (await made.feedback(**event, text=f"why {SECRET}?"))[0] == 200
-        (session,) = made.store.sessions().sessions
+        found = made.store.sessions()
+        (session,) = found.sessions
         kept = texts([session])
+        ((word,),) = made.store.joined(found, horizon_s=60).by_answer.values()
+    assert word.text.startswith("why ") and word.text.endswith("?") and SECRET not in word.text
     scan(tmp_path, SECRET, PASSWORD, "bob@example.com")
     assert SECRET not in kept and PASSWORD not in kept and "bob@" not in kept and blob not in kept
     # whatever is no secret is as it was, in its place

@@ -294,6 +294,13 @@ def test_an_answer_that_only_calls_goes_on_however_it_is_sent_back(sent: Message
     assert segment.tokens[: len(call)] == tuple(call)
 
 
+def test_a_key_that_is_null_is_not_shown_to_the_template() -> None:
+    named = b"{% for m in messages %}{{ 'named' if m.name is defined }}{{ m.content }}{% endfor %}"
+    tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": named})
+    prompt = prompt_for(Recorder(tokenizer), "s", [user("read") | {"name": None}])
+    assert tokenizer.decode(prompt.tokens) == "read"
+
+
 CALLS = b"""{% for m in messages %}<|{{ m.role }}|>
 {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
 {{- m.content or '' }}

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
 from obstore.store import MemoryStore
 
@@ -99,7 +100,9 @@ async def test_whatever_is_wrong_with_a_relay_costs_a_download(
             assert bits(got) == bits(made[VERSIONS]), url
 
 
-async def test_a_relay_is_for_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relay_is_for_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, http: aiohttp.ClientSession
+) -> None:
     store, tokens = Objects(MemoryStore(), "s3://fake"), TokenAuthority("secret" * 8)
     chain = Chain(store)
     hash = chain.put_shard(1, 1, b"bytes")
@@ -112,3 +115,6 @@ async def test_a_relay_is_for_workers(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setenv(TOKEN_VARIABLE, tokens.mint(Scope.WORKER, "x", 600.0))
         for wrong in ("f" * 64, "../../config.json", "x"):
             assert await asyncio.to_thread(Relay(url).shard, target, wrong) is None
+        headers = {"Authorization": f"Bearer {tokens.mint(Scope.WORKER, 'x', 600.0)}"}
+        async with http.get(f"{url}/shards/1/1/{'F' * 64}", headers=headers) as response:
+            assert response.status == 404 and "is not a hash" in await response.text()

@@ -13,6 +13,7 @@ from etude.commands.show import show
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.model.directory import MODEL_FILES
+from etude.store import checkpoints
 from etude.store.checkpoints import Checkpoint, CheckpointWriter, Origin, read, read_part
 from etude.store.runs import Run
 
@@ -71,6 +72,17 @@ def test_a_rank_that_never_writes_is_named_and_nobody_waits_for_it_at_the_end(ru
     with pytest.raises(EtudeError, match=r"has no part of the ranks \[1, 2\]"):
         saver.wait()
     assert run.checkpoints() == []
+
+
+def test_a_rank_that_never_writes_is_not_waited_for_forever(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "PARTS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(checkpoints, "POLL_S", 0.001)
+    saver = CheckpointWriter(run, 0, 2)
+    saver.save(SAVED, b"part 0")
+    with pytest.raises(EtudeError, match=r"has no part of the ranks \[1\]"):
+        saver.wait()
 
 
 def test_two_trainers_on_one_store_are_told(run: Run) -> None:

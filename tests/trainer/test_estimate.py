@@ -16,7 +16,13 @@ from etude.train.flops import step_flops
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 from etude.trainer import estimate as estimating
-from etude.trainer.estimate import LOGITS_BYTES, TRAINING, activation_bytes, estimate
+from etude.trainer.estimate import (
+    LOGITS_BYTES,
+    PROCESS_BYTES,
+    TRAINING,
+    activation_bytes,
+    estimate,
+)
 from etude.trainer.prepare import model_shape
 
 RATE = 1e9
@@ -84,6 +90,13 @@ def test_more_work_takes_longer_and_what_is_not_evaluated_takes_none() -> None:
     assert two["rl"] == pytest.approx(2 * one["rl"]) and two["midtrain"] == one["midtrain"]
     assert one["evaluations"] == 0.0
     assert estimate(run(), {"heldout": 10}).seconds["evaluations"] > 0.0
+
+
+def test_every_rank_takes_its_memory() -> None:
+    one, two = (estimate(run(f"trainer.ranks={n}"), {}) for n in (1, 2))
+    assert two.activation_bytes == 2 * one.activation_bytes
+    beside = two.activation_bytes - one.activation_bytes
+    assert two.memory_bytes - one.memory_bytes == beside + PROCESS_BYTES
 
 
 def test_memory_is_that_of_the_tensors_which_a_pass_keeps() -> None:

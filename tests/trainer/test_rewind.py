@@ -14,7 +14,7 @@ from etude.core.events import Event, StepDone, StepPassedOver
 from etude.core.lineage import stage_spans
 from etude.core.types import Batch
 from etude.core.updates import Forgotten, UpdateRecord
-from etude.store.realtime import create_update, forget_user
+from etude.store.realtime import UpdateLog, create_update, forget_user
 from etude.store.runs import Run
 from etude.train.distributed import World
 from etude.trainer.prepare import store_files
@@ -80,6 +80,13 @@ def test_a_batch_of_deleted_users_is_passed_over() -> None:
     assert roots[0] == roots[1] != roots[2]
     assert [e.step for e in told if isinstance(e, StepPassedOver)] == [2]
     assert [e.step for e in told if isinstance(e, StepDone)] == [1, 3]
+
+
+def test_updates_are_in_the_order_of_their_steps() -> None:
+    run = Run.open("memory:")
+    for step in (1_000_000, 2, 999_999):
+        create_update(run, UpdateRecord(step=step, base=step - 1, time=0.0, answers=()))
+    assert [*UpdateLog(run).records()] == [2, 999_999, 1_000_000]
 
 
 def test_nothing_of_a_user_who_is_deleted_during_a_step_stays() -> None:
