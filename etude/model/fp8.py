@@ -34,7 +34,7 @@ class Quantised(NamedTuple):
 
 def quantise_rows(x: Tensor) -> Quantised:
     """Round each row to e4m3, so that its largest number becomes the largest one there."""
-    wide = x.float()
+    wide = _widened(x)
     largest = wide.abs().amax(-1, keepdim=True)
     # On CUDA a plain number would be multiplied by its inverse, which rounds otherwise.
     top = torch.full_like(largest, LARGEST)

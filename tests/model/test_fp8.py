@@ -71,6 +71,18 @@ def test_what_is_read_of_keys_and_values_is_exact_in_bf16_and_rounded_to_itself(
     assert halves.dtype == torch.bfloat16 and torch.equal(rounded_kv(halves), halves)
 
 
+@pytest.mark.slow  # a compiler takes its time
+def test_compiled_code_rounds_from_bf16() -> None:
+    """Not from the digits that numbers had before they were rounded to it."""
+
+    def work(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return *quantise_kv(x * y), *quantise_rows(x * y)
+
+    inputs = [normal(200, 64, seed=seed).bfloat16() for seed in (0, 1)]
+    for one, other in zip(torch.compile(work)(*inputs), work(*inputs), strict=True):
+        assert torch.equal(one.float(), other.float())
+
+
 def test_the_gradient_of_keys_and_values_is_as_without_rounding() -> None:
     x, upstream = normal(3, 16).requires_grad_(), normal(3, 16, seed=1)
     assert torch.equal(torch.autograd.grad(rounded_kv(x), x, upstream)[0], upstream)
