@@ -87,7 +87,7 @@ def test_the_next_commands_stand_one_a_line(
     assert title == "inspect it:"
     told = [vars(parse_arguments(shlex.split(line)[1:])) for line in lines]
     compared = [(each["before"], each["after"]) for each in told if each["command"] == "compare"]
-    assert compared == ([(f"{place}@{first}", str(place))] if versions else [])
+    assert compared == ([(f"{place}@{first}", [str(place)])] if versions else [])
     evaluated = [(each["run"], each["version"]) for each in told if each["command"] == "eval"]
     assert evaluated == ([(str(place), 0)] if versions and first not in versions else [])
     (exported,) = (each for each in told if each["command"] == "weights")

@@ -21,7 +21,7 @@ from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import Limits, Sandbox, SandboxSpec, Service
 from etude.sandbox.called import CalledProcess
 from etude.sandbox.envd import _parts, envd_routes
-from etude.sandbox.fake import FakeSandboxPool
+from etude.sandbox.fake import FakeSandbox, FakeSandboxPool
 from etude.sandbox.host import Full, Leases, SandboxHost
 from etude.sandbox.mounts import mount_places
 from etude.sandbox.pool import check_tier, open_sandbox_pool
@@ -146,6 +146,22 @@ async def test_a_full_host_has_room_again_when_one_is_gone() -> None:
     await host.open("fake", SandboxSpec())
     await host.close()
     assert len(host) == 0
+
+
+async def test_a_sandbox_that_comes_after_its_host_was_closed_is_closed() -> None:
+    class Slow(FakeSandboxPool):
+        @contextlib.asynccontextmanager
+        async def open(self, spec: SandboxSpec) -> AsyncIterator[FakeSandbox]:
+            async with super().open(spec) as sandbox:
+                await host.close()
+                yield sandbox
+            left.append(sandbox)
+
+    left: list[FakeSandbox] = []
+    host = SandboxHost({"fake": Slow()}, max_sandboxes=1)
+    with pytest.raises(RolloutFailure, match="this host is closed"):
+        await host.open("fake", SandboxSpec())
+    assert len(left) == 1 and len(host) == 0
 
 
 async def test_a_spec_is_the_same_on_the_other_machine() -> None:

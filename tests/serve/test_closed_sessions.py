@@ -157,3 +157,6 @@ async def test_a_killed_gateway_knows_which_sessions_are_over_and_scored(
     assert await enters(gateway, "open")
     async with http.get(f"{gateway}/v1/sessions/scored", headers=admin) as response:
         assert (await response.json())["result"]["score"]["reward"] == 0.75
+    async with http.get(f"{gateway}/v1/sessions/scored?wait_s=soon", headers=admin) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"] == "wait_s"
