@@ -26,6 +26,15 @@ from etude.trainer.estimate import (
 from etude.trainer.prepare import model_shape
 
 RATE = 1e9
+ROW = Row(
+    sample="s",
+    tokens=(1,) * 65,
+    mask=(False,) + (True,) * 64,
+    logprobs=(0.0,) * 65,
+    advantages=(0.0,) * 65,
+    versions=(),
+)
+"""Of 64 tokens that are learnt."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +49,7 @@ def run(*overrides: str) -> RunConfig:
 
 def test_a_step_takes_what_its_arithmetic_takes() -> None:
     config = run("stage.midtrain.seq_len=64", "stage.midtrain.batch_tokens=640")
-    row = Row(
-        sample="s",
-        tokens=(1,) * 65,
-        mask=(False,) + (True,) * 64,
-        logprobs=(0.0,) * 65,
-        advantages=(0.0,) * 65,
-        versions=(),
-    )
-    counted = 6 * 10 * step_flops(model_shape(config), [row])
+    counted = 6 * 10 * step_flops(model_shape(config), [ROW])
     assert estimate(config, {}).seconds["midtrain"] == pytest.approx(counted / (RATE * TRAINING))
 
 
@@ -59,15 +60,7 @@ def test_pairs_are_read_once_more_by_the_weights_they_are_compared_with(tmp_path
     (tmp_path / "b.jsonl").write_bytes(b"x" * 4 * 64 * 3)
     text = f'name = "a"\n[[stage]]\nkind = "dpo"\nepochs = 2\npath = "{tmp_path}/*.jsonl"\n'
     config = parse(text, ["model.max_context=128"])
-    row = Row(
-        sample="s",
-        tokens=(1,) * 65,
-        mask=(False,) + (True,) * 64,
-        logprobs=(0.0,) * 65,
-        advantages=(0.0,) * 65,
-        versions=(),
-    )
-    counted = 2 * (7 + 3) * step_flops(model_shape(config), [row])
+    counted = 2 * (7 + 3) * step_flops(model_shape(config), [ROW])
     found = estimate(config, {}).seconds
     assert found["dpo"] == pytest.approx(counted / (RATE * TRAINING) * 4 / 3)
 
