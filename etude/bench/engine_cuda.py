@@ -12,6 +12,8 @@ shape and batch:
                                time less the time
                                that the device spent on prompts (which is arithmetic)
     roofline_share_in_all      the same over the whole wall time
+    limit_share                that time and the time for the arithmetic of the prompts, at the rate
+                               of a large product measured in this run, over the whole wall time
     transformers_tokens_per_s  `generate` of transformers with as many rows, in the same run
     transformers_continuous_tokens_per_s   its continuous batching
 
@@ -44,6 +46,7 @@ from etude.model.config import ExpertsConfig, LinearConfig, ModelConfig
 from etude.model.lora import Adapter
 from etude.model.rope import local_table, table
 from etude.model.transformer import Transformer
+from etude.train.flops import forward_flops, matrix_flops
 
 PROMPT, NEW = 256, 128
 
@@ -230,6 +233,8 @@ def cache_bytes(c: ModelConfig, lengths_B: Ints, *, fp8: bool = False) -> int:
 class Served:
     seconds: float
     tokens: int
+    prompts: int
+    """That were read."""
     prompt_seconds: float
     """Of the device, on prompts."""
     passes: int
@@ -267,7 +272,7 @@ def serve(
             add(NEW)
     counting.reset()
     torch.cuda.synchronize()
-    begin, before = time.perf_counter(), engine.stats().generation_tokens
+    begin, before, first = time.perf_counter(), engine.stats().generation_tokens, added
     while engine.stats().generation_tokens - before < num_tokens:
         for event in engine.step():
             if isinstance(event, FinishedRequest):
@@ -280,7 +285,7 @@ def serve(
         sum(start.elapsed_time(end) for size, start, end in trace if size.tiles and end is not None)
         / 1e3
     )
-    return Served(seconds, tokens, prompts, counting.passes, counting.bytes_read)
+    return Served(seconds, tokens, added - first, prompts, counting.passes, counting.bytes_read)
 
 
 def weight_bytes(model: Transformer, active: float) -> float:
@@ -306,8 +311,20 @@ def active_experts(counting: CountingRunner) -> float:
     return float(np.mean([len(np.unique(used[:, layer])) for layer in range(used.shape[1])]))
 
 
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What it reaches, measured."""
+
+    bytes_per_s: float
+    flops: float
+
+
+def measured_device() -> Device:
+    return Device(bandwidth(), matrix_flops(torch.device("cuda"), torch.bfloat16, size=8192))
+
+
 def engine_figures(
-    model: Transformer, batch: int, bytes_per_s: float, num_tokens: int, prompt_tokens: int = PROMPT
+    model: Transformer, batch: int, device: Device, num_tokens: int, prompt_tokens: int = PROMPT
 ) -> dict[str, float]:
     size = max(CudaRunner.block_size, block_size(model.config))
     blocks = 2 * batch * ((prompt_tokens + NEW) // size + 1) + 64
@@ -328,11 +345,13 @@ def engine_figures(
     )
     served = serve(engine, counting, batch, num_tokens, prompt_tokens)
     total = served.passes * weight_bytes(model, active_experts(counting)) + served.bytes_read
-    ideal = total / bytes_per_s
+    ideal = total / device.bytes_per_s
+    arithmetic = served.prompts * forward_flops(model.config, prompt_tokens, 1) / device.flops
     return {
         "tokens_per_s": served.tokens / served.seconds,
         "roofline_share": ideal / (served.seconds - served.prompt_seconds),
         "roofline_share_in_all": ideal / served.seconds,
+        "limit_share": (ideal + arithmetic) / served.seconds,
     }
 
 
@@ -380,13 +399,13 @@ def run(
     rounds: int = 2,
     prompt_tokens: int = PROMPT,
 ) -> dict[str, float]:
-    bytes_per_s = bandwidth()
-    figures = {"copy_bytes_per_s": bytes_per_s}
+    device = measured_device()
+    figures = {"copy_bytes_per_s": device.bytes_per_s, "matrix_tflops": device.flops / 1e12}
     for shape in shapes:
         model = random_model(SHAPES[shape])
         for batch in batches:
             drawn = rounds * NEW * batch
-            found = engine_figures(model, batch, bytes_per_s, drawn, prompt_tokens)
+            found = engine_figures(model, batch, device, drawn, prompt_tokens)
             figures |= {f"{shape}.b{batch}.{name}": value for name, value in found.items()}
             _note(found, f"{shape}.b{batch}")
             free()

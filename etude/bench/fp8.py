@@ -77,11 +77,11 @@ def run(parts: Sequence[str] = PARTS, kinds: Sequence[str] = tuple(KINDS)) -> di
 
 
 def _decode(kinds: Sequence[str]) -> dict[str, float]:
-    model, bytes_per_s = engine_cuda.random_model(SHAPE), engine_cuda.bandwidth()
+    model, device = engine_cuda.random_model(SHAPE), engine_cuda.measured_device()
     found: dict[str, float] = {}
     for kind in kinds:
         model.compute_with(KINDS[kind])
-        figures = engine_cuda.engine_figures(model, BATCH, bytes_per_s, 2 * engine_cuda.NEW * BATCH)
+        figures = engine_cuda.engine_figures(model, BATCH, device, 2 * engine_cuda.NEW * BATCH)
         found[f"{kind}.tokens_per_s"] = figures["tokens_per_s"]
         engine_cuda.free()
     return found | _over_bf16(found, ".tokens_per_s")
