@@ -5,7 +5,8 @@ same slot; the host says where each tile begins, how many rows it has and which 
 A x for each part of a layer, `_expand` adds scale B (A x) to what the layer gives, and
 `_expand_gated` does so for a gated pair and applies the gate. A row meets the same instructions in
 the same order whatever else is in its tile or its batch, so the bits are its own: the inner axis is
-cut by the size of the matrix alone.
+cut by the size of the matrix alone. The matrices depend on no kernel before: a program asks for its
+own before it waits for what they are multiplied with.
 
 Shapes: N rows, C what goes into a layer, M what comes out, R rank (a multiple of 16), P parts of a
 layer, K = P R, S slots, T tiles, D pieces of the inner axis.
@@ -32,15 +33,16 @@ from etude.model.layers import Linear
 from etude.model.lora import Adapter, Pair, adaptable_layers, layer_pairs, pair_tensors, parts_of
 from etude.model.transformer import Transformer
 
-PIECE = 1024
+PIECE = 512
 """Columns of the inner axis that one program adds up."""
 MAX_OUTPUTS = 128
 """Columns of the output that one program writes."""
+SHRINK_WARPS, EXPAND_WARPS = 4, 4
 
 
 @triton.jit
 def _shrink(
-    x, a, low, first, count, slot, scales, N, C, K, piece,
+    x, a, low, first, count, slot, scales, N, C, K,
     R: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
@@ -48,25 +50,21 @@ def _shrink(
     d = tl.program_id(2)
     if PDL:
         gpu.gdc_launch_dependents()
-        gpu.gdc_wait()
     rows = tl.load(count + t)
     which = tl.load(slot + t)
-    if (rows > 0) & (tl.load(scales + which) != 0):
+    is_used = (rows > 0) & (tl.load(scales + which) != 0)
+    r = part * R + tl.arange(0, R)
+    c = d * BC + tl.arange(0, BC)[None, :]
+    matrix = a + (which.to(tl.int64) * K + r[:, None]) * C + c
+    tile = tl.load(matrix, mask=c < tl.where(is_used, C, 0), other=0)
+    if PDL:
+        gpu.gdc_wait()
+    if is_used:
         n = tl.load(first + t) + tl.arange(0, ROWS)
         inside = (tl.arange(0, ROWS) < rows)[:, None]
-        r = part * R + tl.arange(0, R)
-        c = tl.arange(0, BC)
-        inputs = x + n[:, None].to(tl.int64) * C
-        matrix = a + (which.to(tl.int64) * K + r[:, None]) * C
-        sums = tl.zeros([ROWS, R], tl.float32)
-        end = min(C, (d + 1) * piece)
-        for start in range(d * piece, end, BC):
-            column = start + c[None, :]
-            value = tl.load(inputs + column, mask=inside & (column < end), other=0)
-            tile = tl.load(matrix + column, mask=column < end, other=0)
-            sums = tl.dot(value, tl.trans(tile), sums)
+        value = tl.load(x + n[:, None].to(tl.int64) * C + c, mask=inside & (c < C), other=0)
         place = (d.to(tl.int64) * N + n[:, None]) * K + r[None, :]
-        tl.store(low + place, sums, mask=inside)
+        tl.store(low + place, tl.dot(value, tl.trans(tile)), mask=inside)
 
 
 @triton.jit
@@ -89,19 +87,23 @@ def _expand(
     j = tl.program_id(1)
     if PDL:
         gpu.gdc_launch_dependents()
-        gpu.gdc_wait()
     rows = tl.load(count + t)
     which = tl.load(slot + t)
     scale = tl.load(scales + which)
-    if (rows > 0) & (scale != 0):
+    is_used = (rows > 0) & (scale != 0)
+    part = tl.load(part_of + j)
+    m = j * BM + tl.arange(0, BM)
+    matrix = b + (which.to(tl.int64) * M + m[:, None]) * R + tl.arange(0, R)[None, :]
+    tile = tl.load(matrix, mask=m[:, None] < tl.where(is_used, M, 0), other=0)
+    if PDL:
+        gpu.gdc_wait()
+    if is_used:
         n = tl.load(first + t) + tl.arange(0, ROWS)
         inside = (tl.arange(0, ROWS) < rows)[:, None]
-        m = j * BM + tl.arange(0, BM)
-        sums = _low(low, n, inside, tl.load(part_of + j), N, K, D, R, ROWS)
-        matrix = b + (which.to(tl.int64) * M + m[:, None]) * R + tl.arange(0, R)[None, :]
-        added = tl.dot(sums.to(b.dtype.element_ty), tl.trans(tl.load(matrix))) * scale
         place = y + n[:, None].to(tl.int64) * M + m[None, :]
         value = tl.load(place, mask=inside, other=0).to(tl.float32)
+        sums = _low(low, n, inside, part, N, K, D, R, ROWS)
+        added = tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile)) * scale
         tl.store(place, (value + added).to(y.dtype.element_ty), mask=inside)
 
 
@@ -114,26 +116,30 @@ def _expand_gated(
     j = tl.program_id(1)
     if PDL:
         gpu.gdc_launch_dependents()
-        gpu.gdc_wait()
     rows = tl.load(count + t)
     which = tl.load(slot + t)
     scale = tl.load(scales + which)
+    is_used = (rows > 0) & (scale != 0)
+    part = tl.load(part_of + j)
+    part_up = tl.load(part_of + j + F // BM)
+    m = j * BM + tl.arange(0, BM)
+    matrix = b + (which.to(tl.int64) * (2 * F) + m[:, None]) * R + tl.arange(0, R)[None, :]
+    wanted = m[:, None] < tl.where(is_used, F, 0)
+    tile = tl.load(matrix, mask=wanted, other=0)
+    tile_up = tl.load(matrix + F.to(tl.int64) * R, mask=wanted, other=0)
+    if PDL:
+        gpu.gdc_wait()
     if rows > 0:
         n = tl.load(first + t) + tl.arange(0, ROWS)
         inside = (tl.arange(0, ROWS) < rows)[:, None]
-        m = j * BM + tl.arange(0, BM)
         place = y + n[:, None].to(tl.int64) * (2 * F) + m[None, :]
         gate = tl.load(place, mask=inside, other=0).to(tl.float32)
         up = tl.load(place + F, mask=inside, other=0).to(tl.float32)
-        if scale != 0:
-            r = tl.arange(0, R)[None, :]
-            matrix = b + (which.to(tl.int64) * (2 * F) + m[:, None]) * R + r
-            sums = _low(low, n, inside, tl.load(part_of + j), N, K, D, R, ROWS)
-            gate += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tl.load(matrix))) * scale
-            upper = tl.load(part_of + j + F // BM)
-            sums = _low(low, n, inside, upper, N, K, D, R, ROWS)
-            matrix += F.to(tl.int64) * R
-            up += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tl.load(matrix))) * scale
+        if is_used:
+            sums = _low(low, n, inside, part, N, K, D, R, ROWS)
+            gate += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile)) * scale
+            sums = _low(low, n, inside, part_up, N, K, D, R, ROWS)
+            up += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile_up)) * scale
         gated = gate * tl.sigmoid(gate) * up
         target = out + n[:, None].to(tl.int64) * F + m[None, :]
         tl.store(target, gated.to(out.dtype.element_ty), mask=inside)
@@ -156,7 +162,8 @@ class LinearAdapters:
         self.parts = parts
         outputs, inputs = weight_MC.shape
         self.rank = -(-limits.rank // ADAPTER_TILE_ROWS) * ADAPTER_TILE_ROWS
-        self.pieces = -(-inputs // PIECE)
+        self.piece = min(PIECE, triton.next_power_of_2(inputs))
+        self.pieces = -(-inputs // self.piece)
         self.a_SKC = weight_MC.new_zeros(limits.num_slots, len(parts) * self.rank, inputs)
         self.b_SMR = weight_MC.new_zeros(limits.num_slots, outputs, self.rank)
         offsets = [0, *accumulate(parts.values())]
@@ -198,7 +205,7 @@ class LinearAdapters:
         _expand[grid](
             low_DNK, self.b_SMR, y_NM, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S,
             self.part_of, len(x_NC), low_DNK.shape[2], y_NM.shape[1], self.pieces, self.rank,
-            self.block, ADAPTER_TILE_ROWS, pdl, num_warps=4, launch_pdl=pdl,
+            self.block, ADAPTER_TILE_ROWS, pdl, num_warps=EXPAND_WARPS, launch_pdl=pdl,
         )  # fmt: skip
 
     def gated(
@@ -213,7 +220,7 @@ class LinearAdapters:
         _expand_gated[(len(tiles.first_T), inner // block)](
             low_DNK, self.b_SMR, y_NM, out_NF, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S,
             self.part_of, len(x_NC), low_DNK.shape[2], inner, self.pieces, self.rank, block,
-            ADAPTER_TILE_ROWS, pdl, num_warps=4, launch_pdl=pdl,
+            ADAPTER_TILE_ROWS, pdl, num_warps=EXPAND_WARPS, launch_pdl=pdl,
         )  # fmt: skip
         return out_NF
 
@@ -223,8 +230,8 @@ class LinearAdapters:
         low_DNK = x_NC.new_empty(self.pieces, rows, k, dtype=torch.float32)
         _shrink[(len(tiles.first_T), len(self.parts), self.pieces)](
             x_NC, self.a_SKC, low_DNK, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S, rows,
-            inner, k, PIECE, self.rank, min(128, triton.next_power_of_2(inner)), ADAPTER_TILE_ROWS,
-            pdl, num_warps=4, num_stages=4, launch_pdl=pdl,
+            inner, k, self.rank, self.piece, ADAPTER_TILE_ROWS, pdl, num_warps=SHRINK_WARPS,
+            launch_pdl=pdl,
         )  # fmt: skip
         return low_DNK
 
