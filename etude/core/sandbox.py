@@ -111,6 +111,18 @@ Patch = Mapping[str, tuple[int, bytes] | None]
 links 0o120000), and content, which is where a link leads; None: it was deleted."""
 
 
+def spec_digest(spec: SandboxSpec) -> str:
+    """SHA-256 of a spec: equal ones have equal digests."""
+    digest = hashlib.sha256()
+    for path, content in sorted(spec.files.items()):
+        data = content.encode() if isinstance(content, str) else content
+        digest.update(repr((path, len(data))).encode())
+        digest.update(data)
+    rest = replace(spec, files={}, env=dict(sorted(spec.env.items())))
+    digest.update(repr(rest).encode())
+    return digest.hexdigest()
+
+
 def patch_digest(patch: Patch) -> str:
     """SHA-256 of a patch: equal patches, and they alone, have equal digests."""
     digest = hashlib.sha256()

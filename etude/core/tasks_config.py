@@ -32,6 +32,10 @@ class TasksConfig(Config):
     environment, for `etude.run.verifiers_environment:VerifiersEnvironment`, or of an OpenEnv
     server, for `etude.run.openenv_environment:OpenEnvEnvironment`; or a file of tasks in lines of
     JSON, for `pull` or instead of those that a service gives."""
+    results: Annotated[str | None, Place.PATH] = None
+    """A folder in which results of tests are kept, for all runs that name it: the verdicts of
+    `TaskFolder` and, with `harness.code.remember_tests`, what tests said in sessions. Each goes by
+    the task, the command and all that was changed. None: a run has them in memory."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: CountOrZero = 400
@@ -62,6 +66,8 @@ class TasksConfig(Config):
                 "path: the built-in environment has tasks of its own; for a folder of tasks "
                 f'environment = "{TASK_FOLDER}"'
             )
+        if self.results is not None and self.environment != TASK_FOLDER:
+            raise ValueError(f'results are those of environment = "{TASK_FOLDER}"')
         if self.path is None and self.environment == PULL:
             raise ValueError('environment = "pull" gives no tasks: name a file of them with path')
         return self

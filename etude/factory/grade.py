@@ -17,7 +17,7 @@ async def grade(
     task: RepositoryTask, sandbox: Sandbox, pool: SandboxPool, graded: Memo[Score] | None = None
 ) -> Score:
     """1.0 if every test that is expected to pass is reported as passed, else 0.0. `graded`: the
-    verdicts on this task so far, where the same change is to be graded once."""
+    verdicts so far, where the same change is to be graded once."""
     return await grade_by_command(
         sandbox,
         pool,

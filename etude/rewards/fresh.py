@@ -28,6 +28,7 @@ from etude.core.sandbox import (
     SandboxPool,
     SandboxSpec,
     patch_digest,
+    spec_digest,
 )
 from etude.core.types import Part, Score
 from etude.rewards.junit import parse_junit
@@ -106,8 +107,8 @@ async def grade_by_command(
     """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
     path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
     `classname::name`, as in `tests.test_cart::test_total`, which stands for all cases of a
-    parametrized test. The part `tests` is the share that passed. `graded`: the verdicts on this
-    task so far, where the same change is to be graded once."""
+    parametrized test. The part `tests` is the share that passed. `graded`: the verdicts so far,
+    where the same change is to be graded once."""
     try:
         change = _taken(await sandbox.patch(), only, without)
 
@@ -117,7 +118,9 @@ async def grade_by_command(
 
         if graded is None:
             return await run_and_judge()
-        return await graded.get(patch_digest(change), run_and_judge)
+        own = spec_digest(SandboxSpec(files=files or {}))
+        key = spec_digest(spec), own, tuple(argv), tuple(expected), patch_digest(change)
+        return await graded.get(key, run_and_judge)
     except TimeoutError:
         return _worthless(f"the command was still at work after {timeout_s:g} s")
     except ValueError as e:

@@ -357,8 +357,9 @@ def build_agent(
         agent = build(COMMAND_AGENT, "harness.command", http, **limits, **told)
     elif config.code is not None:
         code = config.code if is_training else config.code.for_evaluation()
-        summaries = config.summaries
-        agent = build(config.agent_class, "harness.agent", http, **limits, **summaries, code=code)
+        kept = getattr(environment, "test_results", None)
+        more = {**config.summaries, **({} if kept is None else {"test_results": kept})}
+        agent = build(config.agent_class, "harness.agent", http, **limits, **more, code=code)
     else:
         agent = build(config.agent, "harness.agent", http, **limits, **config.summaries)
     return agent
@@ -439,9 +440,10 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
                 service, counts=counts, path=config.tasks.path, wait_s=config.tasks.timeout_s
             )
         else:
-            place = {} if config.tasks.path is None else {"path": config.tasks.path}
+            places = {"path": config.tasks.path, "results": config.tasks.results}
+            told = {name: place for name, place in places.items() if place is not None}
             environment = build(
-                reference, "tasks.environment", pool, counts=counts, seed=config.seed, **place
+                reference, "tasks.environment", pool, counts=counts, seed=config.seed, **told
             )
         # what is misspelt shall not cost the stages before rl
         load(config.harness.agent_class, "harness.agent")

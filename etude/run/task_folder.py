@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from pathlib import Path
 
 from etude.core.memo import Memo
-from etude.core.sandbox import Sandbox, SandboxPool
+from etude.core.sandbox import CommandResult, Sandbox, SandboxPool
 from etude.core.types import Attempt, Score, Task
 from etude.factory.check import heldout_repositories, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
+from etude.store.memo import FolderMemo
 
 HELDOUT_SHARE = 4
 """One in this many."""
-REMEMBERED = 64
-"""Grades that are kept of a task."""
+REMEMBERED = 16384
+"""Verdicts that are kept in memory, and as many results of tests."""
 
 
 class TaskFolder:
     """A `core.protocols.Environment`. What grades a task stays in here, by the task's id."""
 
     def __init__(
-        self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int, path: str
+        self,
+        pool: SandboxPool,
+        *,
+        counts: Mapping[str, int],
+        seed: int,
+        path: str,
+        results: str | None = None,
     ) -> None:
-        """`counts`: split -> number of tasks. `path`: the folder."""
+        """`counts`: split -> number of tasks. `path`: the folder. `results`: another one, in which
+        verdicts are kept and, for the harness, what tests said."""
         self._pool = pool
         self._counts = counts
         found = map(read_task, task_folders(Path(path)))
@@ -37,7 +43,11 @@ class TaskFolder:
         repositories = heldout_repositories(Path(path))
         self._heldout = heldout_ids(self._tasks.values(), repositories)
         # they were proven: the same change is graded alike each time
-        self._graded: defaultdict[str, Memo[Score]] = defaultdict(partial(Memo, REMEMBERED))
+        self._graded: Memo[Score] = Memo(REMEMBERED)
+        self.test_results: Memo[CommandResult] | None = None
+        if results is not None:
+            self._graded = FolderMemo(REMEMBERED, Path(results) / "verdicts", Score)
+            self.test_results = FolderMemo(REMEMBERED, Path(results) / "tests", CommandResult)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Those of a split, in an order that does not favour a repository. None are novel."""
@@ -53,7 +63,7 @@ class TaskFolder:
         return {path: text.decode() for path, text in self._tasks[task.id].solution.items()}
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
-        return await grade(self._tasks[task.id], sandbox, self._pool, self._graded[task.id])
+        return await grade(self._tasks[task.id], sandbox, self._pool, self._graded)
 
 
 def heldout_ids(tasks: Collection[RepositoryTask], repositories: Collection[str] = ()) -> set[str]:

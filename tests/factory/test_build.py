@@ -174,6 +174,26 @@ async def test_a_run_can_be_made_of_it(built: tuple[Path, Status]) -> None:
             assert (await environment.score(task, sandbox, NOTHING)).reward == 1.0
 
 
+async def test_runs_that_share_results_grade_a_change_once(
+    built: tuple[Path, Status], tmp_path: Path
+) -> None:
+    counts = {"train": 100, "heldout": 100, "novel": 0}
+    path, results, verdicts = str(built[0]), tmp_path / "results", []
+    async with open_workshop(built[0], Options()) as workshop:
+        for number in range(2):
+            own = TaskFolder(workshop.pool, counts=counts, seed=0, path=path, results=str(results))
+            task = own.tasks("train")[0]
+            async with own.open(task) as sandbox:
+                for name, text in own.solution(task).items():
+                    await sandbox.write(name, text)
+                verdicts.append(await own.score(task, sandbox, NOTHING))
+            [kept] = (results / "verdicts").iterdir()
+            if number == 0:  # what is said of another run then can only be from there
+                kept.write_bytes(kept.read_bytes().replace(b"tests", b"taken"))
+    assert [each.reward for each in verdicts] == [1.0, 1.0]
+    assert [each.parts[0].name for each in verdicts] == ["tests", "taken"]
+
+
 async def test_a_session_of_the_coding_harness_earns_its_reward(built: tuple[Path, Status]) -> None:
     counts = {"train": 100, "heldout": 100, "novel": 0}
     async with open_workshop(built[0], Options()) as workshop:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,30 @@ async def test_tests_that_are_remembered_leave_nothing_behind_and_kills_are_forg
         return CommandResult(ran[-1], "")
 
     sandbox = FakeSandbox({"a.py": "x = 1\n"}, tests)
-    cache = TestCache("t", Memo(8))
+    cache = TestCache("t", "s", Memo(8))
     config = CodeConfig(tools=("run_tests", "submit"), diagnostics={}, remember_tests=True)
     workspace = Workspace(sandbox, config, Diagnostics(FakeDiagnostics()), cache)
     codes = [(await workspace.run_tests(["pytest"])).exit_code for _ in range(3)]
     assert codes == [None, 1, 1] and ran == [None, 1]
     assert "left.txt" not in sandbox.files
+
+
+async def test_agents_that_share_results_run_the_tests_once() -> None:
+    config = CodeConfig(tools=("run_tests", "submit"), diagnostics={}, remember_tests=True)
+    limits = {"max_turns": 9, "max_tokens": 9, "timeout_s": 600.0}
+    results, told = Memo[CommandResult](8), []
+
+    async def run(output: str) -> CommandResult:
+        return CommandResult(0, output)
+
+    async with aiohttp.ClientSession() as http:
+        for sandbox in (TASK.sandbox, TASK.sandbox, replace(TASK.sandbox, env={"A": "1"})):
+            agent = CodeAgent(http, code=config, test_results=results, **limits)
+            cache = agent._test_cache(replace(TASK, sandbox=sandbox))
+            assert cache is not None
+            ran = await cache.run(["pytest"], {}, partial(run, str(len(told))))
+            told.append(ran.output)
+    assert told == ["0", "0", "2"]
 
 
 async def test_tasks_whose_tests_depend_on_more_than_files_are_not_remembered() -> None:

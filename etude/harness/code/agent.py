@@ -9,7 +9,7 @@ import aiohttp
 
 from etude.core.harness_config import CodeConfig
 from etude.core.memo import Memo
-from etude.core.sandbox import CommandResult, Sandbox
+from etude.core.sandbox import CommandResult, Sandbox, spec_digest
 from etude.core.seeds import derive
 from etude.core.types import Task
 from etude.harness.agent import CodingAgent, Opening
@@ -19,17 +19,25 @@ from etude.harness.code.servers import LanguageServers
 from etude.harness.code.tool import TestCache, Workspace
 from etude.harness.code.toolset import Toolset
 
-REMEMBERED = 4096
+REMEMBERED = 16384
 """Results of tests that are kept, of all tasks together."""
 
 
 class CodeAgent(CodingAgent):
     """A `core.protocols.Agent`. A subclass may bring other tools."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, code: CodeConfig, **limits: Any) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        code: CodeConfig,
+        test_results: Memo[CommandResult] | None = None,
+        **limits: Any,
+    ) -> None:
+        """`test_results`: where they are remembered, if other processes know of them too."""
         super().__init__(session, **limits)
         self._code = code
-        self._test_results: Memo[CommandResult] = Memo(REMEMBERED)
+        self._test_results = test_results or Memo(REMEMBERED)
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         parts = await collect_parts(task, sandbox, self._code)
@@ -51,7 +59,7 @@ class CodeAgent(CodingAgent):
         """None as well where tests may depend on what is no part of the working copy."""
         if not self._code.remember_tests or task.sandbox.services or task.sandbox.network:
             return None
-        return TestCache(task.id, self._test_results)
+        return TestCache(task.id, spec_digest(task.sandbox), self._test_results)
 
     def diagnostics(self, sandbox: Sandbox) -> DiagnosticSource:
         """Who looks at the edits of a session."""

@@ -45,6 +45,8 @@ class TestCache:
     __test__ = False  # no tests, whatever pytest makes of the name
 
     task: str
+    spec: str
+    """The digest of what its sandboxes are."""
     results: Memo[CommandResult]
     """Of all tasks."""
 
@@ -53,7 +55,7 @@ class TestCache:
     ) -> CommandResult:
         """A command that was killed, for its time perhaps, says as much of the machine as of the
         working copy: others who wait for it are told so, and nobody later."""
-        key = (self.task, *argv, patch_digest(change))
+        key = (self.task, self.spec, *argv, patch_digest(change))
         return await self.results.get(key, run, keep=_was_not_killed)
 
 
