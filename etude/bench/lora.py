@@ -9,6 +9,8 @@ number of different adapters among them:
     aN.tokens_per_s            N adapters in turn, for N of 1, 8 and 64
     aN.share                   of `base`
     aN.adapter_gib             what the adapters in use weigh on the device
+    aN.share_by_reads          the share that would be left if adapters cost nothing but their reads
+                               at the measured bandwidth (CUDA)
 
 Only steps in which all requests decode are counted. Imports torch and numpy only, so that it runs
 on a bare CUDA image: python -m etude.bench.lora --json --device cuda --shape qwen3-0.6b --rank 16
@@ -59,6 +61,7 @@ def run(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model = _model(device, shape or ("small" if device == "cpu" else "qwen3-0.6b"))
     lora = LoraConfig(rank=rank, alpha=2.0 * rank, targets=_targets(model.config))
+    bytes_per_s = _bandwidth() if device == "cuda" else None
     figures = {"base.tokens_per_s": _decoded(_engine(model, batch, steps, None), batch, steps, [])}
     _note(figures)
     for count in (0, *counts):
@@ -71,7 +74,11 @@ def run(
         of = f"a{count}" if count else "none"
         found = {f"{of}.tokens_per_s": speed, f"{of}.share": speed / figures["base.tokens_per_s"]}
         if count:
-            found[f"{of}.adapter_gib"] = count * _bytes(model.config, lora) / 2**30
+            weigh = count * _bytes(model.config, lora)
+            found[f"{of}.adapter_gib"] = weigh / 2**30
+            if bytes_per_s:
+                pass_s = batch / figures["base.tokens_per_s"]
+                found[f"{of}.share_by_reads"] = pass_s / (pass_s + weigh / bytes_per_s)
         _note(found)
         figures |= found
         del engine
@@ -89,6 +96,12 @@ def _model(device: str, shape: str) -> Transformer:
     from etude.bench.engine_cuda import SHAPES, random_model
 
     return random_model(SHAPES[shape])
+
+
+def _bandwidth() -> float:
+    from etude.bench.engine_cuda import bandwidth  # brings Triton
+
+    return bandwidth()
 
 
 def _engine(model: Transformer, batch: int, steps: int, adapters: AdapterLimits | None) -> Engine:
