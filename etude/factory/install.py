@@ -132,6 +132,8 @@ def pip(place: Path, *argv: str, env: Mapping[str, str] | None = None) -> str:
     InstallFailed."""
     command = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), *argv]
     quiet = ("-q", "--disable-pip-version-check", "--no-input")
+    # what lies on the path of this process is not installed there
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         ran = subprocess.run(
             [*command, *quiet],
@@ -139,7 +141,7 @@ def pip(place: Path, *argv: str, env: Mapping[str, str] | None = None) -> str:
             text=True,
             timeout=_TIMEOUT_S,
             check=False,
-            env={**(env or {}), **os.environ},
+            env=(env or {}) | outside,
         )
     except subprocess.TimeoutExpired as e:
         raise InstallFailed(f"pip {argv[0]} took more than {_TIMEOUT_S:g} s") from e

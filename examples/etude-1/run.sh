@@ -52,12 +52,11 @@ train_tasks() {
 }
 
 tasks() { # the held-out ones first, so that each repository has its share
-    heldout_tasks
-    train_tasks
+    heldout_tasks && train_tasks
 }
 
 sft() {
-    "$ETUDE" run sft.toml --dir "$SFT" --no-dash --json
+    "$ETUDE" run sft.toml --dir "$SFT" --no-dash --json || return
     [ -e data/sft-model ] || "$ETUDE" weights export "$SFT" data/sft-model
 }
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.factory.install import built, make_venv
+from etude.factory.install import built, make_venv, pip
 from etude.factory.recipe import Recipe
 from etude.factory.sources import Checkout
 
@@ -55,3 +55,15 @@ def test_a_version_that_comes_from_git_is_made_up(
         f"Version: {own or '1.0'}".encode() in metadata[f"shop-{own or '1.0'}.dist-info/METADATA"]
     )
     assert not (made / "shop").exists(), "the package itself is never there"
+
+
+def test_what_lies_on_the_path_of_this_process_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`freeze` would name it among what makes the same environment again."""
+    info = tmp_path / "here" / "beside-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: beside\nVersion: 1.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(info.parent))
+    make_venv(tmp_path / "venv")
+    assert "beside" not in pip(tmp_path / "venv", "freeze", "--all")
