@@ -1,7 +1,8 @@
 """Benchmark of the engine on a CUDA device: tokens per second, and share of the roofline.
 
 Models have the shapes of public ones and random weights. `batch` requests are always under way:
-prompts of 256 tokens, 128 new ones each, and whoever finishes is replaced at once. The first ones
+prompts of 256 tokens, 128 new ones each, of the class batch as those of rollouts are, and whoever
+finishes is replaced at once. The first ones
 are of staggered lengths, so that requests come and go in every part of the measurement. For each
 shape and batch:
 
@@ -49,6 +50,8 @@ from etude.model.transformer import Transformer
 from etude.train.flops import forward_flops, matrix_flops
 
 PROMPT, NEW = 256, 128
+CHUNK = 2048
+"""Tokens of prompts in a pass, at most."""
 
 
 def _qwen3(
@@ -258,7 +261,9 @@ def serve(
     def add(new: int) -> None:
         nonlocal added
         prompt = tuple(rng.integers(0, vocabulary, prompt_tokens).tolist())
-        request = Request(prompt=prompt, max_tokens=new, seed=added, experts_from=0)
+        request = Request(
+            prompt=prompt, max_tokens=new, seed=added, experts_from=0, priority="batch"
+        )
         engine.add(request, str(added))
         added += 1
 
@@ -324,11 +329,16 @@ def measured_device() -> Device:
 
 
 def engine_figures(
-    model: Transformer, batch: int, device: Device, num_tokens: int, prompt_tokens: int = PROMPT
+    model: Transformer,
+    batch: int,
+    device: Device,
+    num_tokens: int,
+    prompt_tokens: int = PROMPT,
+    chunk: int = CHUNK,
 ) -> dict[str, float]:
     size = max(CudaRunner.block_size, block_size(model.config))
     blocks = 2 * batch * ((prompt_tokens + NEW) // size + 1) + 64
-    batched, window = batch + 1024, model.config.sliding_window
+    batched, window = batch + chunk, model.config.sliding_window
     windowed = 0
     if window is not None:
         windowed = num_windowed_blocks(window, size, max_num_seqs=batch, max_batched_tokens=batched)
@@ -398,6 +408,7 @@ def run(
     compare: bool,
     rounds: int = 2,
     prompt_tokens: int = PROMPT,
+    chunk: int = CHUNK,
 ) -> dict[str, float]:
     device = measured_device()
     figures = {"copy_bytes_per_s": device.bytes_per_s, "matrix_tflops": device.flops / 1e12}
@@ -405,7 +416,7 @@ def run(
         model = random_model(SHAPES[shape])
         for batch in batches:
             drawn = rounds * NEW * batch
-            found = engine_figures(model, batch, device, drawn, prompt_tokens)
+            found = engine_figures(model, batch, device, drawn, prompt_tokens, chunk)
             figures |= {f"{shape}.b{batch}.{name}": value for name, value in found.items()}
             _note(found, f"{shape}.b{batch}")
             free()
@@ -438,9 +449,14 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--alone", action="store_true", help="leave transformers out")
     parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="of prompts in a pass, at most")
     options = parser.parse_args()
     figures = run(
-        options.shapes, options.batches, compare=not options.alone, prompt_tokens=options.prompt
+        options.shapes,
+        options.batches,
+        compare=not options.alone,
+        prompt_tokens=options.prompt,
+        chunk=options.chunk,
     )
     if options.json:
         print(json.dumps(figures, indent=2))

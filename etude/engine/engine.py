@@ -34,6 +34,12 @@ from etude.engine.speculate import NgramDrafter
 from etude.model.lora import Adapter
 from etude.model.transformer import Transformer
 
+CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
+"""By device, the most tokens of a pass, unless it is said otherwise."""
+GATHER_TOKENS = 1024
+"""Of prompts of the class batch, to be read in one pass: on a device fewer take as long, bound by
+launches and by its weights."""
+
 __all__ = [
     "Constraint",
     "Engine",
@@ -122,18 +128,21 @@ class Engine:
 
     def __init__(
         self, model: Transformer, *, max_num_seqs: int, version: int = 0,
-        max_batched_tokens: int = 512, prefix_cache: bool = True, kv_cache_bytes: int | None = None,
-        adapters: AdapterLimits | None = None, runner: ModelRunner | None = None,
+        max_batched_tokens: int | None = None, prefix_cache: bool = True,
+        kv_cache_bytes: int | None = None, adapters: AdapterLimits | None = None,
+        runner: ModelRunner | None = None,
     ) -> None:  # fmt: skip
-        """Make an engine for a model. `max_batched_tokens`: the most tokens of one pass; a longer
-        prompt is computed in chunks. Without `prefix_cache` every prompt is computed in full.
-        `adapters`: room for them; None: no weights with one, and no requests for one. `runner`: by
-        default the fastest that supports the model."""
+        """Make an engine for a model. `max_batched_tokens`: the most tokens of one pass, by default
+        what suits the device; a longer prompt is computed in chunks. Without `prefix_cache` every
+        prompt is computed in full. `adapters`: room for them; None: no weights with one, and no
+        requests for one. `runner`: by default the fastest that supports the model."""
         c = model.config
         self.version = version
         self.max_context = c.max_position_embeddings
         self.vocab_size = c.vocab_size
         self._is_recurrent = c.linear is not None
+        if max_batched_tokens is None:
+            max_batched_tokens = CHUNK_TOKENS[model.model.embed_tokens.weight.device.type]
         # Chunks are for the others' sake; where there are none, a prompt is computed at once.
         batched = max_batched_tokens if max_num_seqs > 1 else self.max_context
         self._runner = runner or select_runner(
@@ -148,7 +157,10 @@ class Engine:
             num_windowed_blocks=self._runner.num_windowed_blocks,
         )
         self._scheduler = Scheduler(
-            self._block_manager, max_num_seqs=max_num_seqs, max_batched_tokens=batched
+            self._block_manager,
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=batched,
+            gather_tokens=GATHER_TOKENS if self._runner.overlaps else 0,
         )
         self._arrivals = itertools.count()
         self._in_flight: _InFlightPass | None = None

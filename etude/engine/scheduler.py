@@ -13,7 +13,7 @@ of running ones at once. A request whose deadline has passed is released whereve
 
 The class batch takes what others leave: at most `max_batch_seqs` of it run, and it sits out the
 passes that read the prompt of a higher class, so that its first token comes as if nobody else were
-there.
+there. Where it pays, its prompts wait a few passes for each other and are read together.
 
 A sequence with a drafter may compute draft tokens behind its last token, and sample behind each of
 them. Drafts take what is left when every other sequence has got what it needs to go on: no sequence
@@ -36,6 +36,8 @@ from etude.engine.blocks import BlockManager, BlockTable
 from etude.engine.speculate import MAX_DRAFT_TOKENS, NgramDrafter
 
 PRIORITIES = get_args(Priority)
+GATHER_PASSES = 8
+"""So many passes at most do prompts of the class batch wait for more of them."""
 TopLogprobs = tuple[tuple[int, float], ...]
 
 
@@ -92,6 +94,8 @@ class Sequence:
     """Sampled tokens that are not read back yet."""
     row: int = -1
     """Its row in the last pass that sampled for it."""
+    num_to_read: int | None = None
+    """Tokens that were not cached when it first might have been admitted."""
     incarnation: int = 0
     """How often it lost its blocks. What a pass sampled for an earlier incarnation is ignored."""
     gave_way: bool = False
@@ -182,7 +186,10 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_batched_tokens: int,
+        gather_tokens: int = 0,
     ) -> None:
+        """`gather_tokens`: what is too little to read beside sequences that decode, if it is of the
+        class batch and more may come."""
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_batch_seqs = max_num_seqs
@@ -190,6 +197,8 @@ class Scheduler:
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
         self.waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
+        self._gather_tokens = gather_tokens
+        self._num_gathering = 0  # passes, for those that wait now
         self.num_preempted = self.num_prompt_tokens = self.num_cached_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -272,6 +281,8 @@ class Scheduler:
                 left -= chosen[-1][1]
         for sequence, count in chosen:
             self._mark_computed(sequence, count)
+        if self._gathers(version, beside=num_decode, reads=len(chosen) > num_decode):
+            left = 0
         while left and (newcomer := self._admit(version)):
             chosen.append((newcomer, min(left, newcomer.num_uncomputed_tokens)))
             left -= chosen[-1][1]
@@ -280,6 +291,30 @@ class Scheduler:
             for sequence in self.waiting:
                 sequence.gave_way |= sequence.is_batch
         return chosen, num_decode
+
+    def _gathers(self, version: int, *, beside: int, reads: bool) -> bool:
+        """Whether those that could be admitted wait for more. A device that decodes reads a few
+        hundred tokens in hardly less time than a thousand. `beside`: sequences that decode.
+        `reads`: whether this pass reads anything as it is."""
+        newcomers = self.waiting[: self.max_num_seqs - len(self.running)]
+        if reads or not beside or not newcomers or not newcomers[0].is_batch:
+            self._num_gathering = 0
+            return False
+        few = sum(self._num_to_read(each, version) for each in newcomers) < self._gather_tokens
+        self._num_gathering = (self._num_gathering + 1) * few % (GATHER_PASSES + 1)
+        return self._num_gathering > 0
+
+    def _num_to_read(self, sequence: Sequence, version: int) -> int:
+        if sequence.num_to_read is None:
+            table = self._match_prefix(sequence, version)
+            cached = len(table.blocks) * self.block_manager.block_size
+            self.block_manager.free(table)
+            sequence.num_to_read = len(sequence.tokens) - cached
+        return sequence.num_to_read
+
+    def _match_prefix(self, sequence: Sequence, version: int) -> BlockTable:
+        number = sequence.adapter.number if sequence.adapter else 0
+        return self.block_manager.match_prefix(sequence.tokens, version, number)
 
     @property
     def _reads_for_others(self) -> bool:
@@ -351,8 +386,7 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.is_batch and (self.num_batch >= self.max_batch_seqs or self._reads_for_others):
             return None
-        number = sequence.adapter.number if sequence.adapter else 0
-        table = self.block_manager.match_prefix(sequence.tokens, version, number)
+        table = self._match_prefix(sequence, version)
         spare = self.block_manager.num_free - (
             self.block_manager.num_blocks_for(len(sequence.tokens)) - len(table.blocks)
         )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from etude.core.sampling import Priority
 from etude.engine.blocks import BlockManager
-from etude.engine.scheduler import PRIORITIES, Scheduler, Sequence
+from etude.engine.scheduler import GATHER_PASSES, PRIORITIES, Scheduler, Sequence
 from etude.engine.speculate import MAX_DRAFT_TOKENS, NgramDrafter
 from tests.small_model import in_sequence, request
 
@@ -46,7 +46,12 @@ def test_everyone_gets_through(
 ) -> None:
     """Under any load: limits hold in every pass, and all are served in the end."""
     blocks = BlockManager(num_blocks, SIZE)
-    scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+    scheduler = Scheduler(
+        blocks,
+        max_num_seqs=max_num_seqs,
+        max_batched_tokens=max_batched_tokens,
+        gather_tokens=data.draw(st.sampled_from((0, 8, 50))),
+    )
     added = []
     for id in range(data.draw(st.integers(1, 12))):
         prompt = data.draw(st.integers(1, num_blocks * SIZE - 8))
@@ -177,3 +182,68 @@ def test_what_is_shared_needs_no_room_of_its_own() -> None:
     assert advance(scheduler) == [("0", 1), ("1", 1)]
     assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (26, 12)
     assert [s.id for s in scheduler.waiting] == ["2"]
+
+
+def decoding(scheduler: Scheduler, count: int) -> None:
+    """So many that have read their prompts, and go on for long."""
+    for id in range(count):
+        scheduler.add(sequence(id, 3, limit=1000))
+    advance(scheduler)
+
+
+def admitted(scheduler: Scheduler) -> set[str]:
+    return {id for id, count in advance(scheduler) if count > 1}
+
+
+def gathering(gather_tokens: int = 30) -> Scheduler:
+    blocks = BlockManager(1000, SIZE)
+    return Scheduler(blocks, max_num_seqs=10, max_batched_tokens=400, gather_tokens=gather_tokens)
+
+
+def test_prompts_of_the_class_batch_wait_for_each_other() -> None:
+    scheduler = gathering()
+    decoding(scheduler, 2)
+    for id in (7, 8):
+        scheduler.add(sequence(id, 12, priority="batch"))
+        assert not admitted(scheduler)
+    scheduler.add(sequence(9, 12, priority="batch"))
+    assert admitted(scheduler) == {"7", "8", "9"}
+
+
+def test_nobody_waits_for_others_for_long() -> None:
+    scheduler = gathering()
+    decoding(scheduler, 2)
+    for id in (7, 8):
+        scheduler.add(sequence(id, 12, priority="batch"))
+        passes = [admitted(scheduler) for _ in range(GATHER_PASSES + 1)]
+        assert passes == [set()] * GATHER_PASSES + [{str(id)}]
+
+
+def test_other_classes_and_an_idle_engine_do_not_wait() -> None:
+    scheduler = gathering()
+    scheduler.add(sequence(6, 12, priority="batch"))
+    assert admitted(scheduler) == {"6"}
+    scheduler.add(sequence(7, 12, priority="batch"))
+    scheduler.add(sequence(8, 12, priority="standard"))
+    assert "8" in admitted(scheduler)
+
+
+def test_what_is_cached_is_not_counted_as_something_to_read() -> None:
+    """Turns of long sessions wait as short prompts do."""
+    scheduler = gathering(gather_tokens=30)
+    decoding(scheduler, 2)
+    long = sequence(7, 200, limit=1)
+    scheduler.add(long)
+    assert admitted(scheduler) == {"7"}
+    again = in_sequence(request("8", [*long.tokens, 3, 4, 5], priority="batch"), 8, 8)
+    scheduler.add(again)
+    assert not admitted(scheduler)
+
+
+def test_those_who_have_no_place_do_not_count() -> None:
+    """Or a full engine would read one prompt at a time."""
+    scheduler = gathering()
+    decoding(scheduler, 9)
+    for id in range(10, 15):
+        scheduler.add(sequence(id, 12, priority="batch"))
+    assert not admitted(scheduler)
