@@ -1,4 +1,4 @@
-"""The benchmark of adapters, cut short: it measures the batches and numbers that it is asked for."""
+"""The benchmark of adapters, cut short: it measures the batches and numbers it is asked for."""
 
 from __future__ import annotations
 

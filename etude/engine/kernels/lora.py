@@ -47,9 +47,12 @@ PIECE = 512
 """Columns of the inner axis that one program adds up."""
 SHRINK_RANKS = 16
 """Rows of A, of whatever parts, that one program multiplies with; a power of two from 16 on."""
-MAX_OUTPUTS = 128
+MAX_OUTPUTS = 64
 """Columns of the output that one program writes."""
-SHRINK_WARPS, EXPAND_WARPS = 4, 4
+SHRINK_WARPS = 4
+EXPAND_WARPS, HIGH_RANK_WARPS = 1, 4
+"""With one warp `_expand` has all pieces of A x on their way at once; several exchange each of them
+at a barrier before they ask for the next. A tile of a rank over 16 is too much for one."""
 
 
 @triton.jit
@@ -126,9 +129,9 @@ def _expand(
     if PDL:
         gpu.gdc_wait()
     if is_used:
+        sums = _low(low, n, inside, part, N, K, D, R, RP, ROWS)
         place = y + n[:, None].to(tl.int64) * M + m[None, :]
         value = tl.load(place, mask=inside, other=0).to(tl.float32)
-        sums = _low(low, n, inside, part, N, K, D, R, RP, ROWS)
         added = tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile)) * scale
         tl.store(place, (value + added).to(y.dtype.element_ty), mask=inside)
 
@@ -164,9 +167,9 @@ def _expand_gated(
         up = tl.load(place + F, mask=inside, other=0).to(tl.float32)
         if is_used:
             sums = _low(low, n, inside, part, N, K, D, R, RP, ROWS)
+            sums_up = _low(low, n, inside, part_up, N, K, D, R, RP, ROWS)
             gate += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile)) * scale
-            sums = _low(low, n, inside, part_up, N, K, D, R, RP, ROWS)
-            up += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile_up)) * scale
+            up += tl.dot(sums_up.to(b.dtype.element_ty), tl.trans(tile_up)) * scale
         gated = gate * tl.sigmoid(gate) * up
         target = out + n[:, None].to(tl.int64) * F + m[None, :]
         tl.store(target, gated.to(out.dtype.element_ty), mask=inside)
@@ -196,6 +199,7 @@ class LinearAdapters:
         outputs, inputs = weight_MC.shape
         self.rank = -(-limits.rank // RANK_STEP) * RANK_STEP
         self.padded_rank = max(MIN_DOT, triton.next_power_of_2(self.rank))
+        self.expand_warps = EXPAND_WARPS if self.padded_rank == MIN_DOT else HIGH_RANK_WARPS
         self.piece = min(PIECE, triton.next_power_of_2(inputs))
         self.pieces = -(-inputs // self.piece)
         self.a_SKC = weight_MC.new_zeros(limits.num_slots, len(parts) * self.rank, inputs)
@@ -239,7 +243,7 @@ class LinearAdapters:
         _expand[grid](
             low_DNK, self.b_SMR, y_NM, *tiles.fields, scales_S, self.part_of, len(x_NC),
             low_DNK.shape[2], y_NM.shape[1], self.pieces, self.rank, self.padded_rank, self.block,
-            ADAPTER_TILE_ROWS, pdl, num_warps=EXPAND_WARPS, launch_pdl=pdl,
+            ADAPTER_TILE_ROWS, pdl, num_warps=self.expand_warps, launch_pdl=pdl,
         )  # fmt: skip
 
     def gated(
@@ -254,7 +258,7 @@ class LinearAdapters:
         _expand_gated[(len(tiles.first_T), inner // block)](
             low_DNK, self.b_SMR, y_NM, out_NF, *tiles.fields, scales_S, self.part_of, len(x_NC),
             low_DNK.shape[2], inner, self.pieces, self.rank, self.padded_rank, block,
-            ADAPTER_TILE_ROWS, pdl, num_warps=EXPAND_WARPS, launch_pdl=pdl,
+            ADAPTER_TILE_ROWS, pdl, num_warps=self.expand_warps, launch_pdl=pdl,
         )  # fmt: skip
         return out_NF
 
