@@ -1,19 +1,22 @@
 """Benchmark of adapters (LoRA) in the engine: how fast requests decode that have many of them.
 
-Random weights in the shape of a public model. `--batch` requests, 64 by default, with prompts of 32
-tokens decode together, and every one has an adapter on all matrices of attention and MLP. For each
-number of different adapters among them:
+Random weights in the shape of a public model, in two engines: one that was made without adapters,
+and one that holds as many as are asked for, each on all matrices of attention and MLP. B requests
+(`--batch`, 64 by default) with prompts of 32 tokens decode together:
 
-    base.tokens_per_s          by an engine that was made without adapters
-    none.tokens_per_s          with room for adapters, and none in use
-    aN.tokens_per_s            N adapters in turn, for N of 1, 8 and 64
-    aN.share                   of `base`
-    aN.adapter_gib             what the adapters in use weigh on the device
-    aN.share_by_reads          the share that would be left if adapters cost nothing but their reads
-                               at the measured bandwidth (CUDA)
+    bB.base.tokens_per_s          by the engine without adapters
+    bB.none.tokens_per_s          by the engine with adapters, when no request has one
+    bB.aN.tokens_per_s            when the requests have N different adapters in turn, for N of
+                                  `--counts`: 1, 8 and 64 by default, and at most B
+    bB.none.share, bB.aN.share    of `base`
+    bB.aN.share_by_reads          the share that would be left if adapters cost nothing but their
+                                  reads, one after the other, at the measured bandwidth (CUDA)
+    aN.adapter_gib                what N adapters weigh, at `--rank`
 
-Only steps in which all requests decode are counted. Imports torch and numpy only, so that it runs
-on a bare CUDA image: python -m etude.bench.lora --json --device cuda --shape qwen3-0.6b --rank 16
+Only steps in which all requests decode are counted. Each figure is printed when it is found: most
+of the time goes into capturing the graphs of the two engines, not into what is measured. Imports
+torch and numpy only, so that it runs on a bare CUDA image: python -m etude.bench.lora --json
+--device cuda --shape qwen3-0.6b --rank 8 --batch 64 256 --counts 64
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -36,6 +39,8 @@ from etude.model.lora import Adapter, LoraConfig, adaptable_layers, add_adapter,
 from etude.model.transformer import Transformer, init_from_scratch
 
 PROMPT = 32
+MAX_BATCHED_TOKENS = 2048
+"""As many as the largest graph takes: whatever is larger would be compiled on the way."""
 SMALL = ModelConfig(
     vocab_size=2048,
     hidden_size=128,
@@ -53,7 +58,7 @@ def run(
     device: str = "auto",
     shape: str | None = None,
     rank: int = 16,
-    batch: int = 64,
+    batches: Sequence[int] = (64,),
     steps: int = 96,
     counts: Sequence[int] = COUNTS,
 ) -> dict[str, float]:
@@ -62,27 +67,34 @@ def run(
     model = _model(device, shape or ("small" if device == "cpu" else "qwen3-0.6b"))
     lora = LoraConfig(rank=rank, alpha=2.0 * rank, targets=_targets(model.config))
     bytes_per_s = _bandwidth() if device == "cuda" else None
-    figures = {"base.tokens_per_s": _decoded(_engine(model, batch, steps, None), batch, steps, [])}
-    _note(figures)
-    for count in (0, *counts):
-        limits = AdapterLimits(num_named=count, max_rank=rank)
-        engine = _engine(model, batch, steps, limits)
-        names = [f"adapter {number}" for number in range(count)]
-        for number, name in enumerate(names):
-            engine.load_adapter(name, _random(model.config, lora, number, device))
-        speed = _decoded(engine, batch, steps, names)
-        of = f"a{count}" if count else "none"
-        found = {f"{of}.tokens_per_s": speed, f"{of}.share": speed / figures["base.tokens_per_s"]}
-        if count:
-            weigh = count * _bytes(model.config, lora)
-            found[f"{of}.adapter_gib"] = weigh / 2**30
-            if bytes_per_s:
-                pass_s = batch / figures["base.tokens_per_s"]
-                found[f"{of}.share_by_reads"] = pass_s / (pass_s + weigh / bytes_per_s)
-        _note(found)
-        figures |= found
-        del engine
-        _free(model)
+    figures: dict[str, float] = {}
+
+    def note(name: str, value: float) -> None:
+        figures[name] = value
+        print(f"{name} {value:.4g}", file=sys.stderr, flush=True)
+
+    engine = _engine(model, max(batches), steps, None)
+    for batch in batches:
+        note(f"b{batch}.base.tokens_per_s", _decoded(engine, batch, steps, []))
+    del engine
+    _free(model)
+    shapes = _shapes(model.config, lora)
+    weigh = sum(2 * shape.numel() for shape in shapes.values())
+    for count in counts:
+        note(f"a{count}.adapter_gib", count * weigh / 2**30)
+    limits = AdapterLimits(num_named=max(counts, default=0), max_rank=rank)
+    engine = _engine(model, max(batches), steps, limits)
+    names = _load(engine, lora, shapes, limits.num_named, device)
+    for batch in batches:
+        base = figures[f"b{batch}.base.tokens_per_s"]
+        for count in (0, *(count for count in counts if count <= batch)):
+            of = f"b{batch}.a{count}" if count else f"b{batch}.none"
+            speed = _decoded(engine, batch, steps, names[:count])
+            note(f"{of}.tokens_per_s", speed)
+            note(f"{of}.share", speed / base)
+            if count and bytes_per_s:
+                pass_s = batch / base
+                note(f"{of}.share_by_reads", pass_s / (pass_s + count * weigh / bytes_per_s))
     return figures
 
 
@@ -110,32 +122,41 @@ def _engine(model: Transformer, batch: int, steps: int, adapters: AdapterLimits 
     return Engine(
         model,
         max_num_seqs=batch,
-        max_batched_tokens=batch * PROMPT,
+        max_batched_tokens=min(batch * PROMPT, MAX_BATCHED_TOKENS),
         prefix_cache=False,
         kv_cache_bytes=2 * batch * (PROMPT + 4 * steps) * token_bytes,
         adapters=adapters,
     )
 
 
-def _random(config: ModelConfig, lora: LoraConfig, seed: int, device: str) -> Adapter:
-    """On the host, in the type that adapters are published in."""
+def _load(
+    engine: Engine, lora: LoraConfig, shapes: Mapping[str, torch.Size], count: int, device: str
+) -> list[str]:
+    """Load so many random adapters, and return their names."""
+    names = [f"adapter {number}" for number in range(count)]
+    for number, name in enumerate(names):
+        engine.load_adapter(name, _random(lora, shapes, number, device))
+    return names
+
+
+def _shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, torch.Size]:
+    """Of the tensors of an adapter, by their published names."""
     with torch.device("meta"):
-        shell = add_adapter(Transformer(config), lora, seed)
-    shapes = split_tensors(hf_tensors(shell))[1]
+        shell = add_adapter(Transformer(config), lora, 0)
+    tensors = split_tensors(hf_tensors(shell))[1]
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def _random(lora: LoraConfig, shapes: Mapping[str, torch.Size], seed: int, device: str) -> Adapter:
+    """In the type that adapters are published in."""
     generator = torch.Generator(device).manual_seed(seed)
     return Adapter(
         lora,
         {
-            name: torch.randn(t.shape, device=device, generator=generator).mul_(0.02).bfloat16()
-            for name, t in shapes.items()
+            name: torch.randn(shape, device=device, generator=generator).mul_(0.02).bfloat16()
+            for name, shape in shapes.items()
         },
     )
-
-
-def _bytes(config: ModelConfig, lora: LoraConfig) -> int:
-    with torch.device("meta"):
-        shell = add_adapter(Transformer(config), lora, 0)
-    return sum(2 * tensor.numel() for tensor in split_tensors(hf_tensors(shell))[1].values())
 
 
 def _decoded(engine: Engine, batch: int, steps: int, names: Sequence[str]) -> float:
@@ -155,7 +176,12 @@ def _decoded(engine: Engine, batch: int, steps: int, names: Sequence[str]) -> fl
     _wait()
     seconds = time.perf_counter() - began
     assert engine.num_running == batch, "requests ended within the measurement"
-    return (engine.stats().generation_tokens - before) / seconds
+    tokens = engine.stats().generation_tokens - before
+    for number in range(batch):
+        engine.abort(str(number))
+    while not engine.idle:
+        engine.step()
+    return tokens / seconds
 
 
 def _wait() -> None:
@@ -171,18 +197,19 @@ def _free(model: Transformer) -> None:
         torch.cuda.empty_cache()
 
 
-def _note(found: dict[str, float]) -> None:
-    print(*(f"{name} {value:.4g}" for name, value in found.items()), file=sys.stderr, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="tokens per second with many adapters")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--shape", help="small, or a shape of engine_cuda")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=96)
+    parser.add_argument(
+        "--batch", dest="batches", nargs="+", type=int, default=[64], help="requests at once"
+    )
+    parser.add_argument(
+        "--counts", nargs="*", type=int, default=list(COUNTS), help="different adapters among them"
+    )
+    parser.add_argument("--steps", type=int, default=96, help="that are measured")
     options = vars(parser.parse_args())
     as_json = options.pop("json")
     figures = run(**options)

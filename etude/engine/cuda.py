@@ -107,6 +107,7 @@ class CudaRunner:
         for own in model.quantised_layers():
             own.quantised = fp8.quantise_rows(own.weight.detach())
         self._adapters = CudaAdapters(model, adapters) if adapters else None
+        self._adapter_slots = adapters.num_slots if adapters else 0
         self._forward = _forward_of(model, invariant)
         self._forward.adapters = self._adapters
         self._invariant = invariant
@@ -150,7 +151,7 @@ class CudaRunner:
     def _num_words(self) -> int:
         largest = max(*PREFILL_GRAPH_SIZES, self._model.config.max_position_embeddings)
         shape = self._prefill_shape(largest, self.max_num_seqs, self._max_rows)
-        return self._layout(replace(shape, adapters=self._adapters is not None)).num_words
+        return self._layout(replace(shape, adapter_slots=self._adapter_slots)).num_words
 
     def _layout(self, shape: GraphShape) -> InputLayout:
         blocks = -(-self._model.config.max_position_embeddings // self.block_size)
@@ -178,8 +179,10 @@ class CudaRunner:
         plain = [GraphShape(n, n, n) for n in singles] + [
             self._prefill_shape(*each) for each in both
         ]
-        adapted = [replace(shape, adapters=True) for shape in plain] if self._adapters else []
-        return adapted if self._invariant and adapted else plain + adapted
+        if not self._adapters:
+            return plain
+        adapted = [replace(shape, adapter_slots=self._adapter_slots) for shape in plain]
+        return adapted if self._invariant else plain + adapted
 
     @torch.inference_mode()
     def _capture(self) -> None:
@@ -309,7 +312,7 @@ class CudaRunner:
         """Copy the inputs of a part to the device, and return the shape that it is computed for."""
         wanted = GraphShape(
             part.num_tokens, part.num_sequences, max(1, len(part.row_indices_R)), part.num_tiles,
-            part.has_adapters,
+            self._adapter_slots if part.has_adapters else 0,
         )  # fmt: skip
         shape = next((shape for shape in self._shapes if fits(wanted, shape)), wanted)
         which = 1 if part.num_tiles else 0
@@ -325,7 +328,7 @@ class CudaRunner:
         pdl = self._words.is_cuda
         if self._adapters:
             tiles = (got[name] for name in ADAPTER_FIELDS)
-            self._adapters.tiles = AdapterTiles(*tiles) if shape.adapters else None
+            self._adapters.tiles = AdapterTiles(*tiles) if shape.adapter_slots else None
         attend = self._prefill_attention(got) if shape.tiles else self._decode_attention(got)
         context = ForwardContext(got["positions"], attend, self._recurrence)
         if self._states and not shape.tiles:

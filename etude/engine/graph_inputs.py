@@ -23,28 +23,30 @@ BLOCKS = ("blocks", "windowed_blocks")
 """Where each group of layers has its keys and values."""
 ADAPTER_TILE_ROWS = 16
 """As many as one instruction of the tensor cores takes."""
-ADAPTER_FIELDS = ("adapter_first", "adapter_count", "adapter_slot")
-"""Of the tiles of neighbouring rows that have the same adapter: the first row, how many there are,
-and the adapter's slot."""
+ADAPTER_TILE_FIELDS = ("adapter_first", "adapter_count", "adapter_slot")
+ADAPTER_FIELDS = ("adapter_row", *ADAPTER_TILE_FIELDS)
+"""The rows in the order of their adapters' slots; and of each tile of rows that have the same
+adapter, its first place in that order, the number of its rows, and the slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
     """The shape that a CUDA graph is captured for: N tokens, B sequences, R rows and T tiles.
-    Without tiles it is a decode graph, and N = B = R. `adapters`: rows may have adapters."""
+    Without tiles it is a decode graph, and N = B = R. `adapter_slots`: how many slots of adapters
+    there are for its rows; 0 in a graph without adapters."""
 
     tokens: int
     sequences: int
     rows: int
     tiles: int = 0
-    adapters: bool = False
+    adapter_slots: int = 0
 
     @property
     def adapter_tiles(self) -> int:
-        """The most tiles of `kernels.lora` that such a batch can have."""
-        if not self.tiles:
-            return self.tokens
-        return self.tokens // ADAPTER_TILE_ROWS + self.sequences
+        """The most tiles of `kernels.lora` that such a batch can have: those of a slot are full
+        but for one."""
+        slots = min(self.sequences, self.adapter_slots)
+        return min(self.tokens, self.tokens // ADAPTER_TILE_ROWS + slots)
 
 
 class InputLayout:
@@ -70,8 +72,9 @@ class InputLayout:
         }
         if t:
             fields |= {"ends": b, "logits_indices": r, "sequence": t, "first": t}
-        if shape.adapters:
-            fields |= dict.fromkeys(ADAPTER_FIELDS, shape.adapter_tiles)
+        if shape.adapter_slots:
+            fields["adapter_row"] = n
+            fields |= dict.fromkeys(ADAPTER_TILE_FIELDS, shape.adapter_tiles)
         self._spans: dict[str, slice] = {}
         self.fixed = 0
         """The offset of the block tables, which are of any width."""
@@ -164,7 +167,7 @@ class PinnedBuffers:
 def fits(wanted: GraphShape, shape: GraphShape) -> bool:
     return (
         bool(wanted.tiles) == bool(shape.tiles)
-        and wanted.adapters == shape.adapters
+        and wanted.adapter_slots == shape.adapter_slots
         and wanted.tokens <= shape.tokens
         and wanted.sequences <= shape.sequences
         and wanted.rows <= shape.rows
@@ -188,15 +191,20 @@ def slot_inputs(batch: ForwardBatch, own: slice) -> dict[str, NDArray[Any]]:
 
 
 def adapter_inputs(slots_N: Ints) -> dict[str, NDArray[np.int32]]:
-    """Tiles of neighbouring rows of the same slot."""
-    borders = np.flatnonzero(np.diff(slots_N)) + 1
+    """Tiles of rows of the same slot, wherever in the batch they are: each slot's matrices are read
+    once for up to 16 rows."""
+    row_N = np.argsort(slots_N, kind="stable")
+    sorted_N = slots_N[row_N]
+    borders = np.flatnonzero(np.diff(sorted_N)) + 1
     starts, ends = np.append(0, borders), np.append(borders, len(slots_N))
     first_T = np.concatenate(
         [np.arange(start, end, ADAPTER_TILE_ROWS) for start, end in zip(starts, ends, strict=True)]
     )
     ends_T = ends[np.searchsorted(starts, first_T, side="right") - 1]
     count_T = np.minimum(ends_T - first_T, ADAPTER_TILE_ROWS)
-    return as_words(dict(zip(ADAPTER_FIELDS, (first_T, count_T, slots_N[first_T]), strict=True)))
+    return as_words(
+        dict(zip(ADAPTER_FIELDS, (row_N, first_T, count_T, sorted_N[first_T]), strict=True))
+    )
 
 
 def decode_inputs(batch: ForwardBatch, tokens_N: Ints) -> PhaseInputs | None:

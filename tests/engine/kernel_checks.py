@@ -471,6 +471,10 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
     "delta": lambda new: check_delta(new, 6, 5, 16, [(0, 37), (19, 1), (30, 2)]),
     "adapters": lambda new: check_adapters(new, [1] * 18 + [0, 2], {"a": 48, "b": 48}, 72, 5),
+    "adapters, 8": lambda new: check_adapters(
+        new, [3, 1, 0, 2] * 3 + [1] * 30, {"a": 64, "b": 32, "c": 32}, 72, 8
+    ),
+    "adapters, 24": lambda new: check_adapters(new, [1, 2, 1], {"a": 32, "b": 32}, 600, 24),
 }
 
 LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
@@ -514,6 +518,12 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "delta": lambda new: check_delta(new, 128, 128, 1024, [(0, 700), (1000, 300), (64, 64)]),
     "delta, odd": lambda new: check_delta(new, 96, 80, 64, [(1, 200), (63, 2)]),
     "adapters, 64": lambda new: check_adapters(new, [*range(64)], {"a": 3072, "b": 3072}, 1024, 16),
+    "adapters, mixed": lambda new: check_adapters(
+        new, [*range(64)] * 4, {"a": 3072, "b": 3072}, 1024, 8
+    ),
+    "adapters, parts": lambda new: check_adapters(
+        new, [*range(9)] * 5, {"a": 2048, "b": 1024, "c": 1024}, 1024, 24
+    ),
     "adapters, few": lambda new: check_adapters(
         new, [1] * 40 + [0] * 3 + [2] * 5, {"a": 4096, "b": 4096}, 3072, 8
     ),

@@ -160,13 +160,15 @@ def test_what_has_no_room_or_does_not_fit_is_refused() -> None:
         plain.load_weights(1, hf_state_dict(sharp(config(), 0)) | dict(ADAPTERS["a"].tensors))
 
 
-def test_tiles_are_neighbours_of_one_slot() -> None:
-    slots = torch.tensor([2] * 20 + [0] + [2] * 3).numpy()
+def test_tiles_are_rows_of_one_slot() -> None:
+    """Also of requests that are not neighbours in the batch."""
+    slots = torch.tensor([2] * 10 + [0] + [2] * 10 + [1]).numpy()
     tiles = {name: values.tolist() for name, values in adapter_inputs(slots).items()}
     assert tiles == {
-        "adapter_first": [0, 16, 20, 21],
-        "adapter_count": [16, 4, 1, 3],
-        "adapter_slot": [2, 2, 0, 2],
+        "adapter_row": [10, 21, *range(10), *range(11, 21)],
+        "adapter_first": [0, 1, 2, 18],
+        "adapter_count": [1, 1, 16, 4],
+        "adapter_slot": [0, 1, 2, 2],
     }
 
 

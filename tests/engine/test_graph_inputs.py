@@ -8,17 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etude.core.sampling import SamplingParams
 from etude.engine.batch import ForwardBatch, SamplingBatch
 from etude.engine.graph_inputs import (
     ADAPTER_FIELDS,
+    ADAPTER_TILE_ROWS,
     BLOCKS,
     NOWHERE,
     SLOTS,
     GraphShape,
     InputLayout,
     PinnedBuffers,
+    adapter_inputs,
     as_words,
     decode_inputs,
 )
@@ -66,21 +70,43 @@ def test_what_is_filled_in_is_read_by_its_name(shape: GraphShape, num_groups: in
 @pytest.mark.parametrize(
     ("shape", "tiles"),
     [
-        # every row may have another adapter than its neighbour
-        (GraphShape(5, 5, 5, adapters=True), 5),
-        # a sequence has one, and begins a tile: of its last tile a row may be all there is
-        (GraphShape(15, 3, 2, tiles=4, adapters=True), 3),
-        (GraphShape(32, 3, 2, tiles=4, adapters=True), 5),
+        # every row may have another adapter
+        (GraphShape(5, 5, 5, adapter_slots=9), 5),
+        # rows of one adapter share tiles: of the last one of each a row may be all there is
+        (GraphShape(40, 40, 40, adapter_slots=3), 5),
+        # a sequence has one
+        (GraphShape(15, 3, 2, tiles=4, adapter_slots=9), 3),
+        (GraphShape(32, 3, 2, tiles=4, adapter_slots=9), 5),
+        (GraphShape(32, 3, 2, tiles=4, adapter_slots=1), 3),
     ],
 )
 def test_a_graph_has_room_for_the_adapters_of_any_batch(shape: GraphShape, tiles: int) -> None:
     layout = InputLayout(shape, 16)
     found = layout.views(torch.zeros(layout.num_words, dtype=torch.int32))
-    assert {name: len(found[name]) for name in ADAPTER_FIELDS} == dict.fromkeys(
-        ADAPTER_FIELDS, tiles
-    )
-    without = InputLayout(replace(shape, adapters=False), 16)
+    rows, *of_tiles = (len(found[name]) for name in ADAPTER_FIELDS)
+    assert rows == shape.tokens and of_tiles == [tiles] * 3
+    without = InputLayout(replace(shape, adapter_slots=0), 16)
     assert not set(ADAPTER_FIELDS) & without.views(torch.zeros(300, dtype=torch.int32)).keys()
+
+
+@given(
+    slots=st.lists(st.integers(0, 4), min_size=1, max_size=80),
+    has_prompts=st.booleans(),
+)
+def test_every_row_is_in_a_tile_of_its_slot(slots: list[int], has_prompts: bool) -> None:
+    """In the order of the rows, and in tiles that are full but for the last of a slot: there are
+    no more of them than a graph has room for."""
+    made = {name: values.tolist() for name, values in adapter_inputs(np.array(slots)).items()}
+    rows, *tiles = (made[name] for name in ADAPTER_FIELDS)
+    found: dict[int, list[int]] = {slot: [] for slot in slots}
+    for first, count, slot in zip(*tiles, strict=True):
+        assert 0 < count <= ADAPTER_TILE_ROWS and len(found[slot]) % ADAPTER_TILE_ROWS == 0
+        found[slot] += rows[first : first + count]
+    for slot, of_slot in found.items():
+        assert of_slot == [row for row, own in enumerate(slots) if own == slot]
+    num_sequences = len(set(slots)) if has_prompts else len(slots)
+    shape = GraphShape(len(slots), num_sequences, 1, tiles=int(has_prompts), adapter_slots=5)
+    assert len(tiles[0]) <= shape.adapter_tiles
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 
 from etude.core.sampling import Sample
 from etude.engine import cuda
+from etude.engine.adapters import AdapterLimits
 from etude.engine.engine import Engine
 from etude.engine.kernels import attention, fp8, norm
 from etude.engine.kernels.trainable import BatchInvariantTransformer
@@ -31,6 +32,7 @@ from etude.model.numerics import Arithmetic
 from etude.model.transformer import ModelConfig, Transformer
 from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
+from tests.adapters_of import random_adapter
 from tests.engine import kernel_checks
 from tests.engine.test_sampling_params import check_on_kernels
 from tests.slow import slow
@@ -234,6 +236,42 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sample.tokens == expected[id].tokens
         assert sample.logprobs == pytest.approx(expected[id].logprobs, abs=ROUNDING)
         assert bool(sample.accepted_draft_tokens and sample.rejected_draft_tokens) == (id != "1")
+
+
+@pytest.mark.filterwarnings("ignore:native.c")
+@pytest.mark.parametrize("invariant", [False, True])
+def test_adapters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rank 8, which is stored as that, and of less; requests of one adapter are not neighbours.
+    Answers are those of torch's operators, and where kernels are batch-invariant, to the bit those
+    of a request alone."""
+    monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (16,))
+    monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", ())
+    monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
+    limits = AdapterLimits(num_named=2, max_rank=8)
+    adapters = {
+        "a": random_adapter(SMALL, 1, rank=8),
+        "b": random_adapter(SMALL, 2, rank=3, targets=("q_proj", "v_proj", "down_proj")),
+    }
+
+    def answers(on_kernels: bool, numbers: range) -> dict[str, Sample]:
+        model, runner = sharp(SMALL, seed=3), None
+        if on_kernels:
+            runner = cuda.CudaRunner(model, 12, 4, invariant=invariant, adapters=limits)
+        engine = Engine(model, max_num_seqs=4, runner=runner, adapters=limits)
+        for name, adapter in adapters.items():
+            engine.load_adapter(name, adapter)
+        for number in numbers:
+            asked = request(str(number), [5 + number, 9, 20], max_tokens=2, temperature=0.5)
+            add(engine, replace(asked, adapter=("a", "b", None)[number % 3]))
+        return drain(engine)
+
+    together, reference = (answers(on_kernels, range(4)) for on_kernels in (True, False))
+    for id, sample in together.items():
+        assert sample.tokens == reference[id].tokens
+        assert sample.logprobs == pytest.approx(reference[id].logprobs, abs=ROUNDING)
+        if invariant and id in "01":
+            alone = answers(True, range(int(id), int(id) + 1))[id]
+            assert (sample.tokens, sample.logprobs) == (alone.tokens, alone.logprobs)
 
 
 # For the six tokens that are read: the router's own choice at two of them, and elsewhere whatever

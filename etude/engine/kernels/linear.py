@@ -20,6 +20,9 @@ from torch import Tensor
 from triton.language.extra import cuda as gpu
 
 FP8_SUM = tl.constexpr(128)
+SIGNAL_EARLY = False
+"""Whether `gemm` lets the kernel after it begin before what goes into the product is there. Without
+it that kernel may read the same input while the product is computed: `kernels.lora` does."""
 
 
 @triton.jit
@@ -80,15 +83,18 @@ def _gemv(
 def _gemm(
     x, w, x_scale, w_scale, bias, out, B, N, C, piece,
     GATED: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr,
-    BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     s = tl.program_id(1)
     b = tl.program_id(2) * BB + tl.arange(0, BB)
     c = tl.arange(0, BC)
     if PDL:
-        gpu.gdc_launch_dependents()
+        if EARLY:
+            gpu.gdc_launch_dependents()
         gpu.gdc_wait()
+        if not EARLY:
+            gpu.gdc_launch_dependents()
     rows = w + n[:, None].to(tl.int64) * C
     inputs = x + b[:, None].to(tl.int64) * C
     sums = tl.zeros([BB, BN], tl.float32)
@@ -183,6 +189,6 @@ def gemm(
     _gemm[(triton.cdiv(outputs, config.outputs), config.split_k, triton.cdiv(rows, config.rows))](
         x_BC, w_NC, *(scales or (x_BC, w_NC)), w_NC if bias_N is None else bias_N, out_SBN, rows,
         outputs, inner, piece, gated, bias_N is not None, scales is not None, config.rows,
-        config.outputs, config.inner, pdl,
+        config.outputs, config.inner, pdl, SIGNAL_EARLY,
         num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
     )  # fmt: skip

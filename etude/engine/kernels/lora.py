@@ -1,15 +1,20 @@
 """Adapters (LoRA) on CUDA: the adapters of all slots in one batch, whichever each row has.
 
 A and B of all slots lie in one buffer a layer. Rows are taken in tiles of up to 16 that have the
-same slot; the host says where each tile begins, how many rows it has and which slot. `_shrink` is
-A x for each part of a layer, `_expand` adds scale B (A x) to what the layer gives, and
-`_expand_gated` does so for a gated pair and applies the gate. A row meets the same instructions in
-the same order whatever else is in its tile or its batch, so the bits are its own: the inner axis is
-cut by the size of the matrix alone. The matrices depend on no kernel before: a program asks for its
-own before it waits for what they are multiplied with.
+same slot; the host says which rows each tile has and which slot. `_shrink` is A x for all parts of
+a layer, `_expand` adds scale B (A x) to what the layer gives, and `_expand_gated` does so for a
+gated pair and applies the gate. A row meets the same instructions in the same order whatever else
+is in its tile or its batch, so the bits are its own: the inner axis is cut by the size of the
+matrix alone.
 
-Shapes: N rows, C what goes into a layer, M what comes out, R rank (a multiple of 16), P parts of a
-layer, K = P R, S slots, T tiles, D pieces of the inner axis.
+Time is what a launch takes from the end of one kernel to the first sums of the next, and hardly
+that of reading. So the matrices, which depend on no kernel before, are asked for before a program
+waits for what they are multiplied with; and `_shrink` is computed beside the product of its layer,
+which reads the same input: `linear.gemm` lets it begin when that input is there, and it waits for
+the product only before it ends, so that what comes after waits for both.
+
+Shapes: N rows, C what goes into a layer, M what comes out, R rank as it is stored, RP that padded
+for `tl.dot`, P parts of a layer, K = P R, S slots, T tiles, D pieces of the inner axis.
 """
 
 from __future__ import annotations
@@ -29,59 +34,83 @@ from triton.language.extra import cuda as gpu
 
 from etude.engine.adapters import AdapterLimits
 from etude.engine.graph_inputs import ADAPTER_TILE_ROWS
+from etude.engine.kernels import linear
 from etude.model.layers import Linear
 from etude.model.lora import Adapter, Pair, adaptable_layers, layer_pairs, pair_tensors, parts_of
 from etude.model.transformer import Transformer
 
+RANK_STEP = 8
+"""Ranks are stored as multiples of it: a row of B in bf16 is then read 16 bytes at a time."""
+MIN_DOT = 16
+"""Columns of the inner axis that one instruction of the tensor cores adds up."""
 PIECE = 512
 """Columns of the inner axis that one program adds up."""
-MAX_OUTPUTS = 128
+SHRINK_RANKS = 16
+"""Rows of A, of whatever parts, that one program multiplies with; a power of two from 16 on."""
+MAX_OUTPUTS = 64
 """Columns of the output that one program writes."""
-SHRINK_WARPS, EXPAND_WARPS = 4, 4
+SHRINK_WARPS = 4
+EXPAND_WARPS, HIGH_RANK_WARPS = 1, 4
+"""With one warp `_expand` has all pieces of A x on their way at once; several exchange each of them
+at a barrier before they ask for the next. A tile of a rank over 16 is too much for one."""
+
+
+@triton.jit
+def _rows(row, first, rows, t, ROWS: tl.constexpr):
+    """The rows of a tile, and which of them there are."""
+    r = tl.arange(0, ROWS)
+    return tl.load(row + tl.load(first + t) + r, mask=r < rows, other=0), (r < rows)[:, None]
 
 
 @triton.jit
 def _shrink(
-    x, a, low, first, count, slot, scales, N, C, K,
-    R: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    x, a, low, row, first, count, slot, scales, N, C, K,
+    BK: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
-    part = tl.program_id(1)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
     d = tl.program_id(2)
     if PDL:
         gpu.gdc_launch_dependents()
     rows = tl.load(count + t)
     which = tl.load(slot + t)
     is_used = (rows > 0) & (tl.load(scales + which) != 0)
-    r = part * R + tl.arange(0, R)
+    n, inside = _rows(row, first, rows, t, ROWS)
     c = d * BC + tl.arange(0, BC)[None, :]
-    matrix = a + (which.to(tl.int64) * K + r[:, None]) * C + c
-    tile = tl.load(matrix, mask=c < tl.where(is_used, C, 0), other=0)
-    if PDL:
+    matrix = a + (which.to(tl.int64) * K + k[:, None]) * C + c
+    wanted = (k < K)[:, None] & (c < tl.where(is_used, C, 0))
+    tile = tl.load(matrix, mask=wanted, other=0)
+    if PDL and EARLY:
         gpu.gdc_wait()
     if is_used:
-        n = tl.load(first + t) + tl.arange(0, ROWS)
-        inside = (tl.arange(0, ROWS) < rows)[:, None]
-        value = tl.load(x + n[:, None].to(tl.int64) * C + c, mask=inside & (c < C), other=0)
-        place = (d.to(tl.int64) * N + n[:, None]) * K + r[None, :]
-        tl.store(low + place, tl.dot(value, tl.trans(tile)), mask=inside)
+        # Not by way of a cache that may still hold what was there before: nobody waited.
+        place = x + n[:, None].to(tl.int64) * C + c
+        value = tl.load(place, mask=inside & (c < C), other=0, cache_modifier=".cg")
+        target = low + (d.to(tl.int64) * N + n[:, None]) * K + k[None, :]
+        tl.store(target, tl.dot(value, tl.trans(tile)), mask=inside & (k < K)[None, :])
+    if PDL and not EARLY:
+        gpu.gdc_wait()
 
 
 @triton.jit
-def _low(low, n, inside, part, N, K, D: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr):
+def _low(
+    low, n, inside, part, N, K,
+    D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """A x of one part, its pieces added up in order."""
-    r = part * R + tl.arange(0, R)
-    sums = tl.zeros([ROWS, R], tl.float32)
+    r = tl.arange(0, RP)[None, :]
+    sums = tl.zeros([ROWS, RP], tl.float32)
     for d in tl.static_range(D):
-        place = (d * N + n[:, None]).to(tl.int64) * K + r[None, :]
-        sums += tl.load(low + place, mask=inside, other=0)
+        place = (d * N + n[:, None]).to(tl.int64) * K + part * R + r
+        sums += tl.load(low + place, mask=inside & (r < R), other=0)
     return sums
 
 
 @triton.jit
 def _expand(
-    low, b, y, first, count, slot, scales, part_of, N, K, M,
-    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    low, b, y, row, first, count, slot, scales, part_of, N, K, M,
+    D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     j = tl.program_id(1)
@@ -91,26 +120,27 @@ def _expand(
     which = tl.load(slot + t)
     scale = tl.load(scales + which)
     is_used = (rows > 0) & (scale != 0)
+    n, inside = _rows(row, first, rows, t, ROWS)
     part = tl.load(part_of + j)
     m = j * BM + tl.arange(0, BM)
-    matrix = b + (which.to(tl.int64) * M + m[:, None]) * R + tl.arange(0, R)[None, :]
-    tile = tl.load(matrix, mask=m[:, None] < tl.where(is_used, M, 0), other=0)
+    r = tl.arange(0, RP)[None, :]
+    matrix = b + (which.to(tl.int64) * M + m[:, None]) * R + r
+    tile = tl.load(matrix, mask=(m[:, None] < tl.where(is_used, M, 0)) & (r < R), other=0)
     if PDL:
         gpu.gdc_wait()
     if is_used:
-        n = tl.load(first + t) + tl.arange(0, ROWS)
-        inside = (tl.arange(0, ROWS) < rows)[:, None]
+        sums = _low(low, n, inside, part, N, K, D, R, RP, ROWS)
         place = y + n[:, None].to(tl.int64) * M + m[None, :]
         value = tl.load(place, mask=inside, other=0).to(tl.float32)
-        sums = _low(low, n, inside, part, N, K, D, R, ROWS)
         added = tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile)) * scale
         tl.store(place, (value + added).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _expand_gated(
-    low, b, y, out, first, count, slot, scales, part_of, N, K, F,
-    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    low, b, y, out, row, first, count, slot, scales, part_of, N, K, F,
+    D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, BM: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     j = tl.program_id(1)
@@ -120,26 +150,26 @@ def _expand_gated(
     which = tl.load(slot + t)
     scale = tl.load(scales + which)
     is_used = (rows > 0) & (scale != 0)
+    n, inside = _rows(row, first, rows, t, ROWS)
     part = tl.load(part_of + j)
     part_up = tl.load(part_of + j + F // BM)
     m = j * BM + tl.arange(0, BM)
-    matrix = b + (which.to(tl.int64) * (2 * F) + m[:, None]) * R + tl.arange(0, R)[None, :]
-    wanted = m[:, None] < tl.where(is_used, F, 0)
+    r = tl.arange(0, RP)[None, :]
+    matrix = b + (which.to(tl.int64) * (2 * F) + m[:, None]) * R + r
+    wanted = (m[:, None] < tl.where(is_used, F, 0)) & (r < R)
     tile = tl.load(matrix, mask=wanted, other=0)
     tile_up = tl.load(matrix + F.to(tl.int64) * R, mask=wanted, other=0)
     if PDL:
         gpu.gdc_wait()
     if rows > 0:
-        n = tl.load(first + t) + tl.arange(0, ROWS)
-        inside = (tl.arange(0, ROWS) < rows)[:, None]
         place = y + n[:, None].to(tl.int64) * (2 * F) + m[None, :]
         gate = tl.load(place, mask=inside, other=0).to(tl.float32)
         up = tl.load(place + F, mask=inside, other=0).to(tl.float32)
         if is_used:
-            sums = _low(low, n, inside, part, N, K, D, R, ROWS)
+            sums = _low(low, n, inside, part, N, K, D, R, RP, ROWS)
+            sums_up = _low(low, n, inside, part_up, N, K, D, R, RP, ROWS)
             gate += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile)) * scale
-            sums = _low(low, n, inside, part_up, N, K, D, R, ROWS)
-            up += tl.dot(sums.to(b.dtype.element_ty), tl.trans(tile_up)) * scale
+            up += tl.dot(sums_up.to(b.dtype.element_ty), tl.trans(tile_up)) * scale
         gated = gate * tl.sigmoid(gate) * up
         target = out + n[:, None].to(tl.int64) * F + m[None, :]
         tl.store(target, gated.to(out.dtype.element_ty), mask=inside)
@@ -147,12 +177,18 @@ def _expand_gated(
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
-    """The rows of one pass, in tiles of one adapter slot each: the first row of a tile, its number
-    of rows, and the slot."""
+    """The rows of one pass, in tiles of one adapter slot each: all rows in the order of the tiles,
+    and of each tile its first place in that order, its number of rows, and the slot."""
 
+    row_N: Tensor
     first_T: Tensor
     count_T: Tensor
     slot_T: Tensor
+
+    @property
+    def fields(self) -> tuple[Tensor, ...]:
+        """In the order in which the kernels take them."""
+        return self.row_N, self.first_T, self.count_T, self.slot_T
 
 
 class LinearAdapters:
@@ -161,7 +197,9 @@ class LinearAdapters:
     def __init__(self, parts: dict[str, int], weight_MC: Tensor, limits: AdapterLimits) -> None:
         self.parts = parts
         outputs, inputs = weight_MC.shape
-        self.rank = -(-limits.rank // ADAPTER_TILE_ROWS) * ADAPTER_TILE_ROWS
+        self.rank = -(-limits.rank // RANK_STEP) * RANK_STEP
+        self.padded_rank = max(MIN_DOT, triton.next_power_of_2(self.rank))
+        self.expand_warps = EXPAND_WARPS if self.padded_rank == MIN_DOT else HIGH_RANK_WARPS
         self.piece = min(PIECE, triton.next_power_of_2(inputs))
         self.pieces = -(-inputs // self.piece)
         self.a_SKC = weight_MC.new_zeros(limits.num_slots, len(parts) * self.rank, inputs)
@@ -203,9 +241,9 @@ class LinearAdapters:
         low_DNK = self._shrink(x_NC, tiles, scales_S, pdl)
         grid = (len(tiles.first_T), y_NM.shape[1] // self.block)
         _expand[grid](
-            low_DNK, self.b_SMR, y_NM, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S,
-            self.part_of, len(x_NC), low_DNK.shape[2], y_NM.shape[1], self.pieces, self.rank,
-            self.block, ADAPTER_TILE_ROWS, pdl, num_warps=EXPAND_WARPS, launch_pdl=pdl,
+            low_DNK, self.b_SMR, y_NM, *tiles.fields, scales_S, self.part_of, len(x_NC),
+            low_DNK.shape[2], y_NM.shape[1], self.pieces, self.rank, self.padded_rank, self.block,
+            ADAPTER_TILE_ROWS, pdl, num_warps=self.expand_warps, launch_pdl=pdl,
         )  # fmt: skip
 
     def gated(
@@ -218,9 +256,9 @@ class LinearAdapters:
         block = math.gcd(self.block, inner)
         assert block == self.block, "gate and up are parts of equal size"
         _expand_gated[(len(tiles.first_T), inner // block)](
-            low_DNK, self.b_SMR, y_NM, out_NF, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S,
-            self.part_of, len(x_NC), low_DNK.shape[2], inner, self.pieces, self.rank, block,
-            ADAPTER_TILE_ROWS, pdl, num_warps=EXPAND_WARPS, launch_pdl=pdl,
+            low_DNK, self.b_SMR, y_NM, out_NF, *tiles.fields, scales_S, self.part_of, len(x_NC),
+            low_DNK.shape[2], inner, self.pieces, self.rank, self.padded_rank, block,
+            ADAPTER_TILE_ROWS, pdl, num_warps=self.expand_warps, launch_pdl=pdl,
         )  # fmt: skip
         return out_NF
 
@@ -228,9 +266,9 @@ class LinearAdapters:
         rows, inner = x_NC.shape
         k = self.a_SKC.shape[1]
         low_DNK = x_NC.new_empty(self.pieces, rows, k, dtype=torch.float32)
-        _shrink[(len(tiles.first_T), len(self.parts), self.pieces)](
-            x_NC, self.a_SKC, low_DNK, tiles.first_T, tiles.count_T, tiles.slot_T, scales_S, rows,
-            inner, k, self.rank, self.piece, ADAPTER_TILE_ROWS, pdl, num_warps=SHRINK_WARPS,
+        _shrink[(len(tiles.first_T), triton.cdiv(k, SHRINK_RANKS), self.pieces)](
+            x_NC, self.a_SKC, low_DNK, *tiles.fields, scales_S, rows, inner, k, SHRINK_RANKS,
+            self.piece, ADAPTER_TILE_ROWS, pdl, linear.SIGNAL_EARLY, num_warps=SHRINK_WARPS,
             launch_pdl=pdl,
         )  # fmt: skip
         return low_DNK
