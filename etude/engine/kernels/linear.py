@@ -20,28 +20,6 @@ from torch import Tensor
 from triton.language.extra import cuda as gpu
 
 FP8_SUM = tl.constexpr(128)
-LINE, PREFETCH_LINES = tl.constexpr(64), tl.constexpr(4)
-"""Values of bf16 in a line of the cache; and how many lines of each row are asked for at once."""
-SIGNAL_EARLY = False
-"""Whether `gemm` lets the kernel after it begin before what goes into the product is there. Without
-it that kernel may read the same input while the product is computed: `kernels.lora` does."""
-
-PREFETCH = False
-"""Whether a product asks for its weights, as far as the L2 cache, before the kernel before it has
-ended."""
-
-
-@triton.jit
-def _prefetch(pointers):
-    """Ask for the cache lines of `pointers`; of no effect on any result."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -102,28 +80,16 @@ def _gemv(
 def _gemm(
     x, w, x_scale, w_scale, bias, out, B, N, C, piece,
     GATED: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr,
-    BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    BB: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     s = tl.program_id(1)
     b = tl.program_id(2) * BB + tl.arange(0, BB)
     c = tl.arange(0, BC)
-    rows = w + n[:, None].to(tl.int64) * C
     if PDL:
-        if EARLY:
-            gpu.gdc_launch_dependents()
-        if PREFETCH:
-            # masked by their place: a line beyond the matrix is one that is in it
-            row = w + tl.minimum(n, N - 1)[:, None].to(tl.int64) * C
-            for start in range(s * piece, min(C, (s + 1) * piece), LINE * PREFETCH_LINES):
-                line = tl.minimum(start + LINE * tl.arange(0, PREFETCH_LINES), C - 1)
-                _prefetch(row + line[None, :])
-                if GATED:
-                    _prefetch(row + N.to(tl.int64) * C + line[None, :])
+        gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-        if not EARLY:
-            gpu.gdc_launch_dependents()
+    rows = w + n[:, None].to(tl.int64) * C
     inputs = x + b[:, None].to(tl.int64) * C
     sums = tl.zeros([BB, BN], tl.float32)
     sums_up = tl.zeros([BB, BN], tl.float32)
@@ -217,6 +183,6 @@ def gemm(
     _gemm[(triton.cdiv(outputs, config.outputs), config.split_k, triton.cdiv(rows, config.rows))](
         x_BC, w_NC, *(scales or (x_BC, w_NC)), w_NC if bias_N is None else bias_N, out_SBN, rows,
         outputs, inner, piece, gated, bias_N is not None, scales is not None, config.rows,
-        config.outputs, config.inner, pdl, SIGNAL_EARLY,
-        PREFETCH, num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
+        config.outputs, config.inner, pdl,
+        num_warps=config.warps, num_stages=config.stages, launch_pdl=pdl,
     )  # fmt: skip

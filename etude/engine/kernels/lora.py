@@ -9,9 +9,7 @@ matrix alone.
 
 Time is what a launch takes from the end of one kernel to the first sums of the next, and hardly
 that of reading. So the matrices, which depend on no kernel before, are asked for before a program
-waits for what they are multiplied with; and `_shrink` is computed beside the product of its layer,
-which reads the same input: `linear.gemm` lets it begin when that input is there, and it waits for
-the product only before it ends, so that what comes after waits for both.
+waits for what they are multiplied with.
 
 Shapes: N rows, C what goes into a layer, M what comes out, R rank as it is stored, RP that padded
 for `tl.dot`, P parts of a layer, K = P R, S slots, T tiles, D pieces of the inner axis.
@@ -34,7 +32,6 @@ from triton.language.extra import cuda as gpu
 
 from etude.engine.adapters import AdapterLimits
 from etude.engine.graph_inputs import ADAPTER_TILE_ROWS
-from etude.engine.kernels import linear
 from etude.model.layers import Linear
 from etude.model.lora import Adapter, Pair, adaptable_layers, layer_pairs, pair_tensors, parts_of
 from etude.model.transformer import Transformer
@@ -65,7 +62,7 @@ def _rows(row, first, rows, t, ROWS: tl.constexpr):
 @triton.jit
 def _shrink(
     x, a, low, row, first, count, slot, scales, N, C, K,
-    BK: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BK: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(0)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
@@ -80,16 +77,12 @@ def _shrink(
     matrix = a + (which.to(tl.int64) * K + k[:, None]) * C + c
     wanted = (k < K)[:, None] & (c < tl.where(is_used, C, 0))
     tile = tl.load(matrix, mask=wanted, other=0)
-    if PDL and EARLY:
+    if PDL:
         gpu.gdc_wait()
     if is_used:
-        # Not by way of a cache that may still hold what was there before: nobody waited.
-        place = x + n[:, None].to(tl.int64) * C + c
-        value = tl.load(place, mask=inside & (c < C), other=0, cache_modifier=".cg")
+        value = tl.load(x + n[:, None].to(tl.int64) * C + c, mask=inside & (c < C), other=0)
         target = low + (d.to(tl.int64) * N + n[:, None]) * K + k[None, :]
         tl.store(target, tl.dot(value, tl.trans(tile)), mask=inside & (k < K)[None, :])
-    if PDL and not EARLY:
-        gpu.gdc_wait()
 
 
 @triton.jit
@@ -268,8 +261,7 @@ class LinearAdapters:
         low_DNK = x_NC.new_empty(self.pieces, rows, k, dtype=torch.float32)
         _shrink[(len(tiles.first_T), triton.cdiv(k, SHRINK_RANKS), self.pieces)](
             x_NC, self.a_SKC, low_DNK, *tiles.fields, scales_S, rows, inner, k, SHRINK_RANKS,
-            self.piece, ADAPTER_TILE_ROWS, pdl, linear.SIGNAL_EARLY, num_warps=SHRINK_WARPS,
-            launch_pdl=pdl,
+            self.piece, ADAPTER_TILE_ROWS, pdl, num_warps=SHRINK_WARPS, launch_pdl=pdl,
         )  # fmt: skip
         return low_DNK
 
