@@ -356,7 +356,7 @@ class CudaRunner:
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer, group = self._forward.layers[number], self._group_of[number]
-            out = qkv.new_empty(rows, first.num_q_heads * first.head_dim)
+            out = _attended(qkv, first)
             decode(
                 layer.attention_config, qkv, *self._kv[number], got[BLOCKS[group]], got["stride"],
                 got["lengths"], got[SLOTS[group]], out, page_size=self.block_size, pdl=qkv.is_cuda,
@@ -394,7 +394,7 @@ class CudaRunner:
                 page_size=self.block_size,
                 pdl=qkv.is_cuda,
             )
-            out = qkv.new_empty(len(qkv), heads.num_q_heads * heads.head_dim)
+            out = _attended(qkv, heads)
             prefill(
                 heads, qkv, k, v, got[BLOCKS[group]], got["stride"], got["ends"], got["lengths"],
                 got["sequence"], got["first"], out, page_size=self.block_size, pdl=qkv.is_cuda,
@@ -435,6 +435,13 @@ class CudaRunner:
     def weights(self) -> dict[str, Tensor]:
         own = self._adapters.tensors(OWN_SLOT) if self._adapters else {}
         return own or hf_state_dict(self._model)
+
+
+def _attended(qkv: Tensor, layer: attention.AttentionLayerConfig) -> Tensor:
+    """Room for what attention says. Rows that belong to nobody are never written: on a device
+    nothing comes of that, but Triton's interpreter stumbles over what may lie there."""
+    shape = len(qkv), layer.num_q_heads * layer.head_dim
+    return qkv.new_empty(shape) if qkv.is_cuda else qkv.new_zeros(shape)
 
 
 def _forward_of(model: Transformer, invariant: bool) -> FusedForward | UnfusedForward:
