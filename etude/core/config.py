@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from etude.core.errors import EtudeError
+from etude.core.eval_config import EvalConfig
 from etude.core.harness_config import CODING_AGENT, HarnessConfig
 from etude.core.lend_config import LendConfig
 from etude.core.model_config import ModelConfig
@@ -99,20 +100,6 @@ class EngineConfig(Config):
         return self
 
 
-class EvalConfig(Config):
-    """Evaluations: sampling, and how often beside rl."""
-
-    every_steps: CountOrZero = 0
-    """Steps of rl or distill between two evaluations of the held-out tasks, which a process of
-    their own makes while the stage goes on. 0: only when a stage is over."""
-    temperature: NonNegative = 0.0
-    """Sampling temperature; 0 is greedy, and the same at every evaluation of a version. Several
-    attempts at a task (`etude eval --samples`) would be one then: they are sampled at 1."""
-
-    def temperature_of(self, samples: int) -> float:
-        return self.temperature if self.temperature or samples == 1 else 1.0
-
-
 AnyStage = MidtrainConfig | SftConfig | RlConfig | DpoConfig | DistillConfig
 STAGES: dict[str, type[StageConfig]] = {
     "midtrain": MidtrainConfig,
@@ -182,6 +169,11 @@ class RunConfig(Config):
     def as_written(self, place: str) -> str:
         """A path, or a reference to code, as it stands in the run's file."""
         return place.removeprefix(f"{self.folder}/")
+
+    @property
+    def evaluates_start(self) -> bool:
+        """Whether version 0 is evaluated. Fresh weights never are."""
+        return self.model.path is not None and self.eval.before
 
     @model_validator(mode="after")
     def _lineage(self) -> RunConfig:

@@ -88,7 +88,7 @@ class Audit:
 
 def evaluated_versions(config: RunConfig) -> list[int]:
     """What the run was given, if it was given a model, and what each stage ends with."""
-    start = [0] if config.model.path is not None else []
+    start = [0] if config.evaluates_start else []
     return start + [span.end for span in stage_spans(config.stage)]
 
 

@@ -96,7 +96,7 @@ class Controller:
     async def run_stages(self) -> None:
         """The whole run, from wherever it stands."""
         await self.check_tasks()
-        if self.config.model.path is not None:
+        if self.config.evaluates_start:
             await self.evaluate_start()
         for span in stage_spans(self.config.stage):
             if isinstance(span.stage, RolloutStageConfig):

@@ -138,7 +138,7 @@ def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:
                 seconds[stage.name] = training(length, count) + sampling(count)
                 sessions += count
     versions = stage_spans(config.stage)[-1].end
-    evaluations = len(config.stage) + (config.model.path is not None)  # a given model's first
+    evaluations = len(config.stage) + config.evaluates_start
     evaluated = sum(tasks.get(split, 0) for split in EVAL_SPLITS) * evaluations
     seconds["evaluations"] = sampling(evaluated)
     weights = parameters * (4 if config.trainer.published_dtype == "float32" else 2)

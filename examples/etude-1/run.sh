@@ -61,7 +61,9 @@ sft() {
 }
 
 rl() {
-    "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED"
+    # all seeds begin with the same weights
+    before=$([ "$SEED" = 0 ] && echo true || echo false)
+    "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED" --set eval.before="$before"
 }
 
 measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 what sessions did

@@ -62,6 +62,8 @@ def test_what_a_run_was_given_is_evaluated_too(run: Run) -> None:
     fresh, given = parse(CONFIG), parse(CONFIG, ["model.path=base"])
     assert evaluated_versions(fresh) == [1, FIRST, LAST]
     assert evaluated_versions(given) == [0, 1, FIRST, LAST]
+    again = parse(CONFIG, ["model.path=base", "eval.before=false"])
+    assert evaluated_versions(again) == [1, FIRST, LAST]
     assert is_finished(run, fresh) and not is_finished(run, given)
     for split in ("heldout", "novel"):
         run.put_eval(report_name(0, split), {})

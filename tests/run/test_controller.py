@@ -288,12 +288,13 @@ async def test_a_loop_that_a_later_one_has_followed_is_left_alone(
     assert bench.run.ledger.records() == [issued]
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(("given", "before"), [(True, True), (True, False), (False, True)])
 async def test_a_run_goes_through_its_stages_and_evaluates_each(
-    given: bool, monkeypatch: pytest.MonkeyPatch
+    given: bool, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it was given, before all."""
+    """And what it was given, before all, unless it is told not to."""
     text = '[[stage]]\nkind = "sft"\ndemonstrations = 1\n[[stage]]\nkind = "rl"\nsteps = 3\n'
+    text += "" if before else "[eval]\nbefore = false\n"
     bench = Bench(monkeypatch, text + ('[model]\npath = "base"\n' if given else ""))
     happened: list[object] = []
 
@@ -315,7 +316,7 @@ async def test_a_run_goes_through_its_stages_and_evaluates_each(
         monkeypatch.setattr(bench.controller, name, fake)
     async with asyncio.timeout(30):
         await bench.controller.run_stages()
-    start = [0, (0, "heldout"), (0, "novel")] if given else []
+    start = [0, (0, "heldout"), (0, "novel")] if given and before else []
     assert happened == [
         *start, 1, (1, "heldout"), (1, "novel"), "rl", (4, "heldout"), (4, "novel"),
     ]  # fmt: skip
