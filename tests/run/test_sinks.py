@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from etude.core.config import parse
 from etude.core.errors import EtudeError
-from etude.core.events import EVENTS, EvalDone, FitStep, GroupDone, StepDone
+from etude.core.events import EVENTS, EvalDone, Event, FitStep, GroupDone, StepDone
 from etude.core.metrics import metrics
 from etude.launch.local import in_background
+from etude.run import sinks
 from etude.run.sinks import SINKS, Sinks, WandbLike, forward_events
 from etude.store.objects import Objects
 from etude.store.runs import Run
+from etude.store.telemetry import EventReader, Stamped
 
 STEP = StepDone(
     step=3, loss=-0.5, lag=1, k1=0.0, k3_mean=0.25, k3_p99=0.0, entropy=1.0, grad_norm=2.0,
@@ -41,7 +44,18 @@ def test_what_becomes_a_curve() -> None:
     assert metrics(group) == (0, {"rl/group_has_signal": 1.0})
 
 
-async def test_tensorboard_gets_what_happens_while_it_looks(tmp_path: Path) -> None:
+async def test_tensorboard_gets_what_happens_while_it_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = threading.Event()
+
+    class Reader(EventReader):
+        def new(self) -> list[Stamped[Event]]:
+            found = super().new()
+            looked.set()
+            return found
+
+    monkeypatch.setattr(sinks, "EventReader", Reader)
     run = Run(Objects.open("memory:"))
     log = run.events("trainer", EVENTS)
     log.append(StepDone(**{name: getattr(STEP, name) for name in STEP.__slots__} | {"step": 2}))
@@ -49,7 +63,7 @@ async def test_tensorboard_gets_what_happens_while_it_looks(tmp_path: Path) -> N
     async with in_background(
         forward_events(run, Sinks(["tensorboard"], run="mine", directory=tmp_path))
     ):
-        await asyncio.sleep(0.1)
+        await asyncio.to_thread(looked.wait)
         for event in (STEP, FIT, EVAL):
             log.append(event)
         log.flush()
