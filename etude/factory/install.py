@@ -141,7 +141,7 @@ def pip(place: Path, *argv: str, env: Mapping[str, str] | None = None) -> str:
             text=True,
             timeout=_TIMEOUT_S,
             check=False,
-            env=(env or {}) | outside,
+            env={**(env or {}), **outside},
         )
     except subprocess.TimeoutExpired as e:
         raise InstallFailed(f"pip {argv[0]} took more than {_TIMEOUT_S:g} s") from e
