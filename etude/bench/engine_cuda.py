@@ -2,9 +2,8 @@
 
 Models have the shapes of public ones and random weights. `batch` requests are always under way:
 prompts of 256 tokens, 128 new ones each, of the class batch as those of rollouts are, and whoever
-finishes is replaced at once. The first ones
-are of staggered lengths, so that requests come and go in every part of the measurement. For each
-shape and batch:
+finishes is replaced at once. The first ones are of staggered lengths, so that requests come and go
+in every part of the measurement. For each shape and batch:
 
     tokens_per_s               drawn tokens over wall time
     roofline_share             the time in which the device could have read the weights once a pass
@@ -41,7 +40,7 @@ from etude.core.sampling import Request
 from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 from etude.engine.blocks import num_windowed_blocks
 from etude.engine.cuda import CudaRunner
-from etude.engine.engine import Engine, FinishedRequest
+from etude.engine.engine import CHUNK_TOKENS, Engine, FinishedRequest
 from etude.engine.runner import block_size, kv_bytes, state_bytes
 from etude.model.config import ExpertsConfig, LinearConfig, ModelConfig
 from etude.model.lora import Adapter
@@ -50,7 +49,7 @@ from etude.model.transformer import Transformer
 from etude.train.flops import forward_flops, matrix_flops
 
 PROMPT, NEW = 256, 128
-CHUNK = 2048
+CHUNK = CHUNK_TOKENS["cuda"]
 """Tokens of prompts in a pass, at most."""
 
 

@@ -61,9 +61,8 @@ sft() {
 }
 
 rl() {
-    # all seeds begin with the same weights
-    before=$([ "$SEED" = 0 ] && echo true || echo false)
-    "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED" --set eval.before="$before"
+    # what every seed begins with was evaluated at the end of sft
+    "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED" --set eval.before=false
 }
 
 measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 what sessions did
