@@ -8,7 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from etude.core.errors import EtudeError
-from etude.core.sandbox import TIERS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.core.sandbox import TIERS, VENVS, Limits, Sandbox, SandboxPool, SandboxSpec, Tier
+from etude.sandbox.bytecode import BytecodePool
 from etude.sandbox.container import ContainerSandboxPool
 from etude.sandbox.egress import Outside
 from etude.sandbox.fleet import Need
@@ -101,7 +102,9 @@ def open_sandbox_pool(
         pool = with_budget(pool, budget)
     default = SandboxSpec(limits=limits, image=image)
     pool.check(default)
-    return pool if default == SandboxSpec() else _DefaultPool(pool, default)
+    if default != SandboxSpec():
+        pool = _DefaultPool(pool, default)
+    return BytecodePool(pool) if VENVS in mount_places(mounts) else pool
 
 
 class _DefaultPool:
