@@ -4,7 +4,7 @@ asks.
 It raises the walls (mounts of its own over the shared root), then answers one JSON line with one
 JSON line, in order:
 
-    {"op": "write", "files": {path: [mode, content]}}    {"ok": null}
+    {"op": "write", "files": [[path, mode, size], ...]}  {"ok": null}
     {"op": "read", "path": path}                         {"ok": content}
     {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output, report]}
     {"op": "start", "argv": [...], "pty": bool, ...}     {"ok": null}
@@ -18,11 +18,11 @@ JSON line, in order:
     {"op": "listen", "places": [[address, port]]}        {"ok": null}
     what cannot be done                                  {"error": [kind, message]}
 
-Contents are in base64. With "start" comes a socket, which belongs to that process: back over it go
-the host's ends of its streams, and from then on it is the business of a `keeper`. Over the one of
-"listen" goes what listens. With
-"send" and "receive", "freeze" and "adopt", come the two ends of one between the sandboxes: a copy
-never passes the host.
+Contents are in base64, but for those of "write": with it comes a file in memory that has them one
+after the other. With "start" comes a socket, which belongs to that process: back over it go the
+host's ends of its streams, and from then on it is the business of a `keeper`. Over the one of
+"listen" goes what listens. With "send" and "receive", "freeze" and "adopt", come the two ends of
+one between the sandboxes: a copy never passes the host.
 
 This process and the keepers are trusted, what they run is not, and they never meet (see `command`).
 Standard library only.
@@ -115,6 +115,9 @@ class Link:
     def take_socket(self) -> socket.socket:
         """The one that came with the request under way: those of later ones may be here, too."""
         return socket.socket(fileno=self._descriptors.pop(0))
+
+    def take_file(self) -> io.FileIO:
+        return io.FileIO(self._descriptors.pop(0))
 
     def send(self, answer: dict[str, Any]) -> None:
         try:
@@ -263,17 +266,22 @@ class Guest:
             for each in listeners:
                 each.close()
 
-    def op_write(self, files: dict[str, tuple[int, str]]) -> None:
-        for path, (mode, content) in files.items():
-            data = base64.b64decode(content)
-            try:
-                tree.make_parents(WORK, path)
-                if mode == tree.LINK:
-                    os.symlink(data, os.fsencode(f"{WORK}/{path}"))
-                else:
-                    self._write(path, mode, data)
-            except OSError as e:
-                raise ValueError(f"{path} cannot be written: {e.strerror}") from e
+    def op_write(self, files: list[tuple[str, int, int]]) -> None:
+        with self._link.take_file() as contents:
+            at = 0
+            for path, mode, size in files:
+                self._put(path, mode, os.pread(contents.fileno(), size, at))
+                at += size
+
+    def _put(self, path: str, mode: int, data: bytes) -> None:
+        try:
+            tree.make_parents(WORK, path)
+            if mode == tree.LINK:
+                os.symlink(data, os.fsencode(f"{WORK}/{path}"))
+            else:
+                self._write(path, mode, data)
+        except OSError as e:
+            raise ValueError(f"{path} cannot be written: {e.strerror}") from e
 
     def op_date(self, times: dict[str, int]) -> None:
         """When files were written, of a working copy in which nothing has run yet."""

@@ -8,7 +8,7 @@ import json
 import socket
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from etude.core.errors import RolloutFailure
 
@@ -20,6 +20,14 @@ _ERRORS: dict[str, type[Exception]] = {
     "ValueError": ValueError,
     "RolloutFailure": RolloutFailure,
 }
+
+
+class HasDescriptor(Protocol):
+    """A socket or a file."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
 
 
 class Link(asyncio.Protocol):
@@ -68,10 +76,10 @@ class Link(asyncio.Protocol):
         self._transport.write(json.dumps(request).encode() + b"\n")
         return future
 
-    async def send_socket(self, descriptor: socket.socket) -> None:
+    async def send_descriptor(self, descriptor: HasDescriptor) -> None:
         """Ahead of the request that it belongs to, with a blank, which JSON may begin with."""
         if self._transport.get_write_buffer_size():  # of a request that was cancelled
-            await self.answer(self.send({"op": "write", "files": {}}), REPLY_TIMEOUT_S)
+            await self.answer(self.send({"op": "date", "times": {}}), REPLY_TIMEOUT_S)
         if self._ended.done() or self._transport.is_closing():
             raise RolloutFailure("sandbox: it is closed")
         try:

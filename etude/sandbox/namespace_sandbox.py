@@ -27,7 +27,7 @@ from etude.sandbox.diff import unified_diff
 from etude.sandbox.egress import Egress, Hosts, Outside
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.kept import Keeper, KeptProcess
-from etude.sandbox.link import REPLY_TIMEOUT_S, Link, decoded, encoded
+from etude.sandbox.link import REPLY_TIMEOUT_S, HasDescriptor, Link, decoded, encoded
 from etude.sandbox.services import start_services
 from etude.sandbox.spec import check_env
 from etude.sandbox.streams import Streams
@@ -165,7 +165,14 @@ class NamespaceSandbox:
         await self.fill({inside(path): Entry(FILE, to_bytes(content))})
 
     async def fill(self, files: Tree) -> None:
-        await self._ask(op="write", files=encoded(files))
+        """Write files. Their contents go there in memory: as JSON they would cost several times
+        what it costs to write them."""
+        contents = os.memfd_create("files")
+        with open(contents, "wb") as packed:
+            packed.writelines(entry.content or b"" for entry in files.values())
+            packed.flush()
+            told = [(path, each.mode, len(each.content or b"")) for path, each in files.items()]
+            await self._ask(op="write", descriptor=packed, files=told)
 
     async def date(self, times: Mapping[str, int]) -> None:
         await self._ask(op="date", times=dict(times))
@@ -294,7 +301,7 @@ class NamespaceSandbox:
             keeper.close()
 
     async def _ask(
-        self, working_s: float = 0.0, descriptor: socket.socket | None = None, **request: Any
+        self, working_s: float = 0.0, descriptor: HasDescriptor | None = None, **request: Any
     ) -> Any:
         clock = asyncio.get_running_loop().time
         async with self._turn:
@@ -302,7 +309,7 @@ class NamespaceSandbox:
             self.due = clock() + working_s
             try:
                 if descriptor is not None:
-                    await self._link.send_socket(descriptor)
+                    await self._link.send_descriptor(descriptor)
                     descriptor.close()  # or its end would not be seen at the other one
                 patience_s = max(REPLY_TIMEOUT_S, self._pool.reply_timeout_s)
                 answer = await self._link.answer(self._link.send(request), working_s + patience_s)
