@@ -31,7 +31,7 @@ from etude.sandbox.link import REPLY_TIMEOUT_S, HasDescriptor, Link, decoded, en
 from etude.sandbox.services import start_services
 from etude.sandbox.spec import check_env
 from etude.sandbox.streams import Streams
-from etude.sandbox.tree import FILE, Entry, Tree, known
+from etude.sandbox.tree import FILE, Entry, Known, Tree, known
 
 
 class Owner(Protocol):
@@ -70,6 +70,7 @@ class NamespaceSandbox:
         self.zygote_pid = pool.zygote_pid
         self._spec = spec
         self._before = before
+        self._known: dict[str, Known] | None = None
         self._processes: dict[int, Keeper] = {}
         self._services: list[asyncio.Task[None]] = []
         self._egress: Egress | None = None
@@ -202,7 +203,7 @@ class NamespaceSandbox:
             await self._egress.listen(host, port, socket.socket(fileno=descriptor))
 
     async def diff(self) -> str:
-        before = await asyncio.to_thread(known, self._before)
+        before = await self._known_before()
         answer = await self._ask(op="changes", before=before)
         changed = {
             path: each and Entry(*each)
@@ -213,13 +214,18 @@ class NamespaceSandbox:
 
     async def patch(self) -> Patch:
         self._close_processes()
-        before = await asyncio.to_thread(known, self._before)
+        before = await self._known_before()
         found = decoded(await self._ask(op="patch", before=before))
         return {
             path: each and (each[0], each[1] or b"")
             for path, each in found.items()
             if not self._is_history(path)
         }
+
+    async def _known_before(self) -> dict[str, Known]:
+        if self._known is None:
+            self._known = await asyncio.to_thread(known, self._before)
+        return self._known
 
     def _is_history(self, path: str) -> bool:
         """As git itself has it: what lies in .git is no part of a change."""
