@@ -120,7 +120,7 @@ class BytecodePool:
     async def _make(self, spec: SandboxSpec, sources: list[Source]) -> dict[Source, Made]:
         """In a working copy that has these files alone, by a Python that looks for modules nowhere
         in there."""
-        bare = replace(spec, files=dict(sources), services=(), network=())
+        bare = replace(spec, files=dict(sources), repository=None, services=(), network=())
         async with self._pool.open(bare) as sandbox:
             asked = json.dumps([path for path, _ in sources])
             # by its path: what a sandbox takes `python` for may have no packages
