@@ -22,6 +22,7 @@ class AnswerReader:
         self._call_ids: set[str] = set()
         self._said: list[Event] = []
         self._last: list[Event] | None = None
+        self._has_begun = False
         self._parser = tokenizer.answer_parser(
             request.prompt, tools, stop_token_ids=request.stop_token_ids, stop=request.stop
         )
@@ -29,35 +30,33 @@ class AnswerReader:
     def push(self, event: Token | Sample) -> list[Event]:
         """The sample, which is the last, may be pushed again."""
         if isinstance(event, Token):
-            events = self._parser.push(event.token)
-            if events:
-                events = self._with_ids(events)
-                self._said += events
-            return events
+            return self._push(event.token)
         if self._last is None:
             finished = event.finish_reason == "stop"
             self._last = self._with_ids(self._parser.end(finished=finished))
         return self._last
 
     def whole(self, sample: Sample) -> list[Event]:
-        """All events, of a sample whose tokens were pushed."""
+        """All events of a sample, of whose tokens all were pushed, or none. Called again, it says
+        the same of it without reading it again."""
+        if not self._has_begun:
+            for token in sample.tokens:
+                self._push(token)
         return joined([*self._said, *self.push(sample)])
+
+    def _push(self, token: int) -> list[Event]:
+        self._has_begun = True
+        events = self._parser.push(token)
+        if events:
+            events = self._with_ids(events)
+            self._said += events
+        return events
 
     def _with_ids(self, events: list[Event]) -> list[Event]:
         return with_ids(events, self._call_id, self._call_ids)
 
     def _call_id(self, number: int) -> str:
         return f"call_{derive(self._request.seed, len(self._request.prompt), number):x}"
-
-
-def answer_events(
-    tokenizer: ChatTokenizer, request: Request, sample: Sample, tools: Sequence[Tool] | None
-) -> list[Event]:
-    """All events of a sample."""
-    reader = AnswerReader(tokenizer, request, tools)
-    for token in sample.tokens:
-        reader.push(Token(token, 0.0, 0))
-    return reader.whole(sample)
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
