@@ -143,6 +143,7 @@ def first_of(stops: Sequence[str], text: str) -> int | None:
 
 def overlap(text: str, mark: str) -> int:
     """How many characters at the end of `text` may be the beginning of `mark`."""
-    return next(
-        (n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0
-    )
+    at = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[:1], at + 1)
+    return len(text) - at if at >= 0 else 0
