@@ -423,6 +423,10 @@ class AnswerParser:
             return []
         return self._read(self._pieces.push(token))
 
+    def extend(self, tokens: Sequence[int]) -> list[Event]:
+        """Several at once: the same events, but for texts that come in fewer pieces."""
+        return self._read(self._pieces.extend([each for each in tokens if each not in self._stop]))
+
     def end(self, *, finished: bool) -> list[Event]:
         """`finished`: it was not cut off by a limit."""
         events = self._read(self._pieces.end())

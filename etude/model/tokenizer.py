@@ -337,7 +337,7 @@ class ChatTokenizer:
     ) -> Message:
         """The assistant message that sampled tokens say."""
         parser = self.answer_parser(prompt, tools)
-        events = [event for token in tokens for event in parser.push(token)]
+        events = parser.extend(tokens)
         finished = bool(tokens) and tokens[-1] in self.stop_token_ids
         events += parser.end(finished=finished)
         return message_of(with_ids(events, call_id))

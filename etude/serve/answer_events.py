@@ -30,7 +30,12 @@ class AnswerReader:
     def push(self, event: Token | Sample) -> list[Event]:
         """The sample, which is the last, may be pushed again."""
         if isinstance(event, Token):
-            return self._push(event.token)
+            self._has_begun = True
+            events = self._parser.push(event.token)
+            if events:
+                events = self._with_ids(events)
+                self._said += events
+            return events
         if self._last is None:
             finished = event.finish_reason == "stop"
             self._last = self._with_ids(self._parser.end(finished=finished))
@@ -40,17 +45,9 @@ class AnswerReader:
         """All events of a sample, of whose tokens all were pushed, or none. Called again, it says
         the same of it without reading it again."""
         if not self._has_begun:
-            for token in sample.tokens:
-                self._push(token)
+            self._has_begun = True
+            self._said += self._with_ids(self._parser.extend(sample.tokens))
         return joined([*self._said, *self.push(sample)])
-
-    def _push(self, token: int) -> list[Event]:
-        self._has_begun = True
-        events = self._parser.push(token)
-        if events:
-            events = self._with_ids(events)
-            self._said += events
-        return events
 
     def _with_ids(self, events: list[Event]) -> list[Event]:
         return with_ids(events, self._call_id, self._call_ids)
