@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Literal, Protocol, get_args
 
 Tier = Literal["process", "namespaces", "gvisor", "vm"]
@@ -16,6 +17,8 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 """From the weakest to the strongest."""
 VENVS = "/opt/venvs"
 """Where sandboxes show the virtual environments of a folder of tasks."""
+REMEMBERED_SPECS = 128
+"""Digests of so many specs are remembered: each attempt at a task asks for those of the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +116,18 @@ links 0o120000), and content, which is where a link leads; None: it was deleted.
 
 def spec_digest(spec: SandboxSpec) -> str:
     """SHA-256 of a spec: equal ones have equal digests."""
+    rest = replace(spec, files={}, env=dict(sorted(spec.env.items())))
+    return _spec_digest(tuple(sorted(spec.files.items())), repr(rest))
+
+
+@lru_cache(REMEMBERED_SPECS)
+def _spec_digest(files: tuple[tuple[str, str | bytes], ...], rest: str) -> str:
     digest = hashlib.sha256()
-    for path, content in sorted(spec.files.items()):
+    for path, content in files:
         data = content.encode() if isinstance(content, str) else content
         digest.update(repr((path, len(data))).encode())
         digest.update(data)
-    rest = replace(spec, files={}, env=dict(sorted(spec.env.items())))
-    digest.update(repr(rest).encode())
+    digest.update(rest.encode())
     return digest.hexdigest()
 
 

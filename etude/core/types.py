@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import compress, count
+from operator import ne
 from typing import Any, Literal
 
 from etude.core.sampling import RegionSpan, SamplingSpan, VersionSpan
@@ -104,11 +105,8 @@ class Segment:
 def turns(segment: Segment) -> list[range]:
     """The places in `segment.tokens` of each answer of the model: its unbroken runs of sampled
     tokens. Between two answers something always stands."""
-    edges = [
-        place
-        for place, (before, now) in enumerate(pairwise((False, *segment.mask, False)))
-        if before != now
-    ]
+    before, now = (False, *segment.mask), (*segment.mask, False)
+    edges = [*compress(count(), map(ne, before, now))]
     return [range(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
 
 

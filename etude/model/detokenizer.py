@@ -24,11 +24,22 @@ class IncrementalDetokenizer:
         self._given = 0  # characters behind that place that were handed out
 
     def push(self, token: int) -> str:
-        self._tokens.append(token)
+        return self._text_of((token,), self._decode([*self._tokens, token]))
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Several at once: what they give one by one, in less time."""
+        text = self._decode([*self._tokens, *tokens])
+        # What is no character is not written alike by all vocabularies, whole and in parts.
+        if REPLACEMENT_CHARACTER in text:
+            return "".join(map(self.push, tokens))
+        return self._text_of(tokens, text)
+
+    def _text_of(self, tokens: Sequence[int], text: str) -> str:
+        """`text`: of all tokens that are held, and these."""
         # A token may be written in another way at the beginning of a text, so one certain stretch
         # goes before it.
         start = len(self._decode(self._tokens[: self._known])) + self._given
-        text = self._decode(self._tokens)
+        self._tokens += tokens
         # Only what may be the beginning of a character waits: a stop text may end right before it,
         # in the same token.
         certain = text.rstrip(REPLACEMENT_CHARACTER)
@@ -101,8 +112,25 @@ class PieceStream:
         return self._finder.found
 
     def push(self, token: int) -> list[str]:
-        text = self._decoder.push(token)
-        mark = self._controls.get(token)
+        return self._read(self._decoder.push(token), self._controls.get(token))
+
+    def extend(self, tokens: Sequence[int]) -> list[str]:
+        """Several at once."""
+        if self._finder.has_stops:
+            return [piece for token in tokens for piece in self.push(token)]
+        pieces: list[str] = []
+        run: list[int] = []
+        for token in tokens:
+            if token not in self._controls:
+                run.append(token)
+                continue
+            if run:
+                pieces += self._read(self._decoder.extend(run), None)
+                run = []
+            pieces += self.push(token)
+        return pieces + self._read(self._decoder.extend(run), None) if run else pieces
+
+    def _read(self, text: str, mark: str | None) -> list[str]:
         if mark and text.endswith(mark):
             self._waiting += filter(None, (text[: -len(mark)], Mark(mark)))
         elif not self._waiting and not self._finder.has_stops:
@@ -143,6 +171,7 @@ def first_of(stops: Sequence[str], text: str) -> int | None:
 
 def overlap(text: str, mark: str) -> int:
     """How many characters at the end of `text` may be the beginning of `mark`."""
-    return next(
-        (n for n in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:n])), 0
-    )
+    at = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
+    while at >= 0 and not mark.startswith(text[at:]):
+        at = text.find(mark[:1], at + 1)
+    return len(text) - at if at >= 0 else 0

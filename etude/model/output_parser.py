@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol
 
 from etude.model import tool_calls
@@ -371,6 +372,7 @@ class MarkScanner:
     def __init__(self, spelled: Sequence[str]) -> None:
         self._spelled = spelled
         self._beginnings = {mark[0] for mark in spelled}
+        self._any = any_of(tuple(spelled))
         self._held = ""
 
     def push(self, piece: str) -> Iterable[str]:
@@ -382,15 +384,11 @@ class MarkScanner:
 
     def _scan(self, piece: str) -> Iterator[str]:
         self._held += piece
-        while found := min(
-            ((at, mark) for mark in self._spelled if (at := self._held.find(mark)) >= 0),
-            default=None,
-        ):
-            at, mark = found
-            if at:
-                yield self._held[:at]
-            yield Mark(mark)
-            self._held = self._held[at + len(mark) :]
+        while found := self._any.search(self._held):
+            if found.start():
+                yield self._held[: found.start()]
+            yield Mark(found[0])
+            self._held = self._held[found.end() :]
         keep = max((overlap(self._held, mark) for mark in self._spelled), default=0)
         if said := self._held[: len(self._held) - keep]:
             yield said
@@ -400,6 +398,12 @@ class MarkScanner:
         said, self._held = self._held, ""
         if said:
             yield said
+
+
+@lru_cache
+def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    """Finds the first mark, and of two at one place the shorter."""
+    return re.compile("|".join(map(re.escape, sorted(marks))) or r"(?!)")
 
 
 class AnswerParser:
@@ -418,6 +422,10 @@ class AnswerParser:
         if token in self._stop:
             return []
         return self._read(self._pieces.push(token))
+
+    def extend(self, tokens: Sequence[int]) -> list[Event]:
+        """Several at once: the same events, but for texts that come in fewer pieces."""
+        return self._read(self._pieces.extend([each for each in tokens if each not in self._stop]))
 
     def end(self, *, finished: bool) -> list[Event]:
         """`finished`: it was not cut off by a limit."""

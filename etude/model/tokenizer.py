@@ -63,7 +63,8 @@ _MARK = re.compile(r"[<\[]\S+[>\]]")
 spaces."""
 _TAIL = 8
 """Tokens at the end of a prompt that may hold the mark with which it begins the reasoning."""
-_REMEMBERED_TOKENS = 1 << 16
+_REMEMBERED = 1 << 16
+"""Tokens and pairs of them, as text."""
 _NONCE = f"{secrets.randbelow(10**10):010d}"
 """Nobody else writes it. Digits, because templates may trim, escape or change the case of what they
 show."""
@@ -208,15 +209,15 @@ class ChatTokenizer:
         return _NONCE not in text and self._control_texts.search(text) is None
 
     def decode(self, ids: Sequence[int]) -> str:
-        if len(ids) == 1:
-            return self._decode_one(ids[0])
+        if len(ids) <= 2:
+            return self._decode_few(tuple(ids))
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     @cached_property
-    def _decode_one(self) -> Callable[[int], str]:
-        """Remembered: every token of a stream is decoded by itself, before the next one."""
-        return lru_cache(_REMEMBERED_TOKENS)(
-            lambda id: self._tokenizer.decode([id], skip_special_tokens=False)
+    def _decode_few(self) -> Callable[[tuple[int, ...]], str]:
+        """Remembered: every token of an answer is decoded by itself, and with the one before."""
+        return lru_cache(_REMEMBERED)(
+            lambda ids: self._tokenizer.decode(list(ids), skip_special_tokens=False)
         )
 
     def render(
@@ -283,11 +284,12 @@ class ChatTokenizer:
         """Whether it is certain, by one look at all of them, that no control token is spelt."""
         if not self._are_spelt_alike:
             return False
-        try:
-            said = "\n".join([value for message in messages for value in message.values()])
-        except TypeError:  # something else than text
-            said = json.dumps(messages, ensure_ascii=False)
-        return self._control_texts.search(said) is None
+        values = [value for message in messages for value in message.values()]
+        said = [value for value in values if isinstance(value, str)]
+        if len(said) < len(values):  # calls, and whatever else a client says
+            others = [value for value in values if not isinstance(value, str)]
+            said.append(json.dumps(others, ensure_ascii=False))
+        return self._control_texts.search("\n".join(said)) is None
 
     def _guarded(self, said: dict[str, Any], *, assistant: bool = False) -> dict[str, Any]:
         texts = self._special_texts if assistant else self._control_texts
@@ -335,7 +337,7 @@ class ChatTokenizer:
     ) -> Message:
         """The assistant message that sampled tokens say."""
         parser = self.answer_parser(prompt, tools)
-        events = [event for token in tokens for event in parser.push(token)]
+        events = parser.extend(tokens)
         finished = bool(tokens) and tokens[-1] in self.stop_token_ids
         events += parser.end(finished=finished)
         return message_of(with_ids(events, call_id))

@@ -22,6 +22,7 @@ class AnswerReader:
         self._call_ids: set[str] = set()
         self._said: list[Event] = []
         self._last: list[Event] | None = None
+        self._has_begun = False
         self._parser = tokenizer.answer_parser(
             request.prompt, tools, stop_token_ids=request.stop_token_ids, stop=request.stop
         )
@@ -29,6 +30,7 @@ class AnswerReader:
     def push(self, event: Token | Sample) -> list[Event]:
         """The sample, which is the last, may be pushed again."""
         if isinstance(event, Token):
+            self._has_begun = True
             events = self._parser.push(event.token)
             if events:
                 events = self._with_ids(events)
@@ -40,7 +42,11 @@ class AnswerReader:
         return self._last
 
     def whole(self, sample: Sample) -> list[Event]:
-        """All events, of a sample whose tokens were pushed."""
+        """All events of a sample, of whose tokens all were pushed, or none. Called again, it says
+        the same of it without reading it again."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._said += self._with_ids(self._parser.extend(sample.tokens))
         return joined([*self._said, *self.push(sample)])
 
     def _with_ids(self, events: list[Event]) -> list[Event]:
@@ -48,16 +54,6 @@ class AnswerReader:
 
     def _call_id(self, number: int) -> str:
         return f"call_{derive(self._request.seed, len(self._request.prompt), number):x}"
-
-
-def answer_events(
-    tokenizer: ChatTokenizer, request: Request, sample: Sample, tools: Sequence[Tool] | None
-) -> list[Event]:
-    """All events of a sample."""
-    reader = AnswerReader(tokenizer, request, tools)
-    for token in sample.tokens:
-        reader.push(Token(token, 0.0, 0))
-    return reader.whole(sample)
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

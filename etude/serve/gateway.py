@@ -322,7 +322,10 @@ class SessionAnswerer:
     ) -> tuple[int, ...]:
         with template_errors():
             draft = self._records.recorder.partial_prompt(self._session, messages, tools, options)
-            self._prompt = draft.complete(*await self._model.encode([draft.text], "messages"))
+            if (tokens := self._records.encoded.get(draft.text)) is None:
+                (tokens,) = await self._model.encode([draft.text], "messages")
+                self._records.encoded.add(draft.text, tokens)
+            self._prompt = draft.complete(tokens)
         return self._prompt.tokens
 
     async def sample(self, requests: Sequence[Request], show: Show, id: str) -> list[Sample]:

@@ -3,7 +3,8 @@ says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from etude.core.sampling import Request, Sample, SamplingParams
@@ -24,12 +25,41 @@ from etude.serve.session_journal import (
     WithdrawnSession,
 )
 
+ENCODED_CHARS = 4 << 20
+"""Of texts whose tokens are remembered."""
+
+
+class EncodedTexts:
+    """The tokens of texts that were encoded last. Attempts at a task begin alike, and are shown the
+    same files and tests; to encode a text takes a hundred times as long as to find it here."""
+
+    def __init__(self, max_chars: int = ENCODED_CHARS) -> None:
+        self._max_chars = max_chars
+        self._num_chars = 0
+        self._tokens: dict[str, array[int]] = {}
+
+    def get(self, text: str) -> Sequence[int] | None:
+        if (tokens := self._tokens.pop(text, None)) is not None:
+            self._tokens[text] = tokens  # the newest again
+        return tokens
+
+    def add(self, text: str, tokens: Sequence[int]) -> None:
+        if text in self._tokens:
+            return
+        self._tokens[text] = array("I", tokens)
+        self._num_chars += len(text)
+        while self._num_chars > self._max_chars:
+            oldest = next(iter(self._tokens))
+            del self._tokens[oldest]
+            self._num_chars -= len(oldest)
+
 
 class SessionRecords:
     """The recorder, and the journal that it comes back from."""
 
     def __init__(self, tokenizer: ChatTokenizer, conversations: ConversationStore) -> None:
         self.recorder = Recorder(tokenizer)
+        self.encoded = EncodedTexts()
         self._conversations = conversations
         self._journal: Journal = NoJournal()
         self._broken: dict[str, str] = {}

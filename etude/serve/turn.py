@@ -14,9 +14,9 @@ from starlette.responses import Response
 from etude.core.sampling import Request, Sample, Token
 from etude.model.detokenizer import first_of
 from etude.model.output_parser import Event, message_of
-from etude.model.tokenizer import ChatTokenizer, Message, Tool
+from etude.model.tokenizer import ChatTokenizer, Tool
 from etude.serve.access import identity_of
-from etude.serve.answer_events import AnswerReader, answer_events
+from etude.serve.answer_events import AnswerReader
 from etude.serve.answerer import Answerer, ServedModel, new_completion_id, refusals
 from etude.serve.headers import Scheduling
 from etude.serve.http import ApiError, EventStream, SendEvent, cancel_on_disconnect
@@ -49,12 +49,18 @@ class Turn:
 
     async def sample(self, http: HttpRequest) -> tuple[Sample, list[Event]]:
         """The whole answer."""
+        reader = AnswerReader(self.model.tokenizer, self.request, self.tools)
         with self.model.concurrency.acquire(1, identity_of(http).client), refusals():
             (sample,) = await cancel_on_disconnect(
-                http, self.answerer.sample([self.request], self._message, self.id)
+                http,
+                self.answerer.sample(
+                    [self.request],
+                    lambda request, sample: message_of(reader.whole(sample)),
+                    self.id,
+                ),
             )
         self._count(sample)
-        return sample, self._events(self.request, sample)
+        return sample, reader.whole(sample)
 
     async def stream(self, http: HttpRequest, writer: EventWriter) -> Response:
         reader = AnswerReader(self.model.tokenizer, self.request, self.tools)
@@ -76,12 +82,6 @@ class Turn:
             self._count(event)
 
         return EventStream(work, named=True, failed=writer.failed)
-
-    def _message(self, request: Request, sample: Sample) -> Message:
-        return message_of(self._events(request, sample))
-
-    def _events(self, request: Request, sample: Sample) -> list[Event]:
-        return answer_events(self.model.tokenizer, request, sample, self.tools)
 
     def _count(self, sample: Sample) -> None:
         self.model.metrics.count_tokens(len(self.request.prompt), len(sample.tokens))

@@ -17,7 +17,9 @@ from etude.model.detokenizer import (
     StopStringFilter,
     first_of,
 )
+from etude.model.output_parser import Event
 from etude.model.tokenizer import ChatTokenizer
+from etude.serve import answer_events
 from etude.serve.engine_thread import StopStringChecker
 from etude.serve.openai import types as wire
 from etude.serve.openai.responses import ChatResponseBuilder, TextResponseBuilder
@@ -61,6 +63,39 @@ def test_pieces_decode_to_the_whole(seed: int) -> None:
     decoder = IncrementalDetokenizer(TOKENIZER.decode)
     pieces = [decoder.push(token) for token in tokens]
     assert "".join(pieces) + decoder.end() == TOKENIZER.decode(tokens)
+
+
+@pytest.mark.parametrize("stop", [(), ("ab", "é")])
+@pytest.mark.parametrize("seed", range(50))
+def test_tokens_say_together_what_they_say_one_by_one(seed: int, stop: tuple[str, ...]) -> None:
+    rng = random.Random(seed)
+    tokens = random_tokens(rng) + [TOKENIZER.eos_token_id] * (seed % 2)
+    one, several = (TOKENIZER.answer_parser((), TOOLS, stop=stop) for _ in range(2))
+    alone = [event for token in tokens for event in one.push(token)]
+    together: list[Event] = []
+    begin = 0
+    while begin < len(tokens):
+        end = begin + rng.randrange(1, len(tokens) + 1)
+        together += several.extend(tokens[begin:end])
+        begin = end
+    assert answer_events.joined(together) == answer_events.joined(alone)
+    assert several.end(finished=True) == one.end(finished=True)
+
+
+def test_broken_characters_of_a_vocabulary_are_alike_together_and_one_by_one() -> None:
+    """Some vocabularies write a whole character behind which a broken one follows as if both were
+    broken."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        try:
+            return bytes(tokens).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(tokens)
+
+    tokens = [*"日".encode(), 0xFF, *b"ab"]
+    one, several = IncrementalDetokenizer(decode), IncrementalDetokenizer(decode)
+    alone = "".join(map(one.push, tokens)) + one.end()
+    assert several.extend(tokens) + several.end() == alone != decode(tokens)
 
 
 def test_a_character_is_held_until_it_is_whole() -> None:

@@ -19,6 +19,7 @@ from etude.core.sampling import (
 from etude.core.types import Segment, SegmentKind
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.serve.recorder import Prompt, Recorder, _num_common
+from etude.serve.session_records import EncodedTexts
 from tests.small_model import small_files
 
 FILES = small_files()
@@ -559,3 +560,18 @@ def test_experts_are_recorded_once_for_each_token() -> None:
 )
 def test_how_many_messages_are_as_they_were(known: str, messages: str, common: int) -> None:
     assert _num_common([user(text) for text in known], [user(text) for text in messages]) == common
+
+
+def test_tokens_of_the_newest_texts_are_remembered() -> None:
+    encoded = EncodedTexts(max_chars=6)
+    encoded.add("ab", [1])
+    encoded.add("cd", [2, 3])
+    assert list(encoded.get("ab") or ()) == [1]  # and is newer than "cd" by that
+    encoded.add("ab", [1])
+    encoded.add("efg", [4])
+    assert encoded.get("cd") is None
+    assert [list(encoded.get(text) or ()) for text in ("ab", "efg")] == [[1], [4]]
+    encoded.add("longer than all", [5])
+    assert encoded.get("longer than all") is encoded.get("ab") is None
+    encoded.add("hi", [6])
+    assert list(encoded.get("hi") or ()) == [6]

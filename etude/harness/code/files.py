@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 from collections.abc import Sequence
+from operator import eq
 
 from etude.harness.code.matching import NoMatch, replace
 from etude.harness.code.patches import FileChange, after_changes, parse_patch
@@ -156,13 +157,14 @@ def _unix(text: str) -> str:
 def _where(before: str, after: str) -> str:
     """Which lines are new, from the first that differs to the last."""
     old, new = before.splitlines(), after.splitlines()
-    same = 0
-    while same < min(len(old), len(new)) and old[same] == new[same]:
-        same += 1
-    end = 0
-    while end < min(len(old), len(new)) - same and old[-1 - end] == new[-1 - end]:
-        end += 1
+    same = _num_alike(old, new)
+    end = _num_alike(old[same:][::-1], new[same:][::-1])
     last = len(new) - end
     if last <= same:
         return f"lines were removed after line {same}"
     return f"line {last}" if last == same + 1 else f"lines {same + 1} to {last}"
+
+
+def _num_alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """At the beginning of both."""
+    return [*map(eq, one, other), False].index(False)

@@ -22,7 +22,7 @@ from etude.model.detokenizer import REPLACEMENT_CHARACTER, PieceStream, first_of
 from etude.model.output_parser import Content, Event, Reasoning, call_object, message_of
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.model.tool_calls import Call
-from etude.serve.answer_events import AnswerReader, answer_events
+from etude.serve.answer_events import AnswerReader
 from etude.serve.answerer import new_completion_id
 from etude.serve.openai import types as wire
 from etude.store.decoding import convert
@@ -85,12 +85,17 @@ class ChatResponseBuilder(_ResponseBuilder):
     tools: Sequence[Tool] | None
     """None: what looks like a call is text."""
     readers: dict[int, AnswerReader] = field(default_factory=dict)
-    """Of the requests whose answers are streamed, by their identity."""
+    """Of the answers to requests, by the identity of the request: an answer that is recorded and
+    then sent is read once."""
 
     def message(self, request: Request, sample: Sample) -> Message:
-        if (reader := self.readers.get(id(request))) is not None:
-            return message_of(reader.whole(sample))
-        return message_of(answer_events(self.tokenizer, request, sample, self.tools))
+        return message_of(self.reader(request).whole(sample))
+
+    def reader(self, request: Request) -> AnswerReader:
+        if (reader := self.readers.get(id(request))) is None:
+            reader = AnswerReader(self.tokenizer, request, self.tools)
+            self.readers[id(request)] = reader
+        return reader
 
     def choice(self, index: int, request: Request, sample: Sample) -> wire.ChatChoice:
         message = convert(self.message(request, sample), wire.AssistantMessage)
@@ -213,8 +218,7 @@ class _ChatStreamBuilder:
     def __init__(self, builder: ChatResponseBuilder, index: int, request: Request) -> None:
         self._form = builder
         self._index = index
-        self._reader = AnswerReader(builder.tokenizer, request, builder.tools)
-        builder.readers[id(request)] = self._reader
+        self._reader = builder.reader(request)
         self._num_calls = 0
         self._role: Literal["assistant"] | None = "assistant"
 
