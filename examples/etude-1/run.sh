@@ -1,6 +1,7 @@
 #!/bin/sh
 # Étude No. 1, from the sources to the figures. What is done is not done again: after a kill, the same command goes on.
 #   examples/etude-1/run.sh [model|sdists|corpus|sessions|tasks|sft|rl|measure]...     (all, in this order)
+#   examples/etude-1/run.sh ablations     after these: rl with one thing changed, six times
 # SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights with another seed
 set -eu
 cd "$(dirname "$0")"
@@ -72,6 +73,25 @@ measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 wh
     "$ETUDE" eval "$SFT" --samples "${SAMPLES:-8}" --json
     "$ETUDE" eval "$RL" --samples "${SAMPLES:-8}" --json
     "$ETUDE" compare "$SFT" "$RL" --json # several at temperature 1
+}
+
+ablations() {
+    variant synchronous --set stage.rl.max_lag=0 --set stage.rl.reorder_window=1 &&
+        variant lag-1 --set stage.rl.max_lag=1 &&
+        variant lag-4 --set stage.rl.max_lag=4 &&
+        variant lag-16 --set stage.rl.max_lag=16 &&
+        variant in-turn --set stage.rl.fresh_frac=1.0 || return
+    # one step, at the rate with which it begins, is as good as none
+    "$ETUDE" run sft.toml --dir data/sft-alone --no-dash --json --set stage.midtrain.steps=1 || return
+    [ -e data/sft-alone-model ] || "$ETUDE" weights export data/sft-alone data/sft-alone-model || return
+    variant without-midtrain --set model.path=data/sft-alone-model
+}
+
+variant() { # NAME, and what it changes
+    name=$1 && shift
+    "$ETUDE" run rl.toml --dir "data/$name" --no-dash --json --set seed="$SEED" --set eval.before=false --set eval.every_steps=0 "$@" &&
+        "$ETUDE" eval "data/$name" --samples "${SAMPLES:-8}" --json &&
+        "$ETUDE" compare "$RL" "data/$name" --json
 }
 
 for step in ${*:-model sdists corpus sessions tasks sft rl measure}; do
