@@ -139,20 +139,28 @@ def _merge(
         top = tl.full([GP], -float("inf"), tl.float32)
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
-        for piece in range(0, used):
-            theirs = (group * SPLITS + piece) * GP + g
+        # Several at a time: each turn waits for memory once.
+        TOGETHER: tl.constexpr = 4 if GP * D <= 2048 else 1
+        for first in range(0, used, TOGETHER):
+            piece = first + tl.arange(0, TOGETHER)[:, None]
+            theirs = (group * SPLITS + piece) * GP + g[None, :]
             # .cg: what other multiprocessors wrote is not in this one's first cache.
-            their_top = tl.load(stats + theirs * 2, cache_modifier=".cg")
-            new_top = tl.maximum(top, their_top)
-            mine_scale, their_scale = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
-            total = (
-                total * mine_scale
-                + tl.load(stats + theirs * 2 + 1, cache_modifier=".cg") * their_scale
+            their_top = tl.load(
+                stats + theirs * 2, mask=piece < used, other=-float("inf"), cache_modifier=".cg"
+            )
+            their_total = tl.load(
+                stats + theirs * 2 + 1, mask=piece < used, other=0, cache_modifier=".cg"
             )
             their_acc = tl.load(
-                part + theirs[:, None] * D + d[None, :], mask=inside, other=0, cache_modifier=".cg"
+                part + theirs[:, :, None] * D + d[None, None, :],
+                mask=(piece < used)[:, :, None] & inside[None, :, :],
+                other=0,
+                cache_modifier=".cg",
             )
-            acc = acc * mine_scale[:, None] + their_acc * their_scale[:, None]
+            new_top = tl.maximum(top, tl.max(their_top, 0))
+            my_scale, their_scale = tl.exp2(top - new_top), tl.exp2(their_top - new_top[None, :])
+            total = total * my_scale + tl.sum(their_total * their_scale, 0)
+            acc = acc * my_scale[:, None] + tl.sum(their_acc * their_scale[:, :, None], 0)
             top = new_top
         place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
         tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
