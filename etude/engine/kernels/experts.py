@@ -250,7 +250,7 @@ def _chosen_down(
     TOP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr, RENORM: tl.constexpr,
     ADD: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of a token, summed over all of its experts. Axes: BN outputs, TOP experts, BC
+    """Some outputs of a token, summed over all of its experts. Axes: TOP experts, BN outputs, BC
     inner."""
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -258,9 +258,9 @@ def _chosen_down(
     rank = tl.arange(0, TOP)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BC)[None, None, :]
-    inside = (tl.where(slot < 0, N, n) < N)[:, None, None]
-    rows = w + (ids.to(tl.int64)[None, :, None] * N + n[:, None, None]) * C
-    inputs = act + (row * TOP + rank)[None, :, None] * C
+    inside = (tl.where(slot < 0, N, n) < N)[None, :, None]
+    rows = w + (ids.to(tl.int64)[:, None, None] * N + n[None, :, None]) * C
+    inputs = act + (row * TOP + rank)[:, None, None] * C
     # The router was done when `_chosen_gated` let this one begin: what to read is known, and on its
     # way while that one ends.
     tile = tl.load(rows + c, mask=inside & (c < C), other=0)
@@ -269,16 +269,16 @@ def _chosen_down(
         gpu.gdc_wait()
     if slot < 0:  # it only fills the batch up
         return
-    sums = tl.zeros([BN, TOP, BC // 8], tl.float32)
+    sums = tl.zeros([TOP, BN, BC // 8], tl.float32)
     for start in range(0, C, BC):
         column = start + c
         value = tl.load(inputs + column, mask=column < C, other=0).to(tl.float32)
-        sums += tl.sum(tl.reshape(tile.to(tl.float32) * value, (BN, TOP, BC // 8, 8)), 3)
+        sums += tl.sum(tl.reshape(tile.to(tl.float32) * value, (TOP, BN, BC // 8, 8)), 3)
         column += BC
         tile = tl.load(rows + column, mask=inside & (column < C), other=0)
     # Rounded where `_grouped_gemm` and the sum of its parts round.
-    part = (tl.sum(sums, 2) * shares[None, :]).to(out.dtype.element_ty).to(tl.float32)
-    result = tl.sum(part, 1).to(out.dtype.element_ty)
+    part = (tl.sum(sums, 2) * shares[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    result = tl.sum(part, 0).to(out.dtype.element_ty)
     place = out + row * N + n
     if ADD:
         result = result.to(tl.float32) + tl.load(place, mask=n < N, other=0).to(tl.float32)
