@@ -162,7 +162,7 @@ def _ordered(logits, row, X, XP: tl.constexpr, COPIES: tl.constexpr):
     x = tl.broadcast_to(tl.arange(0, XP)[None, :], (COPIES, XP))
     # .cg: another multiprocessor wrote them, maybe after this kernel began.
     logit = tl.load(logits + row * X + x, mask=x < X, other=0.0, cache_modifier=".cg")
-    logit = tl.where(logit == logit, logit, 0.0)  # NaN would be the best of all
+    logit = tl.where(tl.abs(logit) > 0, logit, 0.0)  # NaN and -0 count as 0
     return tl.where(x < X, _flipped(logit.to(tl.int32, bitcast=True)), LOWEST), x
 
 
