@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra import cuda as gpu
 
 FEW_TOKENS = 8
-"""Up to so many tokens share so few experts that each reads its own."""
+"""Up to so many tokens are multiplied with their experts one by one."""
 
 LOWEST = tl.constexpr(-(1 << 31))
 
@@ -210,10 +210,11 @@ def _chosen_gated(
     TOP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one expert of a token."""
-    pair = tl.program_id(1)
+    """Some rows of one expert of a token. Those of all tokens run beside each other: an expert of
+    several is read from memory once, and then from the L2 cache."""
+    pair = tl.program_id(0)
     row = (pair // TOP).to(tl.int64)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     c = tl.arange(0, BC)
     padding = tl.load(slots + row) < 0
     if PDL:
@@ -252,11 +253,11 @@ def _chosen_down(
 ):  # fmt: skip
     """Some outputs of a token, summed over all of its experts. Axes: TOP experts, BN outputs, BC
     inner."""
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     ids, shares = _chosen(logits, row, X, XP, TOP, COPIES, RENORM)
     rank = tl.arange(0, TOP)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
     c = tl.arange(0, BC)[None, None, :]
     inside = (tl.where(slot < 0, N, n) < N)[None, :, None]
     rows = w + (ids.to(tl.int64)[:, None, None] * N + n[None, :, None]) * C
@@ -283,7 +284,7 @@ def _chosen_down(
     if ADD:
         result = result.to(tl.float32) + tl.load(place, mask=n < N, other=0).to(tl.float32)
     tl.store(place, result.to(out.dtype.element_ty), mask=n < N)
-    if tl.program_id(0) == 0:
+    if tl.program_id(1) == 0:
         tl.store(record + slot * record_stride + rank, ids.to(record.dtype.element_ty))
 
 
@@ -372,7 +373,7 @@ def chosen_gated(
     """silu(gate) * up of the k likeliest experts of every token, in the order of their shares;
     nothing where the slot is -1."""
     (rows, top, inner), experts = act_BkI.shape, len(w_XNE)
-    _chosen_gated[(triton.cdiv(inner, config.outputs), rows * top)](
+    _chosen_gated[(rows * top, triton.cdiv(inner, config.outputs))](
         x_BE, w_XNE, logits_BX, slot_mapping_B, act_BkI, inner, x_BE.shape[1], experts, top,
         triton.next_power_of_2(experts), config.warps, config.outputs, config.inner, config.stages,
         pdl, num_warps=config.warps, launch_pdl=pdl,
@@ -388,7 +389,7 @@ def chosen_down(
     is there with `add`. `record` takes the experts, as in `route`. Right behind `chosen_gated`
     only: it begins early."""
     (rows, top, inner), (experts, size) = act_BkI.shape, w_XEI.shape[:2]
-    _chosen_down[(triton.cdiv(size, config.outputs), rows)](
+    _chosen_down[(rows, triton.cdiv(size, config.outputs))](
         act_BkI, w_XEI, logits_BX, slot_mapping_B, record_Sk, out_BE, size, inner, experts,
         record_Sk.stride(0), top, triton.next_power_of_2(experts), config.warps, renormalise, add,
         config.outputs, config.inner, pdl, num_warps=config.warps, launch_pdl=pdl,
