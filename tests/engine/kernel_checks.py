@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -405,6 +406,53 @@ def check_experts(
     }
 
 
+def check_few_experts(
+    new: Inputs, rows: int, num: int, top: int, size: int, inner: int, *, add: bool = False
+) -> dict[str, float]:
+    """Experts of few tokens, some of whom share them. `add`: with the norm before and the sum
+    after; else the last of several rows belongs to nobody. What no token asks for is NaN."""
+    x, gain, kept = new.normal(rows, size), new.normal(size), new.normal(rows, size)
+    if rows > 3:
+        x[2] = x[1]
+    real = slice(rows if add or rows == 1 else rows - 1)
+    slots = new.shuffled(rows).int()
+    slots[real.stop :] = -1
+    router = new.normal(num, size, scale=size**-0.5)
+    up = new.normal(num, 2 * inner, size, scale=size**-0.5)
+    down = new.normal(num, size, inner, scale=inner**-0.5)
+    logits, normed = new.poison(rows, num, dtype=torch.float32), x
+    if add:
+        normed = new.poison(rows, size)
+        experts.router_logits(x, router, logits, normed, norm=(gain, 1e-6))
+    else:
+        experts.router_logits(x, router, logits, normed)
+    expected_normed = rms_norm(x, gain, 1e-6) if add else x.double()
+    found = {
+        "normed": error(normed, expected_normed),
+        "logits": error(logits, expected_normed @ router.double().T),
+    }
+    logits[0, 1] = math.nan  # counts as 0, as in `route`
+    shares, ids = torch.softmax(logits.double().nan_to_num(), -1).topk(top, -1)
+    unused = torch.ones(num, dtype=torch.bool, device=new.device)
+    unused[ids[real].flatten()] = False
+    up[unused], down[unused], logits[real.stop :] = math.nan, math.nan, math.nan
+    act, out = new.poison(rows, top, inner), kept.clone() if add else new.poison(rows, size)
+    record = torch.full((rows, 2, top), 255, dtype=torch.uint8, device=new.device)
+    experts.chosen_gated(normed, up, logits, slots, act)
+    experts.chosen_down(act, down, logits, slots, record[:, 1], out, renormalise=add, add=add)
+    assert torch.equal(record[slots[real].long(), 1].long(), ids[real])
+    assert bool((record[:, 0] == 255).all())
+    assert bool(out[real.stop :].isnan().all()) and bool(act[real.stop :].isnan().all())
+    if add:
+        shares = shares / shares.sum(-1, keepdim=True)
+    picked = ids[real]
+    hidden = gated(torch.einsum("be,bkne->bkn", normed[real].double(), up.double()[picked]))
+    expected = torch.einsum("bki,bkei,bk->be", hidden, down.double()[picked], shares[real])
+    if add:
+        expected += kept.double()
+    return found | {"hidden": error(act[real], hidden), "sum": error(out[real], expected)}
+
+
 def check_delta(
     new: Inputs, key_size: int, value_size: int, block_size: int, spans: list[tuple[int, int]]
 ) -> dict[str, float]:
@@ -454,6 +502,7 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "prefill": lambda new: check_prefill(new, 4, 2, 32, [40, 75, 3], [40, 70, 2]),
     "decode, odd": lambda new: check_decode(new, 4, 2, 32, [1, 0, 38, 70], 1, True),
     "decode, odd, split": lambda new: check_decode(new, 6, 1, 32, [37, 130], 4, True),
+    "decode, many splits": lambda new: check_decode(new, 4, 2, 32, [700, 1, 330], 16),
     "prefill, odd": lambda new: check_prefill(new, 4, 1, 32, [40, 95], [3, 40], True),
     "decode, fp8": lambda new: check_decode(new, 4, 2, 32, [1, 0, 33, 16, 70], 1, False, True, 64),
     "decode, fp8, small": lambda new: check_decode(new, 4, 2, 32, [1, 33, 70], 1, False, True),
@@ -469,6 +518,14 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "prefill, fp8, odd": lambda new: check_prefill(new, 4, 1, 32, [175], [40], True, True, 64),
     "head": lambda new: check_head(new, 5, 96, 500),
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
+    "experts, one row": lambda new: check_few_experts(new, 1, 8, 4, 96, 80, add=True),
+    "experts, two rows": lambda new: check_few_experts(new, 2, 6, 2, 270, 264, add=True),
+    **{
+        f"experts, {rows} of few": partial(
+            check_few_experts, rows=rows, num=9, top=4, size=20, inner=24
+        )
+        for rows in range(1, 9)
+    },
     "delta": lambda new: check_delta(new, 6, 5, 16, [(0, 37), (19, 1), (30, 2)]),
     "adapters": lambda new: check_adapters(new, [1] * 18 + [0, 2], {"a": 48, "b": 48}, 72, 5),
     "adapters, 8": lambda new: check_adapters(
@@ -515,6 +572,13 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "head 70": lambda new: check_head(new, 70, 1024, 151936),
     "experts": lambda new: check_experts(new, 64, 128, 8, 2048, 768),
     "experts, one": lambda new: check_experts(new, 2, 128, 8, 2048, 768),
+    "experts, one row": lambda new: check_few_experts(new, 1, 128, 8, 2048, 768, add=True),
+    **{
+        f"experts, {rows} of few": partial(
+            check_few_experts, rows=rows, num=128, top=8, size=2048, inner=768
+        )
+        for rows in range(1, 9)
+    },
     "delta": lambda new: check_delta(new, 128, 128, 1024, [(0, 700), (1000, 300), (64, 64)]),
     "delta, odd": lambda new: check_delta(new, 96, 80, 64, [(1, 200), (63, 2)]),
     "adapters, 64": lambda new: check_adapters(new, [*range(64)], {"a": 3072, "b": 3072}, 1024, 16),

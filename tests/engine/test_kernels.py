@@ -347,6 +347,30 @@ def test_experts_that_are_given_have_the_shares_of_those_that_are_chosen() -> No
     assert torch.equal(swapped, own.flip(1)) and torch.allclose(other, shares.flip(1))
 
 
+def test_few_tokens_are_routed_like_many() -> None:
+    """Also where logits are alike, and where a router says NaN."""
+    from etude.engine.kernels import experts
+
+    nan, inf = float("nan"), float("inf")
+    logits = torch.tensor(
+        [
+            [0.0, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [-1.0, 2.0, 2.0, nan, -inf, -2.0],
+            [-0.0, -5.0, 0.0, -5.0, nan, -5.0],
+            [-3.0, -2.0, -1.0, -4.0, -4.0, -4.0],
+        ]
+    )
+    slots = torch.arange(4, dtype=torch.int32)
+    ids, shares = torch.empty(4, 4, dtype=torch.int32), torch.empty(4, 4)
+    many, few = torch.empty(4, 4, dtype=torch.uint8), torch.empty(4, 4, dtype=torch.uint8)
+    experts.route(logits, ids, shares, many, slots, renormalise=True)
+    act, down, out = torch.ones(4, 4, 8), torch.randn(6, 3, 8), torch.full((4, 3), nan)
+    experts.chosen_down(act, down, logits, slots, few, out, renormalise=True)
+    assert torch.equal(few, many)
+    expected = torch.einsum("bk,bke->be", shares, down.sum(-1)[ids.long()])
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("invariant", [slow(False), True])
 def test_sampling_parameters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (16,))

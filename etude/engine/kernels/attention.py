@@ -139,21 +139,27 @@ def _merge(
         top = tl.full([GP], -float("inf"), tl.float32)
         total = tl.zeros([GP], tl.float32)
         acc = tl.zeros([GP, D], tl.float32)
-        for piece in range(0, used):
-            theirs = (group * SPLITS + piece) * GP + g
-            # .cg: what other multiprocessors wrote is not in this one's first cache.
-            their_top = tl.load(stats + theirs * 2, cache_modifier=".cg")
-            new_top = tl.maximum(top, their_top)
-            mine_scale, their_scale = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
-            total = (
-                total * mine_scale
-                + tl.load(stats + theirs * 2 + 1, cache_modifier=".cg") * their_scale
-            )
-            their_acc = tl.load(
-                part + theirs[:, None] * D + d[None, :], mask=inside, other=0, cache_modifier=".cg"
-            )
-            acc = acc * mine_scale[:, None] + their_acc * their_scale[:, None]
-            top = new_top
+        end = (group * SPLITS + used) * GP
+        for first in range(0, used, 4):
+            for ahead in tl.static_range(4):  # so that their loads overlap
+                theirs = (group * SPLITS + first + ahead) * GP + g
+                there = theirs < end
+                # .cg: what other multiprocessors wrote is not in this one's first cache.
+                their_top = tl.load(
+                    stats + theirs * 2, mask=there, other=-float("inf"), cache_modifier=".cg"
+                )
+                their_total = tl.load(
+                    stats + theirs * 2 + 1, mask=there, other=0, cache_modifier=".cg"
+                )
+                their_acc = tl.load(
+                    part + theirs[:, None] * D + d[None, :], mask=inside & there[:, None], other=0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                new_top = tl.maximum(top, their_top)
+                my_scale, their_scale = tl.exp2(top - new_top), tl.exp2(their_top - new_top)
+                total = total * my_scale + their_total * their_scale
+                acc = acc * my_scale[:, None] + their_acc * their_scale[:, None]
+                top = new_top
         place = (sequence * H + kh * G + g)[:, None] * D + d[None, :]
         tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
         tl.store(counter + group, 0)

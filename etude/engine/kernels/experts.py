@@ -5,15 +5,27 @@ expert once.
 for every expert the choices that fell on it, and `grouped_gemm` multiplies each expert's weights
 with its tokens. A choice is token * k + rank.
 
+For few tokens the time is that of launching kernels and of reading the experts, so there are three
+kernels instead of five, of matrix-vector products: `router_logits`, `chosen_gated` and
+`chosen_down`. Their programs find the experts of a token again from its logits, which is quicker
+than to wait for a kernel that writes them down.
+
 Shapes: B tokens, X experts, k experts of a token, E hidden size, I expert size.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda as gpu
+
+FEW_TOKENS = 8
+"""Up to so many tokens are multiplied with their experts one by one."""
+
+LOWEST = tl.constexpr(-(1 << 31))
 
 
 @triton.jit
@@ -116,6 +128,166 @@ def _grouped_gemm(
         )
 
 
+@triton.jit
+def _router_logits(
+    x, gain, w, normed, logits, E, X, eps,
+    NORM: tl.constexpr, SIZE: tl.constexpr, BX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(1).to(tl.int64)
+    expert = tl.program_id(0) * BX + tl.arange(0, BX)
+    e = tl.arange(0, SIZE)
+    # Weights do not depend on the kernel before, so they are on their way while that one ends.
+    inside = (expert < X)[:, None] & (e < E)[None, :]
+    tile = tl.load(w + expert[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0)
+    if NORM:
+        scale = tl.load(gain + e, mask=e < E, other=0).to(tl.float32)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    value = tl.load(x + row * E + e, mask=e < E, other=0).to(tl.float32)
+    if NORM:
+        value = value * tl.rsqrt(tl.sum(value * value) / E + eps)
+        rounded = (value * scale).to(normed.dtype.element_ty)
+        if tl.program_id(0) == 0:
+            tl.store(normed + row * E + e, rounded, mask=e < E)
+        value = rounded.to(tl.float32)
+    sums = tl.sum(tile.to(tl.float32) * value[None, :], 1)
+    tl.store(logits + row * X + expert, sums, mask=expert < X)
+
+
+@triton.jit
+def _ordered(logits, row, X, XP: tl.constexpr, COPIES: tl.constexpr):
+    """The logits of a token as integers in the same order [COPIES, XP], and the expert of each. A
+    copy for every warp, so that none waits for another."""
+    x = tl.broadcast_to(tl.arange(0, XP)[None, :], (COPIES, XP))
+    # .cg: another multiprocessor wrote them, maybe after this kernel began.
+    logit = tl.load(logits + row * X + x, mask=x < X, other=0.0, cache_modifier=".cg")
+    logit = tl.where(tl.abs(logit) > 0, logit, 0.0)  # NaN and -0 count as 0
+    return tl.where(x < X, _flipped(logit.to(tl.int32, bitcast=True)), LOWEST), x
+
+
+@triton.jit
+def _flipped(bits):
+    """Bits of a float to an integer in the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _best(key, x, XP: tl.constexpr):
+    """Of each copy the largest key, its expert (the first of several), and the keys without it."""
+    top = tl.max(key, 1)
+    best = tl.min(tl.where(key == top[:, None], x, XP), 1)
+    return top, best, tl.where(x == best[:, None], LOWEST, key)
+
+
+@triton.jit
+def _chosen(
+    logits, row, X, XP: tl.constexpr, TOP: tl.constexpr, COPIES: tl.constexpr, RENORM: tl.constexpr
+):
+    """The experts of a token and their shares, as `_route` says."""
+    key, x = _ordered(logits, row, X, XP, COPIES)
+    top = tl.max(key, 1)
+    logit, best_logit = _flipped(key), _flipped(top)
+    best_logit = best_logit.to(tl.float32, bitcast=True)
+    p = tl.exp(logit.to(tl.float32, bitcast=True) - best_logit[:, None])
+    total = tl.sum(tl.where(x < X, p, 0.0), 1)
+    rank = tl.broadcast_to(tl.arange(0, TOP)[None, :], (COPIES, TOP))
+    ids = tl.zeros([COPIES, TOP], tl.int32)
+    shares = tl.zeros([COPIES, TOP], tl.float32)
+    for j in tl.static_range(TOP):
+        top, best, key = _best(key, x, XP)
+        share = tl.exp(_flipped(top).to(tl.float32, bitcast=True) - best_logit) / total
+        ids = tl.where(rank == j, best[:, None], ids)
+        shares = tl.where(rank == j, share[:, None], shares)
+    if RENORM:
+        shares = shares / tl.sum(shares, 1)[:, None]
+    return tl.max(ids, 0), tl.max(shares, 0)
+
+
+@triton.jit
+def _chosen_gated(
+    x, w, logits, slots, act, N, C, X,
+    TOP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one expert of a token. Those of all tokens run beside each other: an expert of
+    several is read from memory once, and then from the L2 cache."""
+    pair = tl.program_id(0)
+    row = (pair // TOP).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    c = tl.arange(0, BC)
+    padding = tl.load(slots + row) < 0
+    if PDL:
+        # In this order, so that all of the router is done when `_chosen_down` begins.
+        gpu.gdc_wait()
+        gpu.gdc_launch_dependents()
+    if padding:  # it goes to no expert
+        return
+    key, experts = _ordered(logits, row, X, XP, COPIES)
+    for _ in range(pair % TOP):
+        top, best, key = _best(key, experts, XP)
+    top, best, key = _best(key, experts, XP)
+    expert = tl.max(best, 0).to(tl.int64)
+    inside = (n < N)[:, None]
+    gates = w + (expert * (2 * N) + n[:, None]) * C
+    ups = gates + N.to(tl.int64) * C
+    sums = tl.zeros([BN, BC // 8], tl.float32)
+    sums_up = tl.zeros([BN, BC // 8], tl.float32)
+    for start in tl.range(0, C, BC, num_stages=STAGES):
+        column = start + c
+        tile = tl.load(gates + column[None, :], mask=inside & (column < C)[None, :], other=0)
+        tile_up = tl.load(ups + column[None, :], mask=inside & (column < C)[None, :], other=0)
+        value = tl.load(x + row * C + column, mask=column < C, other=0).to(tl.float32)[None, :]
+        sums += tl.sum(tl.reshape(tile.to(tl.float32) * value, (BN, BC // 8, 8)), 2)
+        sums_up += tl.sum(tl.reshape(tile_up.to(tl.float32) * value, (BN, BC // 8, 8)), 2)
+    result = tl.sum(sums, 1)
+    result = result * tl.sigmoid(result) * tl.sum(sums_up, 1)
+    tl.store(act + pair.to(tl.int64) * N + n, result.to(act.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _chosen_down(
+    act, w, logits, slots, record, out, N, C, X, record_stride,
+    TOP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr, RENORM: tl.constexpr,
+    ADD: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some outputs of a token, summed over all of its experts. Axes: TOP experts, BN outputs, BC
+    inner."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    ids, shares = _chosen(logits, row, X, XP, TOP, COPIES, RENORM)
+    rank = tl.arange(0, TOP)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    c = tl.arange(0, BC)[None, None, :]
+    inside = (tl.where(slot < 0, N, n) < N)[None, :, None]
+    rows = w + (ids.to(tl.int64)[:, None, None] * N + n[None, :, None]) * C
+    inputs = act + (row * TOP + rank)[:, None, None] * C
+    # The router was done when `_chosen_gated` let this one begin: what to read is known, and on its
+    # way while that one ends.
+    tile = tl.load(rows + c, mask=inside & (c < C), other=0)
+    if PDL:
+        gpu.gdc_launch_dependents()
+        gpu.gdc_wait()
+    if slot < 0:  # it only fills the batch up
+        return
+    sums = tl.zeros([TOP, BN, BC // 8], tl.float32)
+    for start in range(0, C, BC):
+        column = start + c
+        value = tl.load(inputs + column, mask=column < C, other=0).to(tl.float32)
+        sums += tl.sum(tl.reshape(tile.to(tl.float32) * value, (TOP, BN, BC // 8, 8)), 3)
+        column += BC
+        tile = tl.load(rows + column, mask=inside & (column < C), other=0)
+    # Rounded where `_grouped_gemm` and the sum of its parts round.
+    part = (tl.sum(sums, 2) * shares[:, None]).to(out.dtype.element_ty).to(tl.float32)
+    result = tl.sum(part, 0).to(out.dtype.element_ty)
+    place = out + row * N + n
+    if ADD:
+        result = result.to(tl.float32) + tl.load(place, mask=n < N, other=0).to(tl.float32)
+    tl.store(place, result.to(out.dtype.element_ty), mask=n < N)
+    if tl.program_id(1) == 0:
+        tl.store(record + slot * record_stride + rank, ids.to(record.dtype.element_ty))
+
+
 def route(
     logits_BX: Tensor, ids_Bk: Tensor, shares_Bk: Tensor, record_Sk: Tensor, slot_mapping_B: Tensor,
     *, renormalise: bool, given: bool = False, pdl: bool = False,
@@ -162,4 +334,63 @@ def grouped_gemm(
     _grouped_gemm[(triton.cdiv(outputs, 64), experts)](
         x, w_XNC, counts_X, choices_XB, shares_Bk, out, choices_XB.stride(0), outputs, inner,
         top if gated else 1, gated, bb, 64, 128, pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenConfig:
+    """The launch configuration of products with the chosen experts: outputs (of each of the
+    experts) and inner size of one program, and blocks of the inner axis under way."""
+
+    outputs: int
+    inner: int
+    warps: int = 4
+    stages: int = 1
+
+
+GATED = ChosenConfig(16, 256, stages=3)
+DOWN = ChosenConfig(4, 256)
+
+
+def router_logits(
+    x_BE: Tensor, w_XE: Tensor, logits_BX: Tensor, normed_BE: Tensor, *,
+    norm: tuple[Tensor, float] | None = None, pdl: bool = False,
+) -> None:  # fmt: skip
+    """The router's product for few tokens. `norm`: gain and epsilon of an RMSNorm before it, whose
+    result goes to `normed`."""
+    (rows, size), experts = x_BE.shape, len(w_XE)
+    gain, eps = norm or (w_XE, 0.0)
+    _router_logits[(experts, rows)](
+        x_BE, gain, w_XE, normed_BE, logits_BX, size, experts, eps, norm is not None,
+        triton.next_power_of_2(size), 1, pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def chosen_gated(
+    x_BE: Tensor, w_XNE: Tensor, logits_BX: Tensor, slot_mapping_B: Tensor, act_BkI: Tensor,
+    *, config: ChosenConfig = GATED, pdl: bool = False,
+) -> None:  # fmt: skip
+    """silu(gate) * up of the k likeliest experts of every token, in the order of their shares;
+    nothing where the slot is -1."""
+    (rows, top, inner), experts = act_BkI.shape, len(w_XNE)
+    _chosen_gated[(rows * top, triton.cdiv(inner, config.outputs))](
+        x_BE, w_XNE, logits_BX, slot_mapping_B, act_BkI, inner, x_BE.shape[1], experts, top,
+        triton.next_power_of_2(experts), config.warps, config.outputs, config.inner, config.stages,
+        pdl, num_warps=config.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def chosen_down(
+    act_BkI: Tensor, w_XEI: Tensor, logits_BX: Tensor, slot_mapping_B: Tensor, record_Sk: Tensor,
+    out_BE: Tensor, *, renormalise: bool, add: bool = False, config: ChosenConfig = DOWN,
+    pdl: bool = False,
+) -> None:  # fmt: skip
+    """The sum of what the experts of a token make of `chosen_gated`, by their shares; added to what
+    is there with `add`. `record` takes the experts, as in `route`. Right behind `chosen_gated`
+    only: it begins early."""
+    (rows, top, inner), (experts, size) = act_BkI.shape, w_XEI.shape[:2]
+    _chosen_down[(rows, triton.cdiv(size, config.outputs))](
+        act_BkI, w_XEI, logits_BX, slot_mapping_B, record_Sk, out_BE, size, inner, experts,
+        record_Sk.stride(0), top, triton.next_power_of_2(experts), config.warps, renormalise, add,
+        config.outputs, config.inner, pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """The forward pass of a `Transformer` on Triton kernels, on its own parameters and with the same
 inputs and outputs.
 
-One row of a dense model takes five kernels a layer, more rows take seven, experts a few more.
+One row takes five kernels a layer, more rows take seven; with experts six and eight, and ten beyond
+a few rows.
 Rounding to the type of the weights happens where the model definition rounds.
 
 Shapes: N new tokens, E hidden size, R rows that are sampled, V vocabulary, S splits of a product or
@@ -130,9 +131,8 @@ class FusedForward:
         """The normalised output of the last layer. `record` [slots, layers with experts, k] takes
         the experts used. With `pdl` a kernel may begin while the one before it ends."""
         x_NE = self._embedded(tokens_N, sampled)
-        alone = len(x_NE) == 1 and not self.config.experts and not self._has_adapters
-        if alone and not self._in_fp8:
-            return self._one_row(x_NE, context.attend, pdl)
+        if len(x_NE) == 1 and not self._has_adapters and not self._in_fp8:
+            return self._one_row(x_NE, slot_mapping_N, context.attend, record, pdl)
         return self._rows(x_NE, slot_mapping_N, context.attend, record, pdl)
 
     def sample(
@@ -247,12 +247,12 @@ class FusedForward:
         linear.gemm(x_NC, w, parts, config=config, pdl=pdl)
         return parts
 
-    def _one_row(self, x_NE: Tensor, attend: Attend, pdl: bool) -> Tensor:
+    def _one_row(
+        self, x_NE: Tensor, slot_mapping_N: Tensor, attend: Attend, record: Tensor | None, pdl: bool
+    ) -> Tensor:
         x_E = x_NE[0]
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer.mlp, MLP)
             qkv = x_NE.new_empty(1, len(layer.qkv.weight))
-            act = x_NE.new_empty(layer.mlp.down_proj.weight.shape[1])
             bias = layer.qkv.bias
             linear.gemv(
                 x_E,
@@ -263,6 +263,12 @@ class FusedForward:
                 pdl=pdl,
             )
             linear.gemv(attend(number, qkv)[0], layer.out.weight, x_E, add=True, pdl=pdl)
+            if isinstance(layer.mlp, SparseMoE):
+                assert record is not None
+                place = record[:, layer.mlp.place]
+                few_experts(x_NE, layer.mlp, slot_mapping_N, place, pdl, (layer.mlp_gain, self.eps))
+                continue
+            act = x_NE.new_empty(layer.mlp.down_proj.weight.shape[1])
             linear.gemv(
                 x_E,
                 layer.mlp.gate_up_proj.weight,
@@ -280,10 +286,45 @@ class FusedForward:
         self, x_NE: Tensor, layer: SparseMoE, slot_mapping_N: Tensor, record_Sk: Tensor, pdl: bool
     ) -> Tensor:
         (rows, inner), outputs = x_NE.shape, len(layer.gate.weight)
+        if rows <= experts.FEW_TOKENS:
+            return few_experts(x_NE, layer, slot_mapping_N, record_Sk, pdl)[None]
         logits_NX = x_NE.new_empty(rows, outputs, dtype=torch.float32)
         config = linear.gemm_config(rows, outputs, inner)
         linear.gemm(x_NE, layer.gate.weight, logits_NX, config=config, pdl=pdl)
         return expert_parts(x_NE, layer, logits_NX, slot_mapping_N, record_Sk, pdl)[0]
+
+
+def few_experts(
+    x_NE: Tensor,
+    layer: SparseMoE,
+    slot_mapping_N: Tensor,
+    record_Sk: Tensor,
+    pdl: bool,
+    norm: tuple[Tensor, float] | None = None,
+) -> Tensor:
+    """The output of a layer with experts for a few tokens. With `norm`, gain and epsilon of the
+    RMSNorm before the layer, its output is added to `x_NE`, and that is returned."""
+    c = layer.gate.c
+    logits_NX = x_NE.new_empty(len(x_NE), c.num_experts, dtype=torch.float32)
+    out_NE, normed_NE = torch.empty_like(x_NE), x_NE
+    if norm is not None:
+        out_NE, normed_NE = x_NE, torch.empty_like(x_NE)
+    experts.router_logits(x_NE, layer.gate.weight, logits_NX, normed_NE, norm=norm, pdl=pdl)
+    act_NkI = x_NE.new_empty(len(x_NE), c.num_experts_per_tok, c.moe_intermediate_size)
+    up, down = layer.experts.gate_up_proj, layer.experts.down_proj
+    experts.chosen_gated(normed_NE, up, logits_NX, slot_mapping_N, act_NkI, pdl=pdl)
+    experts.chosen_down(
+        act_NkI,
+        down,
+        logits_NX,
+        slot_mapping_N,
+        record_Sk,
+        out_NE,
+        renormalise=c.norm_topk_prob,
+        add=norm is not None,
+        pdl=pdl,
+    )
+    return out_NE
 
 
 def expert_parts(
