@@ -253,16 +253,18 @@ class FusedForward:
         x_E = x_NE[0]
         for number, layer in enumerate(self.layers):
             qkv = x_NE.new_empty(1, len(layer.qkv.weight))
-            bias = layer.qkv.bias
+            sparse = isinstance(layer.mlp, SparseMoE)
             linear.gemv(
                 x_E,
                 layer.qkv.weight,
                 qkv[0],
                 norm=(layer.input_gain, self.eps),
-                bias_N=bias,
+                bias_N=layer.qkv.bias,
+                ahead=sparse,
                 pdl=pdl,
             )
-            linear.gemv(attend(number, qkv)[0], layer.out.weight, x_E, add=True, pdl=pdl)
+            mixed_C = attend(number, qkv)[0]
+            linear.gemv(mixed_C, layer.out.weight, x_E, add=True, ahead=sparse, pdl=pdl)
             if isinstance(layer.mlp, SparseMoE):
                 assert record is not None
                 place = record[:, layer.mlp.place]

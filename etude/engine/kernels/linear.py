@@ -23,10 +23,24 @@ FP8_SUM = tl.constexpr(128)
 
 
 @triton.jit
+def _prefetch(w, first, size, LINES: tl.constexpr):
+    """LINES of 64 numbers of two bytes, from `first` on."""
+    place = tl.minimum(first + tl.arange(0, LINES) * 64, size - 64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [w + place],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def _gemv(
     x, gain, w, bias, out, C, N, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    BN: tl.constexpr, BC: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     c = tl.arange(0, BC)
@@ -37,6 +51,8 @@ def _gemv(
     tile = tl.load(rows + c[None, :], mask=inside & (c < C)[None, :], other=0)
     if GATED:
         tile_up = tl.load(upper + c[None, :], mask=inside & (c < C)[None, :], other=0)
+    if LINES:  # the other tiles come as far as the L2 cache
+        _prefetch(w, tl.program_id(0).to(tl.int64) * BN * C, N.to(tl.int64) * C, LINES)
     if NORM:
         scales = tl.load(gain + c, mask=c < C, other=0).to(tl.float32)
     if PDL:
@@ -153,17 +169,21 @@ def gemm_config(
 
 def gemv(
     x_C: Tensor, w_NC: Tensor, out_N: Tensor, *, norm: tuple[Tensor, float] | None = None,
-    bias_N: Tensor | None = None, gated: bool = False, add: bool = False, pdl: bool = False,
+    bias_N: Tensor | None = None, gated: bool = False, add: bool = False, ahead: bool = False,
+    pdl: bool = False,
 ) -> None:  # fmt: skip
     """Matrix-vector product: out = w x for one row, or out += w x with `add`; RMSNorm before it
-    with `norm`, silu(gate) * up with `gated`."""
+    with `norm`, silu(gate) * up with `gated`. `ahead`: with `pdl`, all of its weights are
+    prefetched while it waits for its input; not for a gated pair."""
+    assert not (ahead and gated)
     inner, outputs = w_NC.shape[1], w_NC.shape[0] // (2 if gated else 1)
     gain, eps = (w_NC, 0.0) if norm is None else norm
     bn = 4 if gated else 8
+    lines = triton.next_power_of_2(bn * inner // 64) if ahead and pdl else 0
     _gemv[(triton.cdiv(outputs, bn),)](
         x_C, gain, w_NC, w_NC if bias_N is None else bias_N, out_N, inner, outputs, eps,
         norm is not None, gated, add, bias_N is not None, bn,
-        min(1024, triton.next_power_of_2(inner)), pdl, num_warps=4, launch_pdl=pdl,
+        min(1024, triton.next_power_of_2(inner)), lines, pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
