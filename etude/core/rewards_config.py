@@ -59,6 +59,9 @@ class RewardsConfig(Config):
     jumps: Literal["quarantine", "flag", "off"] = "flag"
     """What becomes of attempts at a task, or a family of tasks, whose reward jumps from one version
     to the next: learning is gradual, and a hole in a grader is found at once."""
+    failed_call: NonNegative = 0.0
+    """Penalty on a turn of which a tool call failed, such as an edit of lines that are not there: a
+    process reward for that turn alone, in the unit of advantages."""
     reward: str | None = None
     """The reward as an expression over the parts of the score and `environment`, what the
     environment says: names, numbers, + - * /, min, max and comparisons, which are 1 or 0. None:

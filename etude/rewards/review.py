@@ -1,5 +1,5 @@
 """What is done about a score after its environment has given it: the detector looks, judges are
-asked, and an expression makes one reward of all parts."""
+asked, calls that failed are credited, and an expression makes one reward of all parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from etude.core.expression import Expression
-from etude.core.types import ENVIRONMENT_PART, Json, Part, Score, Task, plain_text
+from etude.core.types import ENVIRONMENT_PART, Json, Part, Score, Segment, Task, plain_text
 from etude.rewards.detector import detect, flagged
+from etude.rewards.failed_calls import failed_calls
 from etude.rewards.judge import Judge
 
 
@@ -17,10 +18,17 @@ from etude.rewards.judge import Judge
 class Review:
     detector: bool = False
     judge: Judge | None = None
+    failed_call: float = 0.0
+    """Penalty on a turn of which a call failed."""
     reward: Expression | None = None
 
     async def complete(
-        self, task: Task, messages: Sequence[Mapping[str, Json]], diff: str, score: Score
+        self,
+        task: Task,
+        messages: Sequence[Mapping[str, Json]],
+        segments: Sequence[Segment],
+        diff: str,
+        score: Score,
     ) -> Score:
         """`diff`: what the agent changed. RolloutFailure, or ValueError, where there is no telling
         what the attempt was worth."""
@@ -30,6 +38,9 @@ class Review:
         if self.judge is not None:
             judged = await self.judge.parts(work(task, messages, diff))
             score = replace(score, parts=(*score.parts, *judged))
+        if self.failed_call:
+            credit = failed_calls(task, messages, segments, self.failed_call)
+            score = replace(score, credit=(*score.credit, *credit))
         return score if self.reward is None else composed(score, self.reward)
 
 

@@ -375,7 +375,7 @@ def server_mounts(config: RunConfig) -> tuple[str, ...]:
 
 def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review | None:
     """What becomes of the scores of a run; None if they stay as they are."""
-    if (config.detector, config.judge, config.reward) == ("off", None, None):
+    if (config.detector, config.judge, config.reward, config.failed_call) == ("off", None, None, 0):
         return None
     judge = None
     if config.judge is not None:
@@ -384,6 +384,7 @@ def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review |
     return Review(
         detector=config.detector != "off",
         judge=judge,
+        failed_call=config.failed_call,
         reward=Expression.parse(config.reward) if config.reward else None,
     )
 

@@ -216,8 +216,8 @@ class RolloutRunner:
                 scoring = self.environment.score(task, sandbox, attempt)
                 score = _checked(await _coroutine("score", scoring), segments)
                 if self._review:
-                    completed = await self._review.complete(task, messages, diff, score)
-                    score = _checked(completed, segments)
+                    score = await self._review.complete(task, messages, segments, diff, score)
+                    score = _checked(score, segments)
         return replace(
             started,
             segments=segments,

@@ -197,7 +197,9 @@ def test_what_was_not_read_is_said() -> None:
 def test_a_look_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(review, "detect", lambda *given: seen.append(threading.get_ident()) or [])
-    asyncio.run(review.Review(detector=True).complete(Task(id="t", prompt="p"), [], "", Score(1.0)))
+    asyncio.run(
+        review.Review(detector=True).complete(Task(id="t", prompt="p"), [], [], "", Score(1.0))
+    )
     assert seen and threading.get_ident() not in seen
 
 

@@ -267,8 +267,8 @@ async def test_parts_of_all_kinds_make_one_reward() -> None:
         review = Review(
             judge=judge, reward=Expression.parse("tests * (0.8 + 0.2 * min(style, small))")
         )
-        bad = await review.complete(TASK, [], "+x = 1", TESTS)
-        good = await review.complete(TASK, [], "+x = 1  # GOOD", TESTS)
+        bad = await review.complete(TASK, [], [], "+x = 1", TESTS)
+        good = await review.complete(TASK, [], [], "+x = 1  # GOOD", TESTS)
     assert (bad.reward, good.reward) == (pytest.approx(0.8), pytest.approx(1.0))
     assert [part.name for part in good.parts] == ["tests", "style", "small", "environment"]
     assert good.parts[3] == Part(
@@ -298,10 +298,12 @@ steps = 1
         url = judge._url.removesuffix("/chat/completions")
         review = build_review(parse(text.replace("URL", url)).rewards, http)
         assert review is not None and not review.detector
-        score = await review.complete(TASK, [], "+x", TESTS)
+        score = await review.complete(TASK, [], [], "+x", TESTS)
         assert (score.reward, score.parts[1].name) == (0.0, "style")
         assert build_review(RewardsConfig(detector="off"), http) is None
         assert build_review(RewardsConfig(), http) == Review(detector=True)
+        credited = RewardsConfig(detector="off", failed_call=0.2)
+        assert build_review(credited, http) == Review(failed_call=0.2)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,7 @@ def test_a_file_that_cannot_be_meant_is_refused(rewards: str, why: str) -> None:
 
 
 async def test_what_nobody_asks_for_changes_nothing() -> None:
-    assert await Review().complete(TASK, [], "", TESTS) == TESTS
+    assert await Review().complete(TASK, [], [], "", TESTS) == TESTS
 
 
 def test_a_part_that_is_missing_is_an_error_and_no_zero() -> None:
