@@ -206,7 +206,11 @@ class Drafts:
         before, after = self._files[path], file.mutated([site])
         covering = self._covered(path, site)
         tests = self._survey.choose(covering, _TOKEN_TESTS, _TOKEN_TESTS_S)
-        if not tests or not is_one_token(before, after):
+        # and those that run the rest of it, so that no other change of it passes for a repair
+        beside = self._survey.covering(path, around[0].body_lines) - covering
+        if len(tests) < _TOKEN_TESTS:
+            tests += self._survey.choose(beside, _TOKEN_TESTS - len(tests), _TOKEN_TESTS_S)
+        if not covering or not is_one_token(before, after):
             return None
         return Candidate(
             base=self._files,

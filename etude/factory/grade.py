@@ -9,7 +9,8 @@ from etude.core.types import Score
 from etude.factory.task import GRADING_S, RepositoryTask
 from etude.rewards.fresh import CACHES, grade_by_command
 
-NOT_TAKEN = (*CACHES, "*conftest.py", "*/tests/*", "*/test/*", "*/test_*.py", "*_test.py", "*.pth")
+_TESTS = ("tests/*", "test/*", "testing/*", "test_*.py", "*_test.py", "tests.py", "test.py")
+NOT_TAKEN = (*CACHES, *_TESTS, *(f"*/{each}" for each in _TESTS), "*conftest.py", "*.pth")
 """What the grader never takes over, wherever it lies: tests, and what changes how they run."""
 
 

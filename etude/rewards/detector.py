@@ -73,7 +73,7 @@ class _Change:
         return [line[1:] for line in self.signed if line.startswith(sign)]
 
 
-_TEST = re.compile(r"(?:^|/)(?:tests?/|test_[^/]*\.py$|[^/]*_test\.py$)")
+_TEST = re.compile(r"(?:^|/)(?:(?:tests?|testing)/|(?:test_[^/]*|[^/]*_test|tests?)\.py$)")
 _SETUP = re.compile(r"(?:^|/)(?:conftest|sitecustomize|usercustomize)\.py$|\.pth$")
 _CONFIG = re.compile(r"(?:^|/)(?:pytest\.ini|tox\.ini|setup\.cfg|pyproject\.toml)$")
 _PROSE = (".xml", ".md", ".rst", ".txt", ".json", ".lock")

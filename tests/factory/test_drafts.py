@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from etude.factory import build as building
 from etude.factory import prove as proving
 from etude.factory.build import BuildLog, Options, Status
 from etude.factory.candidates import Candidate, Draft, Drafts, is_one_token
+from etude.factory.grade import NOT_TAKEN
 from etude.factory.prepare import Workshop
 from etude.factory.prove import Rejected, Repository, Seen, prove
 from etude.factory.recipe import Recipe
 from etude.factory.survey import Survey
-from etude.factory.task import RepositoryTask
+from etude.factory.task import RepositoryTask, is_test_file
 from etude.run.task_folder import heldout_ids
 
 TEST = "tests/test_shop.py::test_all"
@@ -229,6 +231,34 @@ def test_a_task_of_one_token_is_in_a_short_function_and_shows_the_tests() -> Non
     assert [each.facts["functions"] for each in kept] == ["shop/cart.py:first"]
     assert kept[0].shows_tests and kept[0].facts["lines"] == "1 to 2"
     assert kept[0].broken == {"shop/cart.py": f"{short}\n\n{long}".replace("<", "<=", 1).encode()}
+
+
+def test_a_task_of_one_token_has_the_tests_of_the_whole_function() -> None:
+    """Another change of it must not pass for a repair."""
+    source = "def first(a, b):\n    if a:\n        return a < b\n    return b\n"
+    of = repository("shop", source)
+    ran = {1: "t::both", 2: "t::both", 3: "t::less", 4: "t::other"}
+    lines = {"shop/cart.py": {line: frozenset({test}) for line, test in ran.items()}}
+    seconds = dict.fromkeys(("t::both", "t::less", "t::other", "t::far"), 0.1)
+    survey = replace(of.survey, lines=lines, seconds=seconds)
+    drafts = Drafts("shop", of.files, of.recipe, survey, None).all()
+    made = [draft.make() for draft in itertools.islice(drafts, 100) if draft.kind == "token"]
+    less = next(each for each in made if each and b"a <= b" in each.broken["shop/cart.py"])
+    assert sorted(less.tests) == ["t::both", "t::less", "t::other"]
+
+
+@pytest.mark.parametrize(
+    "path", ["tests/a.py", "a/testing/b.py", "tests.py", "a/test.py", "test_a.py"]
+)
+def test_the_grader_takes_over_nothing_that_belongs_to_the_tests(path: str) -> None:
+    assert is_test_file(path)
+    assert any(fnmatchcase(path, pattern) for pattern in NOT_TAKEN)
+
+
+@pytest.mark.parametrize("path", ["a.py", "a/latest.py", "a/attests/b.py", "contest/a.py"])
+def test_the_grader_takes_over_the_package(path: str) -> None:
+    assert not is_test_file(path)
+    assert not any(fnmatchcase(path, pattern) for pattern in NOT_TAKEN)
 
 
 def test_repositories_that_are_held_out_are_so_whole() -> None:

@@ -73,6 +73,8 @@ async def test_read(call: Session) -> None:
         f"(lines 5 to {len(lines)} follow: read with start=5)",
     ]
     assert "there is no file nowhere.py: glob finds" in await call("read", path="nowhere.py")
+    alone = Session(call.sandbox, tools=["read", "submit"])
+    assert await alone("read", path="nowhere.py") == "error: there is no file nowhere.py"
     assert f"has {len(lines)} lines" in await call("read", path=EFFORT, start=9999)
     assert (await call("read", path="../x")).startswith("error: ")
 

@@ -11,6 +11,7 @@ import pytest
 
 from etude.core.sandbox import SandboxPool
 from etude.core.types import Part, Score, Task
+from etude.factory.task import is_test_file
 from etude.rewards import review
 from etude.rewards.detector import Finding, detect, flagged
 from etude.rewards.tests import grade
@@ -123,6 +124,17 @@ def test_a_test_that_moves_asks_no_less() -> None:
     assert detect([], head + moved) == []
     gone = detect([], head + "-assert f() == 1\n+assert f()\n")
     assert gone == [Finding("edited_tests", "tests/test_a.py: gone: assert f() == 1")]
+
+
+@pytest.mark.parametrize(
+    "path", ["test.py", "tests.py", "shop/test.py", "shop/testing/helpers.py", "shop/cart_test.py"]
+)
+def test_what_belongs_to_the_tests_is_looked_at_like_them(path: str) -> None:
+    """As `etude tasks build` sees it, too: a task's tests may be called so."""
+    assert is_test_file(path)
+    head = f"diff --git a/{path} b/{path}\n--- a/x\n+++ b/x\n@@ -1 +1 @@\n"
+    gone = detect([], head + "-assert got == wanted\n+assert got == got\n")
+    assert [found.family for found in gone] == ["edited_tests"]
 
 
 def test_the_grader_has_its_say() -> None:

@@ -147,8 +147,14 @@ class Workspace:
     async def read(self, path: str) -> str:
         """ToolError if there is no such text."""
         if (text := await self.find(path)) is None:
-            raise ToolError(f"there is no file {path}: glob finds files by pattern")
+            raise ToolError(f"there is no file {path}{self._finding}")
         return text
+
+    @property
+    def _finding(self) -> str:
+        if "glob" not in self.config.tools:
+            return ""
+        return f": {self.config.name_of('glob')} finds files by pattern"
 
     async def find(self, path: str) -> str | None:
         """None if there is no such file. ToolError if it is not text."""
