@@ -16,7 +16,9 @@ from PIL import Image
 from playwright.sync_api import sync_playwright
 
 FOLDER = Path(__file__).parent
-SIZE = {"width": 1280, "height": 800}
+WIDTH = 1280
+HEIGHT = {"dash-compare": 1000, "dash-tokens": 1500}
+"""Of views whose point is further down than 800 pixels."""
 
 
 def main() -> None:
@@ -31,7 +33,9 @@ def main() -> None:
     given = parser.parse_args()
     for name, (path, theme) in shots(given).items():
         if not given.only or name in given.only:
-            capture(given.url.rstrip("/") + path, theme, FOLDER / f"{name}.png")
+            capture(
+                given.url.rstrip("/") + path, theme, HEIGHT.get(name, 800), FOLDER / f"{name}.png"
+            )
 
 
 def shots(given: argparse.Namespace) -> dict[str, tuple[str, str]]:
@@ -54,17 +58,20 @@ def shots(given: argparse.Namespace) -> dict[str, tuple[str, str]]:
     return found
 
 
-def capture(url: str, theme: str, to: Path) -> None:
+def capture(url: str, theme: str, height: int, to: Path) -> None:
     with sync_playwright() as started:
         browser = started.chromium.launch(
             executable_path="/usr/bin/chromium", args=["--no-sandbox"]
         )
-        page = browser.new_page(viewport=SIZE, color_scheme=theme)
+        page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=theme)
         page.goto(url)
         page.wait_for_selector("main .card, main table", timeout=120_000)
         page.wait_for_timeout(1500)
         image = Image.open(io.BytesIO(page.screenshot()))
-        image.convert("RGB").quantize(96).save(to, optimize=True)
+        few = image.convert("RGB").quantize(
+            256, Image.Quantize.MAXCOVERAGE, kmeans=1
+        )  # rare colours too
+        few.save(to, optimize=True)
         browser.close()
 
 

@@ -3,6 +3,8 @@ prints what a `Teller` says, both in the same words."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -182,11 +184,17 @@ def _rewarded(view: RunView) -> Line:
         sum(part) / span for part in (view.reward_curve[:span], view.reward_curve[-span:])
     )
     early = count < EARLY_STEPS or view.groups.with_signal < EARLY_GROUPS
-    rises = last > first and not early
+    rises = not early and last - first > 2 * _chance(view.reward_curve, span)
     steps = "step" if span == 1 else f"{span} steps"
     text = f"mean reward {first:.2f} in the first {steps}, {last:.2f} in the last"
     text += "; too early to say more" if early else ""
     return Line("learning" if rises else "training", text, "good" if rises else "")
+
+
+def _chance(curve: Sequence[float], span: int) -> float:
+    """The standard error of the difference between the means of the first and the last steps."""
+    spread = statistics.variance(curve[:span]) + statistics.variance(curve[-span:])
+    return math.sqrt(spread / span)
 
 
 def no_difference(view: RunView) -> str:

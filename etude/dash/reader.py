@@ -50,6 +50,27 @@ class Failure:
 
 
 @dataclass
+class Ending:
+    """Whether a run is at its end. An evaluation of it afterwards (`etude eval`) launches it once
+    more and begins no stage: with the result, the run is at its end again."""
+
+    reached: bool = False
+    _before: bool = False
+    """It was at its end, and no stage has begun since."""
+
+    def apply(self, event: Event) -> None:
+        match event:
+            case RunDone():
+                self.reached = self._before = True
+            case StageStarted():
+                self.reached = self._before = False
+            case Launched() | EvalProgress():
+                self.reached = False
+            case EvalDone():
+                self.reached = self._before
+
+
+@dataclass
 class Groups:
     """Groups of training that are over."""
 
@@ -162,7 +183,7 @@ class RunView:
     failure: Failure | None = None
     """The newest one, of training or of an evaluation."""
     alarms: Alarms = field(default_factory=Alarms)
-    finished: bool = False
+    ending: Ending = field(default_factory=Ending)
     began: float | None = None
     """This and all other times here are of a clock that stands still while nothing runs."""
     now: float = 0.0
@@ -191,10 +212,10 @@ class RunView:
         self.now = max(self.now, t)
         if isinstance(event, UNDER_WAY):
             self.resuming = False
+        self.ending.apply(event)
         match event:
             case Launched():  # what ended, ended the life before
                 self.resuming = event.resumed
-                self.finished = False
                 self.failure = self.evaluating = self.stepping = None
                 self.few_tasks = {}
                 self._steps_before = self.steps or self._steps_before
@@ -238,9 +259,11 @@ class RunView:
             case EvalDone():
                 self.evaluating = None
                 self.evals[event.stage, event.name] = event
-            case RunDone():
-                self.finished = True
         return self.alarms.apply(event)
+
+    @property
+    def finished(self) -> bool:
+        return self.ending.reached
 
     @property
     def recent_groups(self) -> int:

@@ -311,9 +311,17 @@ _OF_A_FILE = re.compile(r"\s*\d+\t")
 """A numbered line, as `read` gives them: what a file says of errors is not one."""
 
 
+_RAISED = re.compile(r"E   (AssertionError\b|[\w.]+(?:: .*)?$)")
+"""What was raised, as pytest prints it. What an assertion compared differs from test to test."""
+_COUNTS = re.compile(r"\d+ (failed|errors?|passed)\b.* in [\d.]+s|!+ .* failures !+$")
+"""The end of what pytest prints: how many failed, and nothing of why."""
+
+
 def _last_wrong(lines: Iterable[str]) -> str:
     wrong = [line for line in lines if any(word in line.lower() for word in _WRONG)]
-    return wrong[-1] if wrong else ""
+    raised = [found[1] for line in wrong if (found := _RAISED.match(line))]
+    telling = [line for line in wrong if not _COUNTS.search(line)]
+    return (raised or telling or wrong or [""])[-1]
 
 
 def last_tool_error(t: Trajectory) -> str:

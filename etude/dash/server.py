@@ -23,6 +23,7 @@ threads, since the store is synchronous.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
@@ -245,8 +246,10 @@ def _export(recorded: RecordedRun, request: Request) -> Response:
     places = recorded.table.find(_filter(request))
     rows = recorded.table.page(places, "new", offset=0, limit=len(places))
     name = re.sub(r"[^\w.-]", "_", recorded.name)
+    chunks = export(recorded, rows, format)
+    first = next(chunks, b"")  # what cannot be read is told before the answer begins
     return StreamingResponse(
-        export(recorded, rows, format),
+        itertools.chain((first,), chunks),
         media_type=FORMATS[format],
         headers={"content-disposition": f'attachment; filename="{name}.rollouts.{format}"'},
     )

@@ -7,10 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from etude.core.events import AttemptDone, Event, GroupDone, Launched, RunDone
+from etude.core.events import AttemptDone, Event, GroupDone
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Trained
 from etude.core.updates import is_of_user
 from etude.dash.page import clock
+from etude.dash.reader import Ending
 
 STOPPED_S = 60.0
 """A run that is not finished and has told nothing for so long has probably been stopped."""
@@ -45,7 +46,7 @@ class Waits:
         self._trained = 0
         self.told = 0.0
         """The time of the newest event."""
-        self.finished = False
+        self._ending = Ending()
         self._has_users = False
 
     def enter(self, t: float, entry: Entry) -> None:
@@ -74,8 +75,7 @@ class Waits:
 
     def apply(self, t: float, event: Event) -> None:
         self.told = max(self.told, t)
-        if isinstance(event, Launched | RunDone):
-            self.finished = isinstance(event, RunDone)
+        self._ending.apply(event)
         if isinstance(event, AttemptDone) and (found := self._open.get(event.id)) is not None:
             found.ended = True
             found.since = max(found.since, t)
@@ -89,6 +89,10 @@ class Waits:
                 self._groups[found.group].discard(sample)
                 if not self._groups[found.group]:
                     del self._groups[found.group]
+
+    @property
+    def finished(self) -> bool:
+        return self._ending.reached
 
     def silent_s(self, now: float) -> float:
         return max(0.0, now - self.told) if self.told else 0.0

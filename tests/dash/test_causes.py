@@ -29,6 +29,18 @@ def test_the_evidence_is_the_last_line_that_tells_of_an_error() -> None:
     solved, failed = Part("style", 1.0, "Error"), Part("tests", 0.0, "a\nAssertionError: x\nbye")
     t = replace(trajectory("g.0", 0.0), score=Score(0.0, parts=(solved, failed)))
     assert evidence_of(t) == "tests: AssertionError: x"
+    ends = (
+        "=== short test summary info ===\nFAILED t.py::test_x - ...\n1 failed, 2 warnings in 0.10s"
+    )
+    for raised, cause in (
+        ("E   KeyError: 'a'", "KeyError: 'a'"),
+        ("E   AssertionError: 1 != 2\nE     one error", "AssertionError"),
+        ("E   a.b.MyError", "a.b.MyError"),
+        ("", "FAILED t.py::test_x - ..."),
+    ):
+        pytest_says = Part("tests", 0.0, f"1 failed in 9s\n{raised}\n{ends}")
+        of_pytest = replace(t, score=Score(0.0, parts=(pytest_says,)))
+        assert evidence_of(of_pytest) == f"tests: {cause}"
     quiet = replace(t, score=Score(0.0, parts=(replace(failed, evidence="\nfirst\nlast\n"),)))
     assert evidence_of(quiet) == "tests: first"
 

@@ -478,6 +478,14 @@ def test_exports(app: ASGIApp) -> None:
     assert ask(app, "/api/runs/x/export?format=exe").status == 400
 
 
+def test_an_export_of_conversations_that_are_gone_says_so(app: ASGIApp, run: Run) -> None:
+    for name in run.groups():
+        run.objects.delete(f"groups/{name}")
+    answer = ask(app, "/api/runs/x/export?format=sessions.jsonl&kind=train")
+    assert answer.status == 404 and "it is not there" in answer.json["error"]
+    assert ask(app, "/api/runs/x/export?format=jsonl&kind=train").status == 200
+
+
 def test_no_cell_of_a_csv_is_a_formula(tmp_path: Path) -> None:
     run = Run.open(f"file:{tmp_path}/x")
     write_run(run, said="")

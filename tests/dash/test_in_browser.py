@@ -323,6 +323,16 @@ def test_two_runs_over_each_other(page: Any, link: str, real: Path, hostile: Pat
     page.goto(f"{base(link)}/runs/{real.name},{hostile.name}")
     page.wait_for_selector(f".legend:has-text('{hostile.name}')")
     assert page.locator(".runhead h1").count() == 2
+    runs, lines = (
+        page.eval_on_selector_all(
+            places, f"all => all.map((each) => getComputedStyle(each).{side})"
+        )
+        for places, side in (
+            (".runhead .dot", "backgroundColor"),
+            (".legend i", "borderTopColor"),
+        )
+    )
+    assert len({*runs}) == 2 and {*lines} == {*runs}, "a colour is that of a run"
 
 
 def test_the_loop_of_a_run_that_learns_from_users(page: Any, link: str, users: Path) -> None:

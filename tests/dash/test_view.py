@@ -149,6 +149,20 @@ def test_a_finished_run_that_goes_on_is_not_finished() -> None:
     assert "━" in ended and "━" not in starts
 
 
+def test_a_finished_run_that_is_evaluated_is_at_its_end_again() -> None:
+    doing = EvalProgress(stage="rl", split="heldout", done=0, total=2, solved=0)
+    result = EvalDone(stage="rl", split="heldout", version=4, solved=1, total=2, low=0.1, high=0.9)
+    again = ((90.0, Launched(resumed=True)), (91.0, doing), (92.0, result))
+    stage, done = (0.0, StageStarted(stage="rl", steps=4)), (4.0, RunDone(version=4))
+    assert not view_of(stage, done, *again[:2]).finished
+    assert view_of(stage, done, *again).finished
+    broke_off = view_of(stage, done, *again[:2], *again)
+    assert broke_off.finished, "the evaluation before had no result"
+    assert not view_of(stage, *again).finished, "it was stopped before its end"
+    more = (89.0, StageStarted(stage="rl", steps=8, done=4))
+    assert not view_of(stage, done, more, *again).finished
+
+
 def test_few_tasks_are_a_notice_and_no_alarm() -> None:
     view, teller, told = RunView(), Teller(), list[str]()
     events = [
@@ -347,6 +361,12 @@ def test_the_headline_says_what_is_going_on() -> None:
         "learning",
         "mean reward 0.19 in the first 4 steps, 0.69 in the last",
     )
+    uneven = [(n, n % 4 / 4 + n / 99) for n in range(8)]
+    jumps = [(float(n), e) for n, r in uneven for e in (*[group(r, r)] * 2, step(n + 1))]
+    assert headline(rl, *jumps) == (
+        "training",
+        "mean reward 0.39 in the first 4 steps, 0.43 in the last",
+    ), "a rise that may well be chance"
     early = "; too early to say more"
     assert headline(rl, *four) == (
         "training",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.cli import main
-from etude.core.events import GroupDone, Launched, RunDone
+from etude.core.events import EvalDone, GroupDone, Launched, RunDone
 from etude.core.ledger import Batched, Dropped, Issued, Trained
 from etude.dash.waits import STOPPED_S, Waits, summed_up
 from etude.store.runs import Run
@@ -79,6 +79,11 @@ def test_a_run_that_has_stopped_says_so() -> None:
     assert {each.waits_for for each in waits.waiting(late)} == {"the run to be resumed"}
     waits.apply(1.0, RunDone(version=3))
     assert waits.advice(late) is None
+    result = EvalDone(stage="rl", split="heldout", version=3, solved=1, total=2, low=0.1, high=0.9)
+    waits.apply(1.0, Launched(resumed=True))
+    assert waits.advice(late) is not None
+    waits.apply(1.0, result)
+    assert waits.finished and waits.advice(late) is None, "`etude eval` after its end"
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

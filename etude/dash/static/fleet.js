@@ -12,7 +12,7 @@ function Workers({ data }) {
     ${Object.entries(data.regions).map(
       ([name, each]) => html`<div class="tile" key=${name}>
         <span>${name}</span><b>version ${each.version}</b>
-        <small>${percent(each.busy)} busy, ${each.running} running, ${each.waiting} waiting</small><${Bar} share=${each.busy} />
+        <small>${percent(each.busy)} busy, ${each.running} running, ${each.waiting} waiting, as last told</small><${Bar} share=${each.busy} />
       </div>`,
     )}
     ${data.slots[1] > 0 && html`<div class="tile"><span>window</span><b>${data.slots[0]} of ${data.slots[1]}</b><small>slots in use and ${data.sessions} ${data.sessions === 1 ? "session" : "sessions"} under way, as last told</small></div>`}

@@ -23,7 +23,7 @@ function Shares({ title, note, rows, all }) {
         const share = row.trained / row.dispatched;
         const skew = share - all;
         return html`<tr key=${row.name}>
-          <td>${row.name}</td><td class="num">${row.dispatched.toLocaleString()}</td>
+          <td title=${row.name}>${row.name.replace(/^[\w.]+:(?=\w+$)/, "")}</td><td class="num">${row.dispatched.toLocaleString()}</td>
           <td class="fit"><${Bar} share=${row.dispatched / most} /></td>
           <td class="num">${row.trained.toLocaleString()}</td><td class="num">${percent(share)}</td>
           <td class=${`num ${Math.abs(skew) > 0.15 ? "warn" : "dim"}`}>${skew >= 0 ? "+" : "−"}${percent(Math.abs(skew))}</td>

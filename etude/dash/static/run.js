@@ -113,53 +113,42 @@ function curves(found, order, names, of = (run) => run.steps) {
   );
 }
 
-function regionCurves(found, order) {
-  const named = (run) => Object.keys(run.steps).filter((name) => name.startsWith("busy "));
-  return found.flatMap((run) => [
-    ...curves([run], order, [["trainer_busy", found.length > 1 ? `${run.name} trainer` : "trainer"]]),
-    ...curves([run], order, named(run).map((name) => [name, found.length > 1 ? `${run.name} ${name.slice(5)}` : name.slice(5)])).map((each, n) => ({ ...each, dash: found.length > 1 })),
-  ]).map((each, n) => ({ ...each, colour: n }));
+// The same of curves that each run has its own of: `of` gives [label, x, y] of each, the main one first.
+function ownCurves(found, order, of) {
+  const many = found.length > 1;
+  return found
+    .flatMap((run) => of(run).map(([label, x, y], n) => ({ run, label, x, y, dash: many && n > 0 })))
+    .map(({ run, label, ...each }, n) => ({ ...each, label: many ? `${run.name} ${label}` : label, colour: many ? order[run.name] : n }));
 }
 
-function solveCurves(found, order) {
-  return found
-    .flatMap((run) =>
-      Object.entries(run.solve).map(([kind, { version, rate }]) => ({
-        label: `${found.length > 1 ? `${run.name} ` : ""}${kind.replace(/^train .*:/, "train ")}`,
-        x: version,
-        y: rate,
-      })),
-    )
-    .map((each, n) => ({ ...each, colour: n }));
-}
+const busyCurves = ({ steps }) => [
+  ["trainer", steps.step, steps.trainer_busy ?? []],
+  ...Object.keys(steps).filter((name) => name.startsWith("busy ")).map((name) => [name.slice(5), steps.step, steps[name]]),
+];
 
-function fitCurves(found) {
-  return found
-    .flatMap((run) =>
-      Object.entries(run.fits).map(([stage, { step, loss }]) => ({
-        label: found.length > 1 ? `${run.name} ${stage}` : stage,
-        x: step,
-        y: loss,
-      })),
-    )
-    .map((each, n) => ({ ...each, colour: n }));
-}
+const solveCurves = ({ solve }) =>
+  Object.entries(solve)
+    .sort(([one], [other]) => other.startsWith("train") - one.startsWith("train"))
+    .map(([kind, { version, rate }]) => [kind.replace(/^train .*:/, "train "), version, rate]);
+
+const fitCurves = ({ fits }) => Object.entries(fits).map(([stage, { step, loss }]) => [stage, step, loss]);
 
 function Charts({ found, order }) {
   const all = (names) => curves(found, order, names);
   const unit = (u, low, high) => [Math.min(0, low ?? 0), Math.max(1, high ?? 1)];
   const share = (u, low, high) => [0, Math.max(0.01, high ?? 0)];
-  const fits = fitCurves(found);
+  const own = (of) => ownCurves(found, order, of);
+  const fits = own(fitCurves);
   const steps = found.some((run) => run.steps.step.length);
   const supervised = fits.length > 0 && html`<${Chart} title="Loss of supervised stages" series=${fits} sync="fit" />`;
   if (!steps) return html`<div class="charts">${supervised || html`<p class="empty">no step yet</p>`}</div>`;
   return html`<div class="charts">
     <${Chart} title="Mean reward of batches" series=${all([["reward", "reward"]])} range=${unit} />
-    <${Chart} title="Solve rate by kind" note="by sampling version" series=${solveCurves(found, order)} unit=${percent} range=${unit} sync="version" />
+    <${Chart} title="Solve rate by kind" note="by sampling version" series=${own(solveCurves)} unit=${percent} range=${unit} sync="version" />
     <${Chart} title="Entropy" note="nats a token" series=${all([["entropy", "entropy"]])} />
     <${Chart} title="k3, trainer against engine" series=${all([["k3_mean", "mean"], ["k3_p99", "p99"]])} log />
     <${Chart} title="Lag" note="steps" series=${all([["lag", "oldest token"]])} range=${(u, low, high) => [0, Math.max(1, (high ?? 0) + 0.5)]} />
-    <${Chart} title="Busy share" series=${regionCurves(found, order)} unit=${percent} range=${() => [0, 1]} />
+    <${Chart} title="Busy share" series=${own(busyCurves)} unit=${percent} range=${() => [0, 1]} />
     <${Chart} title="Trainer tokens/s" series=${all([["tokens_per_s", "tokens/s"]])} />
     <${Chart} title="Gradient norm" series=${all([["grad_norm", "norm"]])} />
     <${Chart} title="Corrected and zero-gradient tokens" series=${all([["corrected_frac", "corrected"], ["zero_grad_frac", "zero gradient"]])} unit=${(v) => percent(v, 1)} range=${share} />
