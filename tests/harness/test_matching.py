@@ -246,3 +246,13 @@ def test_what_comes_before_a_file_belongs_to_none() -> None:
             parse_patch(f"so be it\n{line}\n*** Update File: a.py\n")
     [change] = parse_patch("so be it\n*** Delete File: a.py\n+text\n")
     assert (change.kind, change.path, change.hunks) == ("delete", "a.py", [])
+
+
+def test_white_space_in_a_text_is_a_part_of_it() -> None:
+    file = 'def f(s):\n    return "no" if s else " parse %r" // s\n'
+    wanted = '    return "no" if s else "parse %r" // s'
+    with pytest.raises(NoMatch, match='" parse %r"'):
+        replace(file, wanted, wanted.replace("//", "%"))
+    spaced = 'return "no"  if s else " parse %r"//s'
+    mended, how = replace(file, spaced, spaced.replace("//", "%"))
+    assert how == "white space" and mended == file.replace(" if", "  if").replace(" // ", "%")

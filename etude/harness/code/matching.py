@@ -7,6 +7,7 @@ and none of them ever chooses between two places.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ ALIKE = 0.9
 _MIN_CHARS = 24
 """A shorter text is alike to too much."""
 _SHOWN_LINES = 12
+_SPACE = re.compile(r'("[^"]*"|\'[^\']*\')|\s+')
 
 
 class NoMatch(ValueError):
@@ -100,8 +102,9 @@ def shifted(new: Sequence[str], wanted: Sequence[str], found: Sequence[str]) -> 
 
 
 def squeeze(line: str) -> str:
-    """A line without its white space."""
-    return "".join(line.split())
+    """A line without its white space, but for that between quotation marks, where it says
+    something."""
+    return _SPACE.sub(lambda found: found[1] or "", line)
 
 
 def indent(line: str) -> str:
