@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import random
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,10 +39,22 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("sessions")
 
 
+def call_of(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    function = message["tool_calls"][0]["function"]
+    return function["name"], ast.literal_eval(function["arguments"])
+
+
 def calls_of(session: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    said = [each for each in session["messages"] if each["role"] == "assistant"]
-    functions = [each["tool_calls"][0]["function"] for each in said]
-    return [(each["name"], ast.literal_eval(each["arguments"])) for each in functions]
+    return [call_of(each) for each in session["messages"] if each["role"] == "assistant"]
+
+
+def refused(session: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages whose calls were, since what they quote stands in several places."""
+    return [
+        said
+        for said, answer in pairwise(session["messages"])
+        if answer["role"] == "tool" and "old stands in 2 places" in answer["content"]
+    ]
 
 
 def test_the_expert_reads_mends_and_submits(sessions: ModuleType) -> None:
@@ -50,8 +63,7 @@ def test_the_expert_reads_mends_and_submits(sessions: ModuleType) -> None:
     for session in found:
         names = [name for name, _ in calls_of(session)]
         assert names[-1] == "submit" and "read" in names and "edit" in names
-        answers = [each["content"] for each in session["messages"] if each["role"] == "tool"]
-        assert not any(answer.startswith("error") for answer in answers)
+        assert all(each["weight"] == 0 for each in refused(session))
         [prompt] = [each["content"] for each in session["messages"] if each["role"] == "user"]
         assert "tests/test_cart.py::test_cheapest" in prompt and "lines 1 to 9" in prompt
 
@@ -62,8 +74,23 @@ def test_a_change_that_mends_nothing_is_not_learnt(sessions: ModuleType) -> None
     assert wrong and all(each["weight"] == 0 for each in wrong)
     for session in found:  # each of them is taken back before the next
         names = [name for name, _ in calls_of(session) if name in ("edit", "undo")]
-        count = sum(each.get("weight") == 0 for each in session["messages"])
-        assert names == [*(["edit", "undo"] * count), "edit"]
+        told = refused(session)
+        count = sum(each.get("weight") == 0 for each in session["messages"]) - len(told)
+        assert names.count("undo") == count and names.count("edit") == 1 + count + len(told)
+        assert names[-1] == "edit"
+
+
+def test_a_line_that_stands_twice_is_quoted_with_those_before_it(sessions: ModuleType) -> None:
+    """At once, or after the harness has refused it, which is then neither learnt nor taken back."""
+    found = asyncio.run(sessions.sessions_of("shop", FILES, set(), 0))
+    told = 0
+    for session in found:
+        calls = [each for each in session["messages"] if each["role"] == "assistant"]
+        for said in refused(session):
+            told += 1
+            (_, first), (name, second) = (call_of(calls[calls.index(said) + n]) for n in (0, 1))
+            assert name == "edit" and second["old"].endswith("\n" + first["old"])
+    assert told > 0
 
 
 def test_functions_that_are_held_out_are_not_shown(sessions: ModuleType) -> None:

@@ -9,7 +9,8 @@ What the expert is shown is what the harness shows: the prompt is that of `etude
 and `read`, `edit` and `undo` are the harness's own tools, over a working copy in memory. Only what
 a run of the tests prints is made up, from the source of a test that names the function: nothing is
 run here. In half of the sessions the expert first changes other places, one after the other, sees
-the test fail and takes each back; such a change is read and not learnt (`weight` 0). Sessions are
+the test fail and takes each back; such a change is read and not learnt (`weight` 0), and no more is
+a line that stands in several places, which it then quotes with those before it. Sessions are
 written with their tokens, so that the trainer need not make them.
 """
 
@@ -333,13 +334,18 @@ class Expert:
         now = await self._sandbox.read(self._bug.path)
         lines = now.splitlines()
         start = line - 1
+        is_told = self._rng.random() < 0.5  # that it is not the only one
         while now.count("\n".join(lines[start:line])) > 1 and start > 0:
             start -= 1
-        old = "\n".join(lines[start:line])
+        path, old = self._bug.path, "\n".join(lines[start:line])
         new = "\n".join([*lines[start : line - 1], text])
-        await self._call("edit", weight, path=self._bug.path, old=old, new=new)
+        if is_told and start < line - 1:
+            await self._call("edit", 0, refused=True, path=path, old=lines[line - 1], new=text)
+        await self._call("edit", weight, path=path, old=old, new=new)
 
-    async def _call(self, name: str, weight: int = 1, **arguments: Any) -> None:
+    async def _call(
+        self, name: str, weight: int = 1, *, refused: bool = False, **arguments: Any
+    ) -> None:
         id = f"call_{len(self._messages)}"
         function = {"name": name, "arguments": json.dumps(arguments)}
         call = {"id": id, "type": "function", "function": function}
@@ -348,7 +354,7 @@ class Expert:
         answer = await self._tools.call(name, arguments)
         if name != "submit":
             self._messages.append({"role": "tool", "tool_call_id": id, "content": answer})
-        if answer.startswith("error"):
+        if answer.startswith("error") != refused:
             raise ValueError(answer)
 
 
