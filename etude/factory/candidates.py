@@ -172,7 +172,8 @@ class Drafts:
         rng = Random(f"{self._name} {kind} {path}")
         functions: dict[str, list[Site]] = {}
         for site in file.sites:
-            functions.setdefault(site.function, []).append(site)
+            if site.function not in file.asserting:
+                functions.setdefault(site.function, []).append(site)
         names = list(functions)
         for _ in range(TOKENS_PER_FUNCTION if kind == "token" else BUGS_PER_FUNCTION):
             rng.shuffle(names)
@@ -268,6 +269,7 @@ class Drafts:
             for path in self._sources()
             if (file := self._file(path)) is not None
             for function in file.functions
+            if function.name not in file.asserting
         ]
         rng.shuffle(found)
         if kind == "removal":  # what is imported by name takes whole files of tests with it

@@ -7,8 +7,10 @@ they are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from etude.core.errors import EtudeError
@@ -54,6 +56,7 @@ _UPDATES: dict[type[cst.CSTNode], cst.BaseAugOp] = {
     cst.BitOrAssign: cst.BitAndAssign(),
     cst.BitAndAssign: cst.BitOrAssign(),
 }
+_ASSERTION = re.compile(r"^\s*assert\b|\bAssertionError\b")
 _WRAPPERS = {
     "list",
     "tuple",
@@ -303,6 +306,17 @@ class SourceFile:
         self._statement = finder.statements
         self.sites: list[Site] = finder.sites
         self.functions: list[Function] = finder.functions
+
+    @cached_property
+    def asserting(self) -> set[str]:
+        """The functions with an assertion. Where tests assert with one, it passes whatever it is
+        given if it asserts less: no change of it can be told from a repair."""
+        lines = self._code.splitlines()
+        return {
+            each.name
+            for each in self.functions
+            if any(_ASSERTION.search(line) for line in lines[each.first - 1 : each.last])
+        }
 
     def mutated(self, sites: Sequence[Site]) -> bytes:
         return self._changed({site.node: site.replacement for site in sites})
