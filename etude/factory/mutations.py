@@ -311,7 +311,7 @@ class SourceFile:
     def asserting(self) -> set[str]:
         """The functions with an assertion. Where tests assert with one, it passes whatever it is
         given if it asserts less: no change of it can be told from a repair."""
-        lines = self._code.splitlines()
+        lines = self._code.split("\n")  # a form feed ends none
         return {
             each.name
             for each in self.functions

@@ -263,7 +263,7 @@ def test_the_grader_takes_over_the_package(path: str) -> None:
 
 @pytest.mark.parametrize("check", ["assert a == b", "if a != b:\n        raise AssertionError(a)"])
 def test_no_bug_is_put_where_tests_may_assert_with_it(check: str) -> None:
-    source = f"def same(a, b):\n    {check}\n\n\ndef first(a, b):\n    return a < b\n"
+    source = f"\f\ndef same(a, b):\n    {check}\n\n\ndef first(a, b):\n    return a < b\n"
     made = [draft.make() for draft in drafts_of(source) if draft.kind in ("token", "bug")]
     assert {each.facts["functions"] for each in made if each} == {"shop/cart.py:first"}
 

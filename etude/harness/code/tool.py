@@ -147,11 +147,11 @@ class Workspace:
     async def read(self, path: str) -> str:
         """ToolError if there is no such text."""
         if (text := await self.find(path)) is None:
-            raise ToolError(f"there is no file {path}{self._finding}")
+            raise ToolError(f"there is no file {path}{self._hint}")
         return text
 
     @property
-    def _finding(self) -> str:
+    def _hint(self) -> str:
         if "glob" not in self.config.tools:
             return ""
         return f": {self.config.name_of('glob')} finds files by pattern"
