@@ -3,7 +3,7 @@ add an entry to `ADVANTAGE`.
 
     reward less effort      what an attempt was worth, and what it cost (`core.effort`; nothing by
                             default)
-    within a group          attempts are each other's baseline
+    within a group          attempts are each other's baseline, for a whole attempt or turn by turn
     process rewards         what an environment credits to turns or segments, less the mean of all
                             credits of the group, is added for their tokens (nothing by default)
     across a batch          one scale for the advantages of all its groups
@@ -137,6 +137,8 @@ class GroupOutcome:
 class AdvantageEstimator:
     per_group: GroupAdvantages = dr_grpo
     batch_scale: BatchScale = unscaled
+    by_turn: bool = False
+    """Whether the baseline of a turn are the attempts that came as far (`turn_baselines`)."""
     effort: Effort | None = None
     keep_zero_std: bool = False
     """Also where all attempts were worth the same."""
@@ -174,8 +176,11 @@ class AdvantageEstimator:
             malformed |= {
                 t.id: f"the advantages of its group are not finite: {values}" for t in attempts
             }
-            attempts, values = [], []
+            attempts, worth, values = [], [], []
         credit = centered_credit(attempts) if self.use_credit else {}
+        if self.by_turn and differ(worth):
+            for id, shifts in turn_baselines(attempts, worth).items():
+                credit[id] = (*credit.get(id, ()), *shifts)
         advantages = {t.id: advantage for t, advantage in zip(attempts, values, strict=True)}
         taught = {id for id, advantage in advantages.items() if advantage != 0.0 or id in credit}
         return GroupOutcome(
@@ -223,7 +228,35 @@ ADVANTAGE: dict[str, AdvantageEstimator] = {
     "grpo": AdvantageEstimator(per_group=grpo),
     "reinforce_plus_plus_baseline": AdvantageEstimator(batch_scale=unit_std),
     "self_imitation": AdvantageEstimator(per_group=self_imitation),
+    "by_turn": AdvantageEstimator(by_turn=True),
 }
+
+
+def turn_baselines(
+    attempts: Sequence[Trajectory], worth: Sequence[float]
+) -> dict[str, tuple[Credit, ...]]:
+    """By attempt, what makes of the mean of the group the mean of those attempts that took a turn
+    of that number, too; without those that are 0.
+
+    Who goes on has not succeeded yet, so later turns are mostly those of attempts that fail. The
+    mean of all pushes them away, whatever they say, and with them what a second try needs; the mean
+    of those that came as far tells the better ones from the worse. How far an attempt came is known
+    before the turn, so this baseline has no bias either."""
+    places = [
+        [(number, turn) for number, s in enumerate(t.segments) for turn in range(len(turns(s)))]
+        for t in attempts
+    ]
+    shifts = []
+    for number in range(max(map(len, places))):
+        reached = [value for value, own in zip(worth, places, strict=True) if len(own) > number]
+        shifts.append(fmean(worth) - fmean(reached))
+    credits = {
+        t.id: tuple(
+            Credit(shift, *place) for place, shift in zip(own, shifts, strict=False) if shift
+        )
+        for t, own in zip(attempts, places, strict=True)
+    }
+    return {id: some for id, some in credits.items() if some}
 
 
 def centered_credit(attempts: Sequence[Trajectory]) -> dict[str, tuple[Credit, ...]]:

@@ -265,7 +265,7 @@ class RlConfig(RolloutStageConfig):
     (docs/training.md). 1: all tasks alike, in random order."""
     advantage: str = "dr_grpo"
     """The advantage estimator: how the rewards of a group become advantages. One of dr_grpo, rloo,
-    grpo, reinforce_plus_plus_baseline, self_imitation (docs/glossary.md)."""
+    grpo, reinforce_plus_plus_baseline, self_imitation, by_turn (docs/glossary.md)."""
     effort_penalty: EffortConfig | None = None
     """A penalty on what an attempt used, subtracted from its reward before advantages are
     estimated."""

@@ -395,6 +395,72 @@ def test_only_differences_between_credits_count(
     )
 
 
+def of_turns(*attempts: tuple[float, list[int]]) -> Group:
+    """Attempts by their reward and the turns, of one token each, of their segments."""
+    plain = group(*(reward for reward, _ in attempts))
+    return replace(
+        plain,
+        trajectories=tuple(
+            replace(t, segments=tuple(_said(count) for count in counts))
+            for t, (_, counts) in zip(plain.trajectories, attempts, strict=True)
+        ),
+    )
+
+
+def _said(num_turns: int) -> Segment:
+    return Segment(
+        prompt=(1,), tokens=(2,) * 2 * num_turns, mask=(True, False) * num_turns,
+        logprobs=(0.0,) * 2 * num_turns, versions=(VersionSpan(0, num_turns),),
+    )  # fmt: skip
+
+
+def by_turn(whole: Group) -> list[list[float]]:
+    """The advantages of each attempt's turns."""
+    batch, samples = assemble_batch(0, [whole], ADVANTAGE["by_turn"])
+    found: dict[str, list[float]] = {t.id: [] for t in whole.trajectories if t.id in samples}
+    for row in batch.rows:
+        found[row.sample] += [
+            advantage for advantage, said in zip(row.advantages, row.mask, strict=True) if said
+        ]
+    return list(found.values())
+
+
+def test_a_turn_is_compared_with_those_who_came_as_far() -> None:
+    """The first attempt is solved at once. Of the others, which had the same mean before, that
+    which goes on well is better than the one that does not."""
+    found = by_turn(of_turns((1.0, [1]), (0.0, [2]), (1.0, [1, 1])))
+    assert found == [
+        pytest.approx([1 / 3]),
+        pytest.approx([-2 / 3, -1 / 2]),
+        pytest.approx([1 / 3, 1 / 2]),
+    ]
+
+
+def test_who_went_on_alone_has_nothing_to_be_compared_with() -> None:
+    assert by_turn(of_turns((1.0, [1]), (0.0, [3])))[1] == pytest.approx([-1 / 2, 0, 0])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-8, 8).map(float), st.lists(st.integers(1, 3), min_size=1, max_size=3)
+        ),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_the_advantages_of_all_who_took_a_turn_add_up_to_nothing(
+    attempts: list[tuple[float, list[int]]],
+) -> None:
+    whole = of_turns(*attempts)
+    if len({reward for reward, _ in attempts}) < 2:
+        assert not ADVANTAGE["by_turn"].estimate(whole).advantages
+        return
+    found = by_turn(whole)
+    for number in range(max(map(len, found))):
+        assert sum(own[number] for own in found if len(own) > number) == pytest.approx(0, abs=1e-9)
+
+
 def test_spans_and_back() -> None:
     versions = [3, 3, 4, 3]
     assert version_spans(versions) == (VersionSpan(3, 2), VersionSpan(4, 1), VersionSpan(3, 1))
@@ -411,6 +477,7 @@ def test_what_a_run_may_choose_from() -> None:
         "grpo": replace(plain, per_group=grpo),
         "reinforce_plus_plus_baseline": replace(plain, batch_scale=unit_std),
         "self_imitation": replace(plain, per_group=self_imitation),
+        "by_turn": replace(plain, by_turn=True),
     } == ADVANTAGE
 
 
