@@ -37,6 +37,12 @@ def _prefetch(w, first, size, LINES: tl.constexpr):
 
 
 @triton.jit
+def _eighths(tile, value, BN: tl.constexpr, BC: tl.constexpr):
+    """The products of a tile with a row, eight neighbours added up."""
+    return tl.sum(tl.reshape(tile.to(tl.float32) * value[None, :], (BN, BC // 8, 8)), 2)
+
+
+@triton.jit
 def _gemv(
     x, gain, w, bias, out, C, N, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
@@ -65,14 +71,16 @@ def _gemv(
             more = tl.load(x + start + c, mask=start + c < C, other=0).to(tl.float32)
             squares += tl.sum(more * more)
         shrink = tl.rsqrt(squares / C + eps)
-    sums = tl.zeros([BN, BC], tl.float32)
-    sums_up = tl.zeros([BN, BC], tl.float32)
+    # A thread adds up its eight neighbours at once, which halves the registers: more programs are
+    # resident, and those of the next kernel have their weights before this one ends.
+    sums = tl.zeros([BN, BC // 8], tl.float32)
+    sums_up = tl.zeros([BN, BC // 8], tl.float32)
     for start in range(0, C, BC):
         if NORM:
             value = (value * shrink * scales).to(w.dtype.element_ty).to(tl.float32)
-        sums += tile.to(tl.float32) * value[None, :]
+        sums += _eighths(tile, value, BN, BC)
         if GATED:
-            sums_up += tile_up.to(tl.float32) * value[None, :]
+            sums_up += _eighths(tile_up, value, BN, BC)
         column = start + BC + c
         tile = tl.load(rows + column[None, :], mask=inside & (column < C)[None, :], other=0)
         if GATED:
@@ -178,7 +186,8 @@ def gemv(
     assert not (ahead and gated)
     inner, outputs = w_NC.shape[1], w_NC.shape[0] // (2 if gated else 1)
     gain, eps = (w_NC, 0.0) if norm is None else norm
-    bn = 4 if gated else 8
+    # 8 rows a program, unless that leaves multiprocessors of an H200 without one
+    bn = 4 if gated or outputs < 8 * 132 else 8
     lines = triton.next_power_of_2(bn * inner // 64) if ahead and pdl else 0
     _gemv[(triton.cdiv(outputs, bn),)](
         x_C, gain, w_NC, w_NC if bias_N is None else bias_N, out_N, inner, outputs, eps,
