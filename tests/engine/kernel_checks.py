@@ -518,6 +518,8 @@ SMALL: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "prefill, fp8, odd": lambda new: check_prefill(new, 4, 1, 32, [175], [40], True, True, 64),
     "head": lambda new: check_head(new, 5, 96, 500),
     "experts": lambda new: check_experts(new, 9, 8, 4, 96, 80),
+    "experts, three of ten": lambda new: check_experts(new, 9, 10, 3, 96, 80),
+    "experts, five of nine": lambda new: check_few_experts(new, 2, 9, 5, 30, 24, add=True),
     "experts, one row": lambda new: check_few_experts(new, 1, 8, 4, 96, 80, add=True),
     "experts, two rows": lambda new: check_few_experts(new, 2, 6, 2, 270, 264, add=True),
     **{
@@ -572,6 +574,8 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
     "head 70": lambda new: check_head(new, 70, 1024, 151936),
     "experts": lambda new: check_experts(new, 64, 128, 8, 2048, 768),
     "experts, one": lambda new: check_experts(new, 2, 128, 8, 2048, 768),
+    "experts, 6 of 160": lambda new: check_experts(new, 64, 160, 6, 2048, 512),
+    "experts, 6 of 64": lambda new: check_few_experts(new, 1, 64, 6, 2048, 1408, add=True),
     "experts, one row": lambda new: check_few_experts(new, 1, 128, 8, 2048, 768, add=True),
     **{
         f"experts, {rows} of few": partial(

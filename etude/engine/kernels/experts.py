@@ -31,22 +31,22 @@ LOWEST = tl.constexpr(-(1 << 31))
 @triton.jit
 def _route(
     logits, ids, shares, record, slots, X, record_stride,
-    XP: tl.constexpr, TOP: tl.constexpr, RENORM: tl.constexpr, GIVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    XP: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, RENORM: tl.constexpr,
+    GIVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
     x = tl.arange(0, XP)
-    rank = tl.arange(0, TOP)
+    rank = tl.arange(0, TP)
     logit = tl.load(logits + row * X + x, mask=x < X, other=-float("inf")).to(tl.float32)
     # rows that only fill the batch up may hold anything, NaN too
     logit = tl.where(logit == logit, logit, 0.0)
     p = tl.exp(logit - tl.max(logit, 0))
     p = tl.where(x < X, p / tl.sum(p, 0), -1.0)
-    chosen = tl.zeros([TOP], tl.int32)
-    share = tl.zeros([TOP], tl.float32)
+    chosen = tl.zeros([TP], tl.int32)
+    share = tl.zeros([TP], tl.float32)
     for j in tl.static_range(TOP):
         best = tl.argmax(p, 0)
         value = tl.max(p, 0)
@@ -66,8 +66,8 @@ def _route(
         chosen.to(record.dtype.element_ty),
         mask=tl.where(real, rank, TOP) < TOP,
     )
-    tl.store(ids + row * TOP + rank, tl.where(real, chosen, -1))
-    tl.store(shares + row * TOP + rank, share)
+    tl.store(ids + row * TOP + rank, tl.where(real, chosen, -1), mask=rank < TOP)
+    tl.store(shares + row * TOP + rank, share, mask=rank < TOP)
 
 
 @triton.jit
@@ -182,18 +182,19 @@ def _best(key, x, XP: tl.constexpr):
 
 @triton.jit
 def _chosen(
-    logits, row, X, XP: tl.constexpr, TOP: tl.constexpr, COPIES: tl.constexpr, RENORM: tl.constexpr
-):
-    """The experts of a token and their shares, as `_route` says."""
+    logits, row, X, XP: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
+    RENORM: tl.constexpr,
+):  # fmt: skip
+    """The experts of a token and their shares, as `_route` says; from TOP to TP both are 0."""
     key, x = _ordered(logits, row, X, XP, COPIES)
     top = tl.max(key, 1)
     logit, best_logit = _flipped(key), _flipped(top)
     best_logit = best_logit.to(tl.float32, bitcast=True)
     p = tl.exp(logit.to(tl.float32, bitcast=True) - best_logit[:, None])
     total = tl.sum(tl.where(x < X, p, 0.0), 1)
-    rank = tl.broadcast_to(tl.arange(0, TOP)[None, :], (COPIES, TOP))
-    ids = tl.zeros([COPIES, TOP], tl.int32)
-    shares = tl.zeros([COPIES, TOP], tl.float32)
+    rank = tl.broadcast_to(tl.arange(0, TP)[None, :], (COPIES, TP))
+    ids = tl.zeros([COPIES, TP], tl.int32)
+    shares = tl.zeros([COPIES, TP], tl.float32)
     for j in tl.static_range(TOP):
         top, best, key = _best(key, x, XP)
         share = tl.exp(_flipped(top).to(tl.float32, bitcast=True) - best_logit) / total
@@ -248,18 +249,20 @@ def _chosen_gated(
 @triton.jit
 def _chosen_down(
     act, w, logits, slots, record, out, N, C, X, record_stride,
-    TOP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr, RENORM: tl.constexpr,
-    ADD: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+    TOP: tl.constexpr, TP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr,
+    RENORM: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of a token, summed over all of its experts. Axes: TOP experts, BN outputs, BC
-    inner."""
+    """Some outputs of a token, summed over all of its experts. Axes: TP experts, of which TOP are
+    there, BN outputs, BC inner."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    ids, shares = _chosen(logits, row, X, XP, TOP, COPIES, RENORM)
-    rank = tl.arange(0, TOP)
+    ids, shares = _chosen(logits, row, X, XP, TOP, TP, COPIES, RENORM)
+    rank = tl.arange(0, TP)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     c = tl.arange(0, BC)[None, None, :]
     inside = (tl.where(slot < 0, N, n) < N)[None, :, None]
+    there = (rank < TOP)[:, None, None]
+    inside = inside & there
     rows = w + (ids.to(tl.int64)[:, None, None] * N + n[None, :, None]) * C
     inputs = act + (row * TOP + rank)[:, None, None] * C
     # The router was done when `_chosen_gated` let this one begin: what to read is known, and on its
@@ -270,11 +273,11 @@ def _chosen_down(
         gpu.gdc_wait()
     if slot < 0:  # it only fills the batch up
         return
-    sums = tl.zeros([TOP, BN, BC // 8], tl.float32)
+    sums = tl.zeros([TP, BN, BC // 8], tl.float32)
     for start in range(0, C, BC):
         column = start + c
-        value = tl.load(inputs + column, mask=column < C, other=0).to(tl.float32)
-        sums += tl.sum(tl.reshape(tile.to(tl.float32) * value, (TOP, BN, BC // 8, 8)), 3)
+        value = tl.load(inputs + column, mask=there & (column < C), other=0).to(tl.float32)
+        sums += tl.sum(tl.reshape(tile.to(tl.float32) * value, (TP, BN, BC // 8, 8)), 3)
         column += BC
         tile = tl.load(rows + column, mask=inside & (column < C), other=0)
     # Rounded where `_grouped_gemm` and the sum of its parts round.
@@ -285,7 +288,8 @@ def _chosen_down(
         result = result.to(tl.float32) + tl.load(place, mask=n < N, other=0).to(tl.float32)
     tl.store(place, result.to(out.dtype.element_ty), mask=n < N)
     if tl.program_id(1) == 0:
-        tl.store(record + slot * record_stride + rank, ids.to(record.dtype.element_ty))
+        told = record + slot * record_stride + rank
+        tl.store(told, ids.to(record.dtype.element_ty), mask=rank < TOP)
 
 
 def route(
@@ -294,11 +298,11 @@ def route(
 ) -> None:  # fmt: skip
     """Route every token to its k likeliest experts, also written to `record` at the token's slot
     (-1: nowhere). `given`: `ids` holds those to take instead, -1 where the likeliest are wanted."""
-    rows, experts = logits_BX.shape
+    (rows, experts), top = logits_BX.shape, ids_Bk.shape[1]
     _route[(rows,)](
         logits_BX, ids_Bk, shares_Bk, record_Sk, slot_mapping_B, experts, record_Sk.stride(0),
-        triton.next_power_of_2(experts), ids_Bk.shape[1], renormalise, given, pdl, num_warps=1,
-        launch_pdl=pdl,
+        triton.next_power_of_2(experts), top, triton.next_power_of_2(top), renormalise, given, pdl,
+        num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -391,6 +395,7 @@ def chosen_down(
     (rows, top, inner), (experts, size) = act_BkI.shape, w_XEI.shape[:2]
     _chosen_down[(rows, triton.cdiv(size, config.outputs))](
         act_BkI, w_XEI, logits_BX, slot_mapping_B, record_Sk, out_BE, size, inner, experts,
-        record_Sk.stride(0), top, triton.next_power_of_2(experts), config.warps, renormalise, add,
-        config.outputs, config.inner, pdl, num_warps=config.warps, launch_pdl=pdl,
+        record_Sk.stride(0), top, triton.next_power_of_2(top), triton.next_power_of_2(experts),
+        config.warps, renormalise, add, config.outputs, config.inner, pdl, num_warps=config.warps,
+        launch_pdl=pdl,
     )  # fmt: skip
