@@ -106,7 +106,7 @@ def after_changes(
             after[target] = patched("", change)
             continue
         if text is None:
-            raise PatchError(f"there is no file {change.path}: glob finds files by pattern")
+            raise PatchError(f"there is no file {change.path}")
         after[change.path] = None
         if change.kind == "update":
             new = patched(text.replace("\r\n", "\n"), change)
