@@ -238,10 +238,11 @@ def turn_baselines(
     """By attempt, what makes of the mean of the group the mean of those attempts that took a turn
     of that number, too; without those that are 0.
 
-    Who goes on has not succeeded yet, so later turns are mostly those of attempts that fail. The
-    mean of all pushes them away, whatever they say, and with them what a second try needs; the mean
-    of those that came as far tells the better ones from the worse. How far an attempt came is known
-    before the turn, so this baseline has no bias either."""
+    Who goes on has not succeeded yet, so later turns are mostly those of attempts that fail.
+    Against the mean of all, nearly all of them are pushed away, good or bad; on average over many
+    samples that cancels out, in a batch it is noise, and most of what the batch says about second
+    tries. Against those that came as far it is gone. How far an attempt came is known before the
+    turn, so this baseline has no bias either."""
     places = [
         [(number, turn) for number, s in enumerate(t.segments) for turn in range(len(turns(s)))]
         for t in attempts
