@@ -264,6 +264,12 @@ def _add_compare(add: AddCommand) -> None:
         help=f"the other version {newest}; several, such as seeds: their mean at each task",
     )
     parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
+    parser.add_argument(
+        "--turns",
+        type=at_least_one,
+        metavar="N",
+        help="count what was solved within N turns, as if no attempt had had more",
+    )
 
 
 def _add_init(add: AddCommand) -> None:

@@ -239,7 +239,7 @@ def evaluate(args: argparse.Namespace) -> int:
 def compare(args: argparse.Namespace) -> int:
     from etude.commands.compare import compare
 
-    found = compare(args.before, args.after, args.split, _console(args.json))
+    found = compare(args.before, args.after, args.split, _console(args.json), turns=args.turns)
     if args.json:
         print(json.dumps(found))
     return 0

@@ -13,19 +13,22 @@ from etude.core.statistics import PairedComparison, compare_paired
 from etude.core.types import Json
 from etude.dash.page import share
 from etude.launch.place import RunPlace
-from etude.run.evaluate import Report, reports
+from etude.run.evaluate import Report, cut_after, reports
 
 FEWEST_TASKS = 6
 """With fewer, no difference is significant: p of the sign-flip test is at least 2 / 2**tasks."""
 
 
-def compare(before: str, after: Sequence[str], split: str, console: Console) -> dict[str, Json]:
+def compare(
+    before: str, after: Sequence[str], split: str, console: Console, *, turns: int | None = None
+) -> dict[str, Json]:
     """Show the comparison, and return what `--json` prints. Each side is a run's directory, with
     `@VERSION` for another version than the newest that was evaluated. Of several on the second
-    side, seeds of a recipe say, each task's mean is compared."""
+    side, seeds of a recipe say, each task's mean is compared. With `turns` only what was solved
+    within so many counts."""
     if twice := next((side for side in after if after.count(side) > 1), None):
         raise EtudeError(f"{twice} is named twice: it would count twice")
-    sides = {side: find_report(side, split) for side in (before, *after)}
+    sides = {side: find_report(side, split, turns) for side in (before, *after)}
     first, *others = [sides[side] for side in (before, *after)]
     for side, report in sides.items():
         if report.samples != first.samples:
@@ -46,6 +49,8 @@ def compare(before: str, after: Sequence[str], split: str, console: Console) -> 
     left_out = len(set.union(*map(set, tried))) - len(common)
     console.print(table([(before, first), *zip(after, others, strict=True)]))
     console.print(verdict(found, left_out))
+    if turns is not None:
+        console.print(f"attempts of more than {turns} turns count as not solved")
     if first in others:
         console.print(f"both are one evaluation, of version {first.version}: name another @VERSION")
     if seeds > 1:
@@ -54,7 +59,7 @@ def compare(before: str, after: Sequence[str], split: str, console: Console) -> 
     return {name: getattr(found, name) for name in (*fields, "gained", "lost")}
 
 
-def find_report(side: str, split: str) -> Report:
+def find_report(side: str, split: str, turns: int | None = None) -> Report:
     """The evaluation with the most attempts of the version that `RUN[@VERSION]` names."""
     path, _, wanted = side.rpartition("@") if "@" in side else (side, "", "")
     run = RunPlace.of(path).open()
@@ -69,7 +74,8 @@ def find_report(side: str, split: str) -> Report:
             f"{side} has no evaluation on {split} tasks. Make one: "
             f"etude eval {path}{option} --split {split}"
         )
-    return max(found, key=lambda report: (report.version, report.samples))
+    best = max(found, key=lambda report: (report.version, report.samples))
+    return best if turns is None else cut_after(best, run.eval_sessions(best.name), turns)
 
 
 def table(sides: Sequence[tuple[str, Report]]) -> Table:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from etude.core.advantage import suspected_tricks
 from etude.core.errors import EtudeError
@@ -170,9 +170,7 @@ def _report(
     solved, total = _solved(outcomes), len(outcomes)
     by_task = Counter({t.task: 0 for t in outcomes})
     by_task.update(t.task for t in outcomes if t.reward == 1.0)
-    low, high = (
-        wilson(solved, total) if samples == 1 else clustered_wilson([*by_task.values()], samples)
-    )
+    low, high = _interval(by_task, samples)
     return Report(
         stage=stage,
         split=split,
@@ -188,6 +186,22 @@ def _report(
         honest_by_task=_honest(outcomes),
         cost=_total_cost(outcomes),
     )
+
+
+def cut_after(report: Report, attempts: Sequence[Trajectory], answers: int) -> Report:
+    """What an agent that stops after so many answers of the model has solved, at least: attempts
+    that took more are not solved."""
+    by_task = Counter(dict.fromkeys(report.solved_by_task, 0))
+    by_task.update(t.task for t in attempts if t.reward == 1.0 and t.cost.calls <= answers)
+    low, high = _interval(by_task, report.samples)
+    solved = dict(sorted(by_task.items()))
+    return replace(report, solved=by_task.total(), low=low, high=high, solved_by_task=solved)
+
+
+def _interval(by_task: Counter[str], samples: int) -> tuple[float, float]:
+    if samples == 1:
+        return wilson(by_task.total(), len(by_task))
+    return clustered_wilson([*by_task.values()], samples)
 
 
 def _honest(outcomes: Sequence[Trajectory]) -> dict[str, int]:

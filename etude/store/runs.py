@@ -314,6 +314,9 @@ class Run:
         self.objects.put_sealed(key, pack(kept))
         return key
 
+    def eval_sessions(self, name: str) -> tuple[Trajectory, ...]:
+        return self.sessions(f"evals/{name}.sessions")
+
     def sessions(self, key: str) -> tuple[Trajectory, ...]:
         """All that lie in one object: a group, or an evaluation."""
         folder, _, name = key.partition("/")

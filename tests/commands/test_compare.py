@@ -11,7 +11,7 @@ from msgspec import to_builtins
 
 from etude.cli import main
 from etude.core.config import parse
-from etude.core.types import Cost
+from etude.core.types import Cost, Score, Trajectory
 from etude.run.evaluate import Report, reports
 from etude.store.runs import Run
 
@@ -61,6 +61,30 @@ def test_seeds_are_compared_by_their_mean_at_each_task(
     assert "of 2 seeds, the mean at each task" in told.err
     assert main(["compare", f"{directory}@0", str(other), str(other)]) == 2
     assert f"{other} is named twice" in capsys.readouterr().err
+
+
+def test_only_what_was_solved_within_so_many_turns_counts(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """a takes two turns, b three; before, only c was solved, in one."""
+    run = Run.open(f"file:{directory}")
+    for version, solved in SOLVED.items():
+        turns = {"a": 2, "b": 3}
+        attempts = [
+            Trajectory(
+                id=task, task=task, group="", segments=(), score=Score(reward),
+                status="done", cost=Cost(calls=turns.get(task, 1)), messages=[{"role": "user"}],
+            )
+            for task, reward in solved.items()
+        ]  # fmt: skip
+        run.put_eval_sessions(f"{version:06d}.heldout", attempts)
+    for turns, after in ((3, 0.75), (2, 0.5), (1, 0.25)):
+        told = ["compare", f"{directory}@0", str(directory), "--turns", str(turns), "--json"]
+        assert main(told) == 0
+        output = capsys.readouterr()
+        found = json.loads(output.out)
+        assert (found["before"], found["after"]) == (0.25, after)
+        assert f"attempts of more than {turns} turns count as not solved" in output.err
 
 
 def test_a_version_beside_itself(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
