@@ -1,7 +1,8 @@
 #!/bin/sh
 # Étude No. 1, from the sources to the figures. What is done is not done again: after a kill, the same command goes on.
 #   examples/etude-1/run.sh [model|sdists|corpus|sessions|tasks|sft|rl|measure]...     (all, in this order)
-#   examples/etude-1/run.sh ablations     after these: rl with one thing changed, six times
+#   examples/etude-1/run.sh seeds         after sft: rl by the seeds 0, 1 and 2 side by side (SEEDS), and their mean beside sft
+#   examples/etude-1/run.sh ablations     after these: rl with one thing changed, seven times
 # SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights with another seed
 set -eu
 cd "$(dirname "$0")"
@@ -63,7 +64,28 @@ sft() {
 
 rl() {
     # what every seed begins with was evaluated at the end of sft
-    "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED" --set eval.before=false
+    ${EXEC:-} "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED" --set eval.before=false \
+        --set harness.concurrency="${CONCURRENCY:-96}"
+}
+
+seeds() { # those on one GPU want NVIDIA's Multi-Process Service, and fewer sessions each (README.md)
+    begun='' runs='' broken=''
+    trap 'kill $begun' INT TERM # which they would not hear of
+    for SEED in ${SEEDS:-0 1 2}; do
+        RL=data/rl-$SEED
+        runs="$runs $RL"
+        EXEC=exec CONCURRENCY=${CONCURRENCY:-40} rl >"data/logs/rl-$SEED.log" 2>&1 &
+        begun="$begun $!"
+    done
+    for process in $begun; do
+        wait "$process" || broken=yes
+    done
+    [ -z "$broken" ] || { tail -n 2 data/logs/rl-*.log; return 1; }
+    for run in $SFT $runs; do
+        "$ETUDE" eval "$run" --samples "${SAMPLES:-8}" --json || return
+    done
+    # shellcheck disable=SC2086
+    "$ETUDE" compare "$SFT" $runs --json
 }
 
 measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 what sessions did
@@ -80,7 +102,8 @@ ablations() {
         variant lag-1 --set stage.rl.max_lag=1 &&
         variant lag-4 --set stage.rl.max_lag=4 &&
         variant lag-16 --set stage.rl.max_lag=16 &&
-        variant in-turn --set stage.rl.fresh_frac=1.0 || return
+        variant in-turn --set stage.rl.fresh_frac=1.0 &&
+        variant by-turn --set stage.rl.advantage=by_turn || return
     # one step, at the rate with which it begins, is as good as none
     "$ETUDE" run sft.toml --dir data/sft-alone --no-dash --json --set stage.midtrain.steps=1 || return
     [ -e data/sft-alone-model ] || "$ETUDE" weights export data/sft-alone data/sft-alone-model || return
