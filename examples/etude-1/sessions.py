@@ -330,12 +330,14 @@ class Expert:
         return {"messages": self._messages, "tools": self._tools.schemas}
 
     async def _put(self, line: int, text: str, weight: int = 1) -> None:
-        """Replace a line, quoted with as many of those before it as make it the only one."""
-        now = await self._sandbox.read(self._bug.path)
-        lines = now.splitlines()
+        """Replace a line, quoted with as many of those before it as make it the only one in the
+        function, which is what was read."""
+        lines = (await self._sandbox.read(self._bug.path)).splitlines()
+        first, last = self._bug.function.first - 1, self._bug.function.last
+        read = "\n".join(lines[first:last])
         start = line - 1
         is_told = self._rng.random() < 0.5  # that it is not the only one
-        while now.count("\n".join(lines[start:line])) > 1 and start > 0:
+        while read.count("\n".join(lines[start:line])) > 1 and start > first:
             start -= 1
         path, old = self._bug.path, "\n".join(lines[start:line])
         new = "\n".join([*lines[start : line - 1], text])

@@ -94,6 +94,38 @@ async def test_an_edit_keeps_the_ends_of_lines(call: Session) -> None:
     assert await call.sandbox.read_bytes("dos.txt") == b"1\r\n2\r\n"
 
 
+TWICE = "def f(x):\n    return x\n\n\ndef g(x):\n    return x\n"
+
+
+async def test_of_several_places_the_one_that_was_read_last_is_meant(call: Session) -> None:
+    async def edit(new: str, old: str = "    return x") -> str:
+        return await call("edit", path="twice.py", old=old, new=new)
+
+    await call.sandbox.write("twice.py", TWICE.encode())
+    refused = "error: twice.py: old stands in 2 places (lines 2, 6)"
+    chosen = "ok (of 2 places the one that was read last): "
+    assert (await edit("    return 1")).startswith(refused), "nobody has read it"
+    await call("read", path="twice.py", start=5, end=6)
+    assert await edit("    return 1\n    # so") == f"{chosen}lines 6 to 7"
+    assert await call("undo") == "ok: twice.py as before that change"
+    # where it stands now: another tool may have written above it
+    await call.sandbox.write("twice.py", f"import os\n\n{TWICE}".encode())
+    assert await edit("    return 1") == f"{chosen}line 8"
+    assert await call.sandbox.read("twice.py") == f"import os\n\n{TWICE[:-2]}1\n"
+    await call.sandbox.write("twice.py", TWICE.encode())
+    for start, end in ((1, 6), (3, 4)):  # both of them, or none
+        await call("read", path="./twice.py", start=start, end=end)
+        assert (await edit("    return 1")).startswith(refused)
+
+
+async def test_what_was_read_decides_between_places_found_alike_only(call: Session) -> None:
+    text = f"{TWICE}if True:\n        return x\n"
+    await call.sandbox.write("twice.py", text.encode())
+    await call("read", path="twice.py", start=7, end=8)
+    said = await call("edit", path="twice.py", old="\n    return x\n", new="\n    return 1\n")
+    assert said.startswith("error: twice.py: old stands in 2 places")
+
+
 async def test_write_and_apply_patch(call: Session) -> None:
     assert await call("write", path="new/made.py", content="x = 1\n") == (
         "ok: wrote new/made.py, 1 lines"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.harness.code.matching import NoMatch, replace
+from etude.harness.code.matching import NoMatch, ReadLines, replace
 from etude.harness.code.output import clip
 from etude.harness.code.patches import PatchError, after_changes, parse_patch, patched
 
@@ -46,6 +46,34 @@ def test_places_that_overlap_are_replaced_as_exact_ones_are() -> None:
     exact, _ = replace(text, "  x = 1\n  x = 1\n", "  y\n", everywhere=True)
     spaced, how = replace(text, "x  = 1\nx  = 1", "y", everywhere=True)
     assert (spaced, how) == (exact, "white space") and exact == "  y\n  x = 1\nend"
+
+
+few = st.lists(st.sampled_from(["a\n", "b\n"]), max_size=4).map(tuple)
+
+
+@given(few, few, few, few, st.sampled_from(["above", "read", "below"]))
+def test_what_was_read_is_found_again(
+    above: tuple[str, ...],
+    read: tuple[str, ...],
+    below: tuple[str, ...],
+    new: tuple[str, ...],
+    where: str,
+) -> None:
+    """After a change above it, in it or below it. Lines that bound the three tell them apart."""
+    old = {"above": ("<\n", *above, "[\n"), "read": ("(\n", *read, ")\n"), "below": ("]\n", *below)}
+    start = len(old["above"])
+    seen = ReadLines([*old["above"], *old["read"], *old["below"]], start, start + len(old["read"]))
+    first, *_ = old[where]
+    last = old[where][1:][-1:] if where != "below" else ()
+    now = old | {where: (first, *new, *last)}
+    assert seen.parts_of("".join(map("".join, now.values()))) == tuple(map("".join, now.values()))
+
+
+def test_a_change_that_reaches_beyond_what_was_read_belongs_to_it() -> None:
+    seen = ReadLines(["a\n", "b\n", "c\n", "d\n", "e"], 2, 4)
+    assert seen.parts_of("a\nB\nC\nd\ne") == ("a\n", "B\nC\nd\n", "e")
+    assert seen.parts_of("a\nb\nc\nD\nE") == ("a\nb\n", "c\nD\nE", "")
+    assert seen.parts_of("") == ("", "", "")
 
 
 def test_one_line_that_is_only_alike_is_another_line() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 from collections.abc import Sequence
-from operator import eq
 
-from etude.harness.code.matching import NoMatch, replace
+from etude.harness.code.matching import Ambiguous, NoMatch, num_alike, replace
 from etude.harness.code.patches import FileChange, after_changes, parse_patch
 from etude.harness.code.tool import Tool, ToolError, boolean, integer, string
 
@@ -36,10 +35,12 @@ class Read(Tool):
         last = min(len(lines), start + READ_LINES - 1 if end is None else end)
         if last < start:
             raise ToolError(f"end is {end}, before start, which is {start}")
-        return self._numbered(lines, start, last)
+        shown, last = self._numbered(lines, start, last)
+        await self.workspace.remember_read(path, text, start, last)
+        return shown
 
-    def _numbered(self, lines: Sequence[str], start: int, last: int) -> str:
-        """As many whole lines as the answer has room for, and where to go on."""
+    def _numbered(self, lines: Sequence[str], start: int, last: int) -> tuple[str, int]:
+        """As many whole lines as the answer has room for, and where to go on; and the last."""
         shown: list[str] = []
         room = self.config.limit_of("read") - 80  # for where to go on
         for number in range(start, last + 1):
@@ -51,7 +52,7 @@ class Read(Tool):
             shown.append(line)
         if last < len(lines):
             shown.append(f"(lines {last + 1} to {len(lines)} follow: read with start={last + 1})")
-        return "\n".join(shown)
+        return "\n".join(shown), last
 
 
 class Edit(Tool):
@@ -73,14 +74,30 @@ class Edit(Tool):
         is_crlf = "\r\n" in text
         before, old, new = (_unix(each) if is_crlf else each for each in (text, old, new))
         try:
-            after, how = replace(before, old, new, everywhere=all)
+            after, note = await self._replaced(path, before, old, new, all)
         except NoMatch as e:
             raise ToolError(f"{path}: {e}") from e
         if is_crlf:
             after = after.replace("\n", "\r\n")
         said = await self.workspace.save(path, text, after)
-        note = "" if how == "exact" else f" (found by {how}: look at the result)"
         return f"ok{note}: {_where(text, after)}\n{said}".rstrip()
+
+    async def _replaced(
+        self, path: str, text: str, old: str, new: str, everywhere: bool
+    ) -> tuple[str, str]:
+        """The text after the change, and a note on how the place was found."""
+        try:
+            after, how = replace(text, old, new, everywhere=everywhere)
+        except Ambiguous as e:
+            above, read, below = await self.workspace.around_read(path, text)
+            try:
+                after, how = replace(read, old, new)
+            except NoMatch:
+                raise e from None
+            if how != e.how:  # in the lines that were read something else is meant
+                raise
+            return above + after + below, f" (of {e.count} places the one that was read last)"
+        return after, "" if how == "exact" else f" (found by {how}: look at the result)"
 
 
 class Write(Tool):
@@ -157,14 +174,9 @@ def _unix(text: str) -> str:
 def _where(before: str, after: str) -> str:
     """Which lines are new, from the first that differs to the last."""
     old, new = before.splitlines(), after.splitlines()
-    same = _num_alike(old, new)
-    end = _num_alike(old[same:][::-1], new[same:][::-1])
+    same = num_alike(old, new)
+    end = num_alike(old[same:][::-1], new[same:][::-1])
     last = len(new) - end
     if last <= same:
         return f"lines were removed after line {same}"
     return f"line {last}" if last == same + 1 else f"lines {same + 1} to {last}"
-
-
-def _num_alike(one: Sequence[str], other: Sequence[str]) -> int:
-    """At the beginning of both."""
-    return [*map(eq, one, other), False].index(False)

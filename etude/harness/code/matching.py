@@ -2,7 +2,8 @@
 
 Three ways, from the strictest to the most forgiving: as it is; with other white space; with slips
 in a few lines of several. A more forgiving way is only taken where the stricter ones find nothing,
-and none of them ever chooses between two places.
+and none of them ever chooses between two places: who has only read one of them means that one
+(`ReadLines`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from operator import eq
 from typing import Literal
 
 How = Literal["exact", "white space", "fuzzy"]
@@ -28,6 +30,15 @@ class NoMatch(ValueError):
     """The text stands nowhere, or in several places. Says what to do."""
 
 
+class Ambiguous(NoMatch):
+    """It stands in several places, all found in one way."""
+
+    def __init__(self, lines: Sequence[int], how: How) -> None:
+        super().__init__(_ambiguous(lines, "old"))
+        self.count = len(lines)
+        self.how = how
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Lines `start` to `stop` of a file, counted from 0, the last one not included."""
@@ -35,6 +46,34 @@ class Place:
     start: int
     stop: int
     how: How
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLines:
+    """Lines `start` to `stop` of a file as it was, counted from 0, the last one not included."""
+
+    lines: Sequence[str]
+    start: int
+    stop: int
+
+    def parts_of(self, text: str) -> tuple[str, str, str]:
+        """The file as it is now: what stands above these lines, they themselves, what is below. All
+        that has changed since counts as one piece, which is among them if one of its lines was."""
+        now = text.splitlines(keepends=True)
+        same = num_alike(self.lines, now)
+        end = len(self.lines) - num_alike(self.lines[same:][::-1], now[same:][::-1])
+        more = len(now) - len(self.lines)
+        start, stop = self.start, self.stop
+        if start >= end:
+            start, stop = start + more, stop + more
+        elif stop > same:
+            start, stop = min(start, same), max(stop, end) + more
+        return "".join(now[:start]), "".join(now[start:stop]), "".join(now[stop:])
+
+
+def num_alike(one: Sequence[str], other: Sequence[str]) -> int:
+    """At the beginning of both."""
+    return [*map(eq, one, other), False].index(False)
 
 
 def places(lines: Sequence[str], wanted: Sequence[str]) -> list[Place]:
@@ -63,14 +102,14 @@ def replace(text: str, old: str, new: str, *, everywhere: bool = False) -> tuple
         raise NoMatch("old and new are the same: nothing would change")
     if found := text.count(old):
         if found > 1 and not everywhere:
-            raise NoMatch(_ambiguous(_line_numbers(text, old), "old"))
+            raise Ambiguous(_line_numbers(text, old), "exact")
         return text.replace(old, new), "exact"
     lines, wanted = text.split("\n"), old.strip("\n").split("\n")
     found_places = places(lines, wanted)
     if not found_places:
         raise NoMatch(f"old stands nowhere in the file{nearest(lines, wanted)}")
     if len(found_places) > 1 and not everywhere:
-        raise NoMatch(_ambiguous([place.start + 1 for place in found_places], "old"))
+        raise Ambiguous([place.start + 1 for place in found_places], found_places[0].how)
     written = new.strip("\n").split("\n") if new.strip("\n") else []
     for place in reversed(_apart(found_places)):
         lines[place.start : place.stop] = shifted(written, wanted, lines[place.start : place.stop])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from etude.core.memo import Memo
 from etude.core.sandbox import CommandResult, Patch, Sandbox, patch_digest
 from etude.core.types import Json
 from etude.harness.code.diagnostics import Diagnostics
+from etude.harness.code.matching import ReadLines
 
 Schema = dict[str, Json]
 
@@ -91,6 +93,8 @@ class Workspace:
         """What the model's own list says is not done."""
         self._changes: list[dict[str, ChangedFile]] = [{}]
         """Of each call of a tool that changed files; the last is the call under way."""
+        self._read: dict[str, ReadLines] = {}
+        """By path, what was read of it last."""
         self._diagnostics = diagnostics
         self._test_cache = test_cache
         self._root: str | None = None
@@ -149,6 +153,17 @@ class Workspace:
         if (text := await self.find(path)) is None:
             raise ToolError(f"there is no file {path}{self._hint}")
         return text
+
+    async def remember_read(self, path: str, text: str, start: int, last: int) -> None:
+        """That lines `start` to `last` of a file were shown, counted from 1."""
+        lines = text.replace("\r\n", "\n").splitlines(keepends=True)
+        self._read[posixpath.normpath(await self.inside(path))] = ReadLines(lines, start - 1, last)
+
+    async def around_read(self, path: str, text: str) -> tuple[str, str, str]:
+        """A file as it is now, in three parts: the second is where what was read of it last stands
+        now. It is empty if nothing was."""
+        seen = self._read.get(posixpath.normpath(await self.inside(path)))
+        return (text, "", "") if seen is None else seen.parts_of(text)
 
     @property
     def _hint(self) -> str:
