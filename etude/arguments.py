@@ -268,7 +268,7 @@ def _add_compare(add: AddCommand) -> None:
         "--turns",
         type=at_least_one,
         metavar="N",
-        help="count what was solved within N turns, as if no attempt had had more",
+        help="count an attempt as solved only if it ended within N answers of the model",
     )
 
 

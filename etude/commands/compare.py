@@ -24,8 +24,8 @@ def compare(
 ) -> dict[str, Json]:
     """Show the comparison, and return what `--json` prints. Each side is a run's directory, with
     `@VERSION` for another version than the newest that was evaluated. Of several on the second
-    side, seeds of a recipe say, each task's mean is compared. With `turns` only what was solved
-    within so many counts."""
+    side, seeds of a recipe say, each task's mean is compared. With `turns`, attempts of more
+    answers of the model count as not solved."""
     if twice := next((side for side in after if after.count(side) > 1), None):
         raise EtudeError(f"{twice} is named twice: it would count twice")
     sides = {side: find_report(side, split, turns) for side in (before, *after)}
@@ -50,13 +50,17 @@ def compare(
     console.print(table([(before, first), *zip(after, others, strict=True)]))
     console.print(verdict(found, left_out))
     if turns is not None:
-        console.print(f"attempts of more than {turns} turns count as not solved")
+        console.print(
+            f"attempts of more than {turns} answers of the model count as not solved; tokens, "
+            "seconds and calls are those of whole attempts"
+        )
     if first in others:
         console.print(f"both are one evaluation, of version {first.version}: name another @VERSION")
     if seeds > 1:
         console.print(f"of {seeds} seeds, the mean at each task; chance is that of tasks")
     fields = ("num_tasks", "before", "after", "difference", "low", "high", "p_value")
-    return {name: getattr(found, name) for name in (*fields, "gained", "lost")}
+    told = {name: getattr(found, name) for name in (*fields, "gained", "lost")}
+    return told if turns is None else {**told, "turns": turns}
 
 
 def find_report(side: str, split: str, turns: int | None = None) -> Report:

@@ -8,9 +8,10 @@ add an entry to `ADVANTAGE`.
                             credits of the group, is added for their tokens (nothing by default)
     across a batch          one scale for the advantages of all its groups
 
-The advantage of a token is that of its attempt, plus the centered credits that cover it. Credits
-are centered over the group because a constant one says nothing about which turn was better: it
-changes no token's advantage. A token that no credit covers has the advantage of its attempt.
+The advantage of a token is that of its attempt, plus the credits that cover it: centered process
+rewards, and what a baseline turn by turn differs by. Process rewards are centered over the group
+because a constant one says nothing about which turn was better: it changes no token's advantage. A
+token that no credit covers has the advantage of its attempt.
 
 An attempt whose reward is None broke in infrastructure: it gets no advantage and changes no
 statistic of the others. Advantages follow from the group alone, so that recovery and audit can work
@@ -109,7 +110,7 @@ class GroupOutcome:
     advantages: dict[str, float]
     """Those that teach something. 0 only for one that learns from its credits alone."""
     credit: dict[str, tuple[Credit, ...]] = field(default_factory=dict)
-    """Centered, of those among them that have some which is not 0."""
+    """Centered process rewards and shifts of the baseline, of those with one that is not 0."""
     failed: tuple[str, ...] = ()
     """No score, or not a word from the policy."""
     malformed: dict[str, str] = field(default_factory=dict)
@@ -138,7 +139,8 @@ class AdvantageEstimator:
     per_group: GroupAdvantages = dr_grpo
     batch_scale: BatchScale = unscaled
     by_turn: bool = False
-    """Whether the baseline of a turn are the attempts that came as far (`turn_baselines`)."""
+    """Whether the baseline of a turn is the mean of the attempts that came as far
+    (`turn_baselines`)."""
     effort: Effort | None = None
     keep_zero_std: bool = False
     """Also where all attempts were worth the same."""
@@ -235,25 +237,34 @@ ADVANTAGE: dict[str, AdvantageEstimator] = {
 def turn_baselines(
     attempts: Sequence[Trajectory], worth: Sequence[float]
 ) -> dict[str, tuple[Credit, ...]]:
-    """By attempt, what makes of the mean of the group the mean of those attempts that took a turn
-    of that number, too; without those that are 0.
+    """By attempt, credits that turn the mean of the group into the mean of the attempts that took
+    at least as many turns; zeros are left out.
 
-    Who goes on has not succeeded yet, so later turns are mostly those of attempts that fail.
-    Against the mean of all, nearly all of them are pushed away, good or bad; on average over many
-    samples that cancels out, in a batch it is noise, and most of what the batch says about second
-    tries. Against those that came as far it is gone. How far an attempt came is known before the
-    turn, so this baseline has no bias either."""
+    An attempt that goes on has not succeeded yet, so later turns are mostly of attempts that fail.
+    Measured against the mean of all, nearly all of them are pushed away, good or bad. That cancels
+    out over many samples, but in a batch it is noise. How far an attempt has come is known before
+    the turn, so the baseline adds no bias but a factor (n - 1) / n where n attempts came as far,
+    themselves included: a turn that one alone took counts for nothing. Sub-agents speak in between,
+    in an order that is not recorded, so their turns are not numbered and keep the mean of all."""
     places = [
-        [(number, turn) for number, s in enumerate(t.segments) for turn in range(len(turns(s)))]
+        [
+            (number, turn)
+            for number, segment in enumerate(t.segments)
+            if segment.kind != "subagent"
+            for turn in range(len(turns(segment)))
+        ]
         for t in attempts
     ]
     shifts = []
     for number in range(max(map(len, places))):
         reached = [value for value, own in zip(worth, places, strict=True) if len(own) > number]
         shifts.append(fmean(worth) - fmean(reached))
+    none = ROUNDING * max(map(abs, worth))
     credits = {
         t.id: tuple(
-            Credit(shift, *place) for place, shift in zip(own, shifts, strict=False) if shift
+            Credit(shift, *place)
+            for place, shift in zip(own, shifts, strict=False)
+            if abs(shift) > none
         )
         for t, own in zip(attempts, places, strict=True)
     }

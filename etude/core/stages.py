@@ -262,7 +262,7 @@ class RlConfig(RolloutStageConfig):
     fresh_frac: Annotated[float, Field(gt=0, le=1)] = 0.8
     """Share of the groups that go to tasks in turn, each once before any twice. The others go back
     to tasks whose last attempts differed, so that there is something to learn from them
-    (docs/training.md). 1: all tasks alike, in random order."""
+    (docs/stages.md). 1: all tasks alike, in random order."""
     advantage: str = "dr_grpo"
     """The advantage estimator: how the rewards of a group become advantages. One of dr_grpo, rloo,
     grpo, reinforce_plus_plus_baseline, self_imitation, by_turn (docs/glossary.md)."""

@@ -189,10 +189,10 @@ def _report(
 
 
 def cut_after(report: Report, attempts: Sequence[Trajectory], answers: int) -> Report:
-    """What an agent that stops after so many answers of the model has solved, at least: attempts
-    that took more are not solved."""
+    """The report with attempts of more than `answers` answers counted as not solved, a lower bound
+    for an agent that stops there. Rewards, cost and example stay those of whole attempts."""
     by_task = Counter(dict.fromkeys(report.solved_by_task, 0))
-    by_task.update(t.task for t in attempts if t.reward == 1.0 and t.cost.calls <= answers)
+    by_task.update(t.task for t in attempts if t.reward == 1.0 and 0 < t.cost.calls <= answers)
     low, high = _interval(by_task, report.samples)
     solved = dict(sorted(by_task.items()))
     return replace(report, solved=by_task.total(), low=low, high=high, solved_by_task=solved)

@@ -71,10 +71,9 @@ rl() {
 seeds() { # those on one GPU want NVIDIA's Multi-Process Service, and fewer sessions each (README.md)
     begun='' runs='' broken=''
     trap 'kill $begun' INT TERM # which they would not hear of
-    for SEED in ${SEEDS:-0 1 2}; do
-        RL=data/rl-$SEED
-        runs="$runs $RL"
-        EXEC=exec CONCURRENCY=${CONCURRENCY:-40} rl >"data/logs/rl-$SEED.log" 2>&1 &
+    for seed in ${SEEDS:-0 1 2}; do
+        runs="$runs data/rl-$seed"
+        EXEC=exec CONCURRENCY=${CONCURRENCY:-40} SEED=$seed RL=data/rl-$seed rl >"data/logs/rl-$seed.log" 2>&1 &
         begun="$begun $!"
     done
     for process in $begun; do
@@ -112,7 +111,8 @@ ablations() {
 
 variant() { # NAME, and what it changes
     name=$1 && shift
-    "$ETUDE" run rl.toml --dir "data/$name" --no-dash --json --set seed="$SEED" --set eval.before=false --set eval.every_steps=0 "$@" &&
+    "$ETUDE" run rl.toml --dir "data/$name" --no-dash --json --set seed="$SEED" --set eval.before=false --set eval.every_steps=0 \
+        --set harness.concurrency="${CONCURRENCY:-96}" "$@" &&
         "$ETUDE" eval "data/$name" --samples "${SAMPLES:-8}" --json &&
         "$ETUDE" compare "$RL" "data/$name" --json
 }

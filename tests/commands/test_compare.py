@@ -84,7 +84,10 @@ def test_only_what_was_solved_within_so_many_turns_counts(
         output = capsys.readouterr()
         found = json.loads(output.out)
         assert (found["before"], found["after"]) == (0.25, after)
-        assert f"attempts of more than {turns} turns count as not solved" in output.err
+        assert (
+            f"of more than {turns} answers of the model count as not solved" in output.err
+            and found["turns"] == turns
+        )
 
 
 def test_a_version_beside_itself(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -436,6 +436,17 @@ def test_a_turn_is_compared_with_those_who_came_as_far() -> None:
     ]
 
 
+def test_turns_of_sub_agents_have_the_baseline_of_all() -> None:
+    """Who knows when they spoke? The turns of the agent are counted without them."""
+    plain = of_turns((1.0, [1, 2]), (0.0, [2]), (0.0, [2, 1]))
+    first, *others = plain.trajectories
+    main, other = first.segments
+    first = replace(first, segments=(main, replace(other, kind="subagent", parent=0)))
+    found = by_turn(replace(plain, trajectories=(first, *others)))
+    assert found[0] == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+    assert found[1:] == [pytest.approx([-1 / 3, 0]), pytest.approx([-1 / 3, 0, 0])]
+
+
 def test_who_went_on_alone_has_nothing_to_be_compared_with() -> None:
     assert by_turn(of_turns((1.0, [1]), (0.0, [3])))[1] == pytest.approx([-1 / 2, 0, 0])
 
