@@ -170,7 +170,7 @@ def _report(
     solved, total = _solved(outcomes), len(outcomes)
     by_task = Counter({t.task: 0 for t in outcomes})
     by_task.update(t.task for t in outcomes if t.reward == 1.0)
-    low, high = _interval(by_task, samples)
+    low, high = _interval(by_task, total, samples)
     return Report(
         stage=stage,
         split=split,
@@ -193,14 +193,14 @@ def cut_after(report: Report, attempts: Sequence[Trajectory], answers: int) -> R
     for an agent that stops there. Rewards, cost and example stay those of whole attempts."""
     by_task = Counter(dict.fromkeys(report.solved_by_task, 0))
     by_task.update(t.task for t in attempts if t.reward == 1.0 and 0 < t.cost.calls <= answers)
-    low, high = _interval(by_task, report.samples)
+    low, high = _interval(by_task, report.total, report.samples)
     solved = dict(sorted(by_task.items()))
     return replace(report, solved=by_task.total(), low=low, high=high, solved_by_task=solved)
 
 
-def _interval(by_task: Counter[str], samples: int) -> tuple[float, float]:
+def _interval(by_task: Counter[str], total: int, samples: int) -> tuple[float, float]:
     if samples == 1:
-        return wilson(by_task.total(), len(by_task))
+        return wilson(by_task.total(), total)
     return clustered_wilson([*by_task.values()], samples)
 
 
