@@ -29,7 +29,7 @@ from statistics import fmean
 from etude.core.checks import LARGEST, row_fault
 from etude.core.effort import Effort
 from etude.core.sampling import expand_spans
-from etude.core.types import Credit, Group, Row, Segment, Trajectory, turns
+from etude.core.types import Credit, Group, Row, Segment, Trajectory, turn_places, turns
 
 GroupAdvantages = Callable[[Sequence[float]], list[float]]
 """The rewards of a group -> an advantage for each attempt; 0 is nothing to learn."""
@@ -140,7 +140,7 @@ class AdvantageEstimator:
     batch_scale: BatchScale = unscaled
     by_turn: bool = False
     """Whether the baseline of a turn is the mean of the attempts that came as far
-    (`turn_baselines`)."""
+    (`turn_baselines`). For `dr_grpo`, whose baseline is the mean of all."""
     effort: Effort | None = None
     keep_zero_std: bool = False
     """Also where all attempts were worth the same."""
@@ -247,12 +247,7 @@ def turn_baselines(
     themselves included: a turn that one alone took counts for nothing. Sub-agents speak in between,
     in an order that is not recorded, so their turns are not numbered and keep the mean of all."""
     places = [
-        [
-            (number, turn)
-            for number, segment in enumerate(t.segments)
-            if segment.kind != "subagent"
-            for turn in range(len(turns(segment)))
-        ]
+        [place for place in turn_places(t.segments) if t.segments[place[0]].kind != "subagent"]
         for t in attempts
     ]
     shifts = []

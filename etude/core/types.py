@@ -11,7 +11,7 @@ bare CUDA image; `store.objects` gives them a wire format.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count
 from operator import ne
@@ -108,6 +108,15 @@ def turns(segment: Segment) -> list[range]:
     before, now = (False, *segment.mask), (*segment.mask, False)
     edges = [*compress(count(), map(ne, before, now))]
     return [range(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def turn_places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Where each turn of a session is: its segment, and its number there."""
+    return [
+        (number, turn)
+        for number, segment in enumerate(segments)
+        for turn in range(len(turns(segment)))
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
-from etude.core.types import Credit, Json, Segment, Task, plain_text, turns
+from etude.core.types import Credit, Json, Segment, Task, plain_text, turn_places
 
 FAILED = "error:"
 """How the answer to a call begins that failed."""
@@ -18,11 +18,7 @@ def failed_calls(
     """-`penalty` for each turn of which a call failed, and 0 for those whose calls did not. None at
     all where turns and messages cannot be matched: where a program said less than it was told, or
     asked in several conversations at once."""
-    places = [
-        (number, turn)
-        for number, segment in enumerate(segments)
-        for turn in range(len(turns(segment)))
-    ]
+    places = turn_places(segments)
     said = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     said = said[sum(message.get("role") == "assistant" for message in task.opening) :]
     if len(said) != len(places):

@@ -65,7 +65,7 @@ sft() {
 rl() {
     # what every seed begins with was evaluated at the end of sft
     ${EXEC:-} "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED" --set eval.before=false \
-        --set harness.concurrency="${CONCURRENCY:-96}"
+        ${CONCURRENCY:+--set harness.concurrency="$CONCURRENCY"}
 }
 
 seeds() { # those on one GPU want NVIDIA's Multi-Process Service, and fewer sessions each (README.md)
@@ -112,7 +112,7 @@ ablations() {
 variant() { # NAME, and what it changes
     name=$1 && shift
     "$ETUDE" run rl.toml --dir "data/$name" --no-dash --json --set seed="$SEED" --set eval.before=false --set eval.every_steps=0 \
-        --set harness.concurrency="${CONCURRENCY:-96}" "$@" &&
+        ${CONCURRENCY:+--set harness.concurrency="$CONCURRENCY"} "$@" &&
         "$ETUDE" eval "data/$name" --samples "${SAMPLES:-8}" --json &&
         "$ETUDE" compare "$RL" "data/$name" --json
 }

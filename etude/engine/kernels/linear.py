@@ -71,8 +71,8 @@ def _gemv(
             more = tl.load(x + start + c, mask=start + c < C, other=0).to(tl.float32)
             squares += tl.sum(more * more)
         shrink = tl.rsqrt(squares / C + eps)
-    # A thread adds up its eight neighbours at once, which halves the registers: more programs are
-    # resident, and those of the next kernel have their weights before this one ends.
+    # A thread adds up its eight neighbours at once, which halves the registers, so that more
+    # programs are resident at a time.
     sums = tl.zeros([BN, BC // 8], tl.float32)
     sums_up = tl.zeros([BN, BC // 8], tl.float32)
     for start in range(0, C, BC):
