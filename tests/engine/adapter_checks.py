@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,9 +11,7 @@ from etude.engine.adapters import AdapterLimits
 from etude.engine.graph_inputs import ADAPTER_FIELDS, adapter_inputs
 from etude.engine.kernels.lora import AdapterTiles, LinearAdapters
 from etude.model.lora import Pair
-
-if TYPE_CHECKING:
-    from tests.engine.kernel_checks import Inputs
+from tests.engine.kernel_inputs import Inputs
 
 
 def check_adapters(

@@ -35,6 +35,7 @@ from etude.train.loss import token_logprobs
 from etude.train.packing import TokenSequence, pack_batch
 from tests.adapters_of import random_adapter
 from tests.engine import kernel_checks
+from tests.engine.kernel_inputs import Inputs
 from tests.engine.test_sampling_params import check_on_kernels
 from tests.slow import slow
 from tests.small_model import ROUNDING, add, drain, request, sharp
@@ -126,7 +127,7 @@ def _quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", kernel_checks.SMALL)
 def test_as_in_float64(name: str) -> None:
-    found = kernel_checks.SMALL[name](kernel_checks.Inputs("cpu", torch.float32))
+    found = kernel_checks.SMALL[name](Inputs("cpu", torch.float32))
     assert all(value < 1e-5 for value in found.values()), found
 
 
