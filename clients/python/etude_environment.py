@@ -304,7 +304,8 @@ def _post(url: str, value: object, token: str, timeout_s: float) -> bytes:
 
 
 def _call_back(asked: Rollout, result: Mapping[str, Any]) -> None:
-    """A gateway that is away is waited for. Where it refuses, Etude asks for the result."""
+    """A gateway that is away is waited for. A result that it refuses (400) has failed: told so, the
+    run need not wait for the deadline. Where it refuses us, Etude asks for the result."""
     if asked.callback_url is None or asked.callback_token is None:
         return
     refusals, given_up = 0, time.monotonic() + AWAY_S
@@ -313,6 +314,10 @@ def _call_back(asked: Rollout, result: Mapping[str, Any]) -> None:
             _post(asked.callback_url, result, asked.callback_token, timeout_s=10.0)
             return
         except urllib.error.HTTPError as e:
+            if e.code == 400 and result["status"] != "failed":
+                said = f"the gateway refuses its result: {e.read().decode(errors='replace')}"
+                result = {"id": asked.id, "status": "failed", "error": said}
+                continue
             if e.code not in (404, 503):
                 return
             refusals += 1

@@ -137,11 +137,3 @@ class SessionOutcome:
 
     claimed: bool
     result: RolloutResult | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClaimRequest:
-    """The body of `POST /v1/sessions`."""
-
-    wait_s: float = 0.0
-    """How long to wait for a session, if there is none to run now."""

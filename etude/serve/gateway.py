@@ -137,7 +137,7 @@ class Gateway:
         )
         self.records = SessionRecords(self.model.tokenizer, self.model.conversations)
         self.closed = ClosedSessions(objects, self.shards.name)
-        self.desk = SessionRoutes()
+        self.desk = SessionRoutes(self._has_answer)
 
     def restore(self, journal: SessionJournal) -> None:
         """Sessions of earlier lives go on, but for those that are over. All of them waited for
@@ -147,6 +147,13 @@ class Gateway:
         for session in self.records.restore(journal, self.desk.restore):
             self.router.disturb(session)
         self.desk.journal = journal
+
+    def _has_answer(self, session: str) -> bool:
+        """True also if another shard would have to say: the controller, which reads the session
+        there, fails an attempt without an answer."""
+        return self.shards.elsewhere(f"/s/{session}") is not None or self.records.has_answer(
+            session
+        )
 
     def routes(self) -> list[Route]:
         plain = PolicyAnswerer(self.model, self.router)

@@ -171,7 +171,17 @@ async def read(request: Request, type: type[T], decode: Decode = decode_json) ->
     try:
         return cast(T, decode(body, type))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-        raise ApiError(f"request body: {e}", param=_param(str(e))) from e
+        raise ApiError(f"request body: {_complaint(str(e), type)}", param=_param(str(e))) from e
+
+
+def _complaint(message: str, kind: object) -> str:
+    """What msgspec says. An unknown field is most likely a known one, misspelt: these are named."""
+    if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
+        return message
+    if not re.search(r"unknown field `[^`]*`$", message):  # or it is of a part of the body
+        return message
+    known = ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
+    return f"{message}; known are: {known}"
 
 
 def _param(message: str) -> str | None:

@@ -13,6 +13,8 @@ for one, and settled by the result.
 A result may also be sent for a session that a service was asked to run (`callback_url`). It is in
 the journal before it is acknowledged; what is offered and claimed is not, and the controller offers
 it again to a gateway that does not know it.
+
+A score needs an answer of the model: without one, nothing of the session could be trained on.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from starlette.routing import Route
 
 from etude.core.remote import (
     ENDED,
-    ClaimRequest,
     RolloutRequest,
     RolloutResult,
     SessionOffer,
@@ -43,6 +44,13 @@ from etude.store.decoding import decode_json
 MAX_WAIT_S = 60.0
 
 T = TypeVar("T")
+
+
+class ClaimRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /v1/sessions`."""
+
+    wait_s: float = 0.0
+    """How long to wait for a session, if there is none to run now."""
 
 
 class SessionDesk:
@@ -93,8 +101,10 @@ class SessionDesk:
 class SessionRoutes:
     """The desk over HTTP."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_answer: Callable[[str], bool] = lambda session: True) -> None:
+        """`has_answer`: whether the model has answered in a session, as far as that is known."""
         self.journal: Journal = NoJournal()
+        self._has_answer = has_answer
         self._desk = SessionDesk()
         self._changed = asyncio.Condition()
 
@@ -126,6 +136,7 @@ class SessionRoutes:
                 param="status",
             )
         try:
+            self._check_scorable(session, result)
             self._desk.settle(session, result)
         except KeyError as e:
             raise _unknown(session) from e
@@ -135,6 +146,19 @@ class SessionRoutes:
         await self.journal.commit()
         await self._tell()
         return Response(status_code=204)
+
+    def _check_scorable(self, session: str, result: RolloutResult) -> None:
+        """KeyError for a session that nobody offered. Nothing is settled by a refusal: the session
+        may still be run, or said to have failed, which needs no answer."""
+        if self._desk.outcome(session).result is not None:
+            return  # sent again, perhaps when the record was read already
+        if result.score is not None and not self._has_answer(session):
+            raise ApiError(
+                f"session {session!r} has a score, but no answer of the model was recorded in it, "
+                f"so there is nothing to train on: ask the model at the session's base_url, with "
+                f"its token, before the score is sent; or send the status 'failed'",
+                code="no_answer",
+            )
 
     async def offer(self, http: HttpRequest) -> Response:
         self._desk.offer(http.path_params["session"], await read(http, SessionOffer))

@@ -106,6 +106,10 @@ class SessionRecords:
             message = f"session {session!r} is incomplete and was dropped: {reason}"
             raise ApiError(message, status=409, code="session_incomplete")
 
+    def has_answer(self, session: str) -> bool:
+        """Also one that has lost a turn."""
+        return session in self._broken or session in self.recorder.sessions
+
     def life(self, session: str) -> object:
         """A marker of the session's present life, taken when a request begins; after `forget` there
         is another one."""

@@ -8,6 +8,7 @@ from typing import Any
 from etude.core import remote
 from etude.serve.dialects import DIALECTS
 from etude.serve.openapi import Description, document, reading, schemas_of, telling
+from etude.serve.session_desk import ClaimRequest
 
 SESSION = {
     "name": "session",
@@ -35,7 +36,7 @@ OUTCOME = [
 
 
 def description() -> Description:
-    claim = telling(remote.ClaimRequest, "There is none to run now.", NOT_YOURS)
+    claim = telling(ClaimRequest, "There is none to run now.", NOT_YOURS)
     claimed = reading(remote.RolloutRequest, "A session to run.")
     claim["summary"] = claimed["summary"]
     claim["responses"]["200"] = claimed["responses"]["200"]
@@ -66,7 +67,7 @@ def description() -> Description:
         },
         schemas_of(
             [
-                remote.ClaimRequest,
+                ClaimRequest,
                 remote.RolloutRequest,
                 remote.RolloutResult,
                 remote.SessionOffer,

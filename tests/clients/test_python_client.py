@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,14 +43,16 @@ def test_it_keeps_to_the_protocol() -> None:
 
 
 @contextlib.contextmanager
-def gateway(*answers: int | None) -> Iterator[tuple[str, list[int | None]]]:
+def gateway(
+    *answers: int | None, results: list[dict[str, Any]] | None = None
+) -> Iterator[tuple[str, list[int | None]]]:
     """One that offers a session, and answers scores so, one after the other; None: not at all. And
-    those that it has given."""
+    those that it has given. `results`: takes what it is sent."""
     given: list[int | None] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, data = 200, b""
             if self.path == "/v1/sessions":
                 callback = {"callback_url": f"{url}/score", "callback_token": "key"}
@@ -57,9 +60,12 @@ def gateway(*answers: int | None) -> Iterator[tuple[str, list[int | None]]]:
                 data = json.dumps({**asked, "deadline": 0, **callback}).encode()
             else:
                 given.append(answers[len(given)])
+                if results is not None:
+                    results.append(body)
                 if given[-1] is None:
                     return  # which closes the connection
                 status = given[-1]
+                data = b"no answer of the model" if status == 400 else b""
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -87,3 +93,19 @@ def test_a_result_waits_for_a_gateway_that_is_away(
     with gateway(*answers) as (url, given):
         assert pull(url, "key", lambda asked: Result(reward=1.0))
         assert tuple(given) == answers
+
+
+@pytest.mark.parametrize("then", [204, 400])
+def test_a_result_that_is_refused_has_failed(then: int) -> None:
+    """The run is told at once, instead of waiting for the deadline."""
+    results: list[dict[str, Any]] = []
+    with gateway(400, then, results=results) as (url, given):
+        assert pull(url, "key", lambda asked: Result(reward=1.0))
+        assert given == [400, then]
+    scored, failed = results
+    assert scored["score"]["reward"] == 1.0
+    assert failed == {
+        "id": "x",
+        "status": "failed",
+        "error": "the gateway refuses its result: no answer of the model",
+    }

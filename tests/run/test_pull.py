@@ -182,6 +182,34 @@ async def test_what_is_no_result_is_refused(wrong: dict[str, Any], tmp_path: Pat
         assert (await post(client, "/v1/sessions/g.0/score", wrong))[0] == 400
 
 
+async def test_a_field_that_is_unknown_is_refused() -> None:
+    """Misspelt, it would be a wait of no seconds."""
+    async with gateway() as client:
+        await client.offer("g.0", offer("g.0"))
+        status, said = await post(client, "/v1/sessions", {"wait": 30})
+        assert (status, said["error"]["param"]) == (400, "wait")
+        assert "unknown field `wait`; known are: wait_s" in said["error"]["message"]
+        outcome = await client.outcome("g.0", 0.0)
+        assert outcome is not None and not outcome.claimed, "it is still free"
+
+
+async def test_a_score_needs_an_answer_of_the_model() -> None:
+    """Without one it is refused, and nothing is settled; a failure needs none."""
+    answered: set[str] = set()
+    async with gateway(SessionRoutes(answered.__contains__)) as client:
+        for session in ("g.0", "g.1"):
+            await client.offer(session, offer(session))
+            status, said = await post(client, f"/v1/sessions/{session}/score", RESULT)
+            assert (status, said["error"]["code"]) == (400, "no_answer")
+            assert "no answer of the model was recorded" in said["error"]["message"]
+        answered.add("g.0")
+        assert (await post(client, "/v1/sessions/g.0/score", RESULT))[0] == 204
+        failed = {"status": "failed", "error": "no browser"}
+        assert (await post(client, "/v1/sessions/g.1/score", failed))[0] == 204
+        status, said = await post(client, "/v1/sessions/g.2/score", RESULT)
+        assert (status, said["error"]["code"]) == (404, "unknown_session")
+
+
 async def test_a_desk_that_forgot_is_told_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ async def test_an_end_that_is_not_stored_is_not_acknowledged(
     assert restored(objects, Clock()) == ["a", "b"]
 
 
-async def test_a_killed_gateway_knows_which_sessions_are_over_and_scored(
+async def test_a_killed_gateway_knows_which_sessions_are_over_and_settled(
     processes: Processes, http: aiohttp.ClientSession
 ) -> None:
     tokens = TokenAuthority(SECRET)
@@ -145,7 +145,7 @@ async def test_a_killed_gateway_knows_which_sessions_are_over_and_scored(
         f"{gateway}/v1/sessions/scored", data=msgspec.json.encode(scored), headers=admin
     ) as response:
         assert response.status == 204
-    result = {"status": "done", "score": {"reward": 0.75}}
+    result = {"status": "failed", "error": "no browser"}
     score = f"{gateway}/v1/sessions/scored/score"
     async with http.post(score, json=result, headers=admin) as response:
         assert response.status == 204
@@ -156,7 +156,7 @@ async def test_a_killed_gateway_knows_which_sessions_are_over_and_scored(
     assert not await enters(gateway, "over")
     assert await enters(gateway, "open")
     async with http.get(f"{gateway}/v1/sessions/scored", headers=admin) as response:
-        assert (await response.json())["result"]["score"]["reward"] == 0.75
+        assert (await response.json())["result"]["error"] == "no browser"
     async with http.get(f"{gateway}/v1/sessions/scored?wait_s=soon", headers=admin) as response:
         assert response.status == 400
         assert (await response.json())["error"]["param"] == "wait_s"

@@ -40,6 +40,13 @@ async def two_gateways(store: Store, http: aiohttp.ClientSession) -> AsyncIterat
         yield urls
 
 
+def offer(session: str) -> bytes:
+    asked = RolloutRequest(
+        id=session, task=RemoteTask(id="t"), base_url="", token="", seed=0, deadline=0.0
+    )
+    return msgspec.json.encode(SessionOffer(request=asked, timeout_s=9.0))
+
+
 async def test_any_gateway_answers_for_any_session(
     store: Store, http: aiohttp.ClientSession
 ) -> None:
@@ -74,11 +81,8 @@ async def test_sessions_for_others_to_run_have_one_desk(
 ) -> None:
     async with two_gateways(store, http) as urls:
         for n in range(4):  # two or so belong to each of them
-            asked = RolloutRequest(
-                id=f"s{n}", task=RemoteTask(id="t"), base_url="", token="", seed=0, deadline=0.0
-            )
-            body = msgspec.json.encode(SessionOffer(request=asked, timeout_s=9.0))
-            async with http.put(f"{urls[n % 2]}/v1/sessions/s{n}", data=body) as response:
+            url = f"{urls[n % 2]}/v1/sessions/s{n}"
+            async with http.put(url, data=offer(f"s{n}")) as response:
                 assert response.status == 204
         claimed = [(await post(http, f"{url}/v1/sessions", {"wait_s": 0}))["id"] for url in urls]
         assert claimed == ["s0", "s1"]
@@ -90,6 +94,27 @@ async def test_sessions_for_others_to_run_have_one_desk(
                 assert response.status == 204, "what is over is given to nobody"
             async with http.get(f"{url}/v1/sessions/s0") as response:
                 assert response.status == 404
+
+
+async def test_only_what_was_recorded_can_be_scored(
+    store: Store, http: aiohttp.ClientSession
+) -> None:
+    """The desk sees the sessions of its own shard; those of others it leaves to the controller."""
+    here = Shards(["here", "away"], 0)
+    async with two_gateways(store, http) as urls, worker(store, "east", urls[0]):
+        await post(http, f"{urls[0]}/load", {"version": 1})
+        await until_up(http, urls[0], 1)
+        names = [f"s{n}" for n in range(8)]
+        away = [name for name in names if here.elsewhere(f"/s/{name}") is not None]
+        silent, spoken = [name for name in names if name not in away][:2]
+        await converse(http, urls[0], spoken, turns=1, max_tokens=4)
+        for name, expected in ((silent, 400), (spoken, 204), (away[0], 204)):
+            async with http.put(f"{urls[0]}/v1/sessions/{name}", data=offer(name)) as response:
+                assert response.status == 204
+            result = {"status": "done", "score": {"reward": 0.5}}
+            score = f"{urls[0]}/v1/sessions/{name}/score"
+            async with http.post(score, json=result) as response:
+                assert response.status == expected, name
 
 
 async def test_a_gateway_that_is_away_is_named(http: aiohttp.ClientSession, store: Store) -> None:

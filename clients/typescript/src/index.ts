@@ -390,7 +390,10 @@ async function post(
   return answer;
 }
 
-/** A gateway that is away is waited for. Where it refuses, Etude asks for the result. */
+/**
+ * A gateway that is away is waited for. A result that it refuses (400) has failed: told so, the run
+ * need not wait for the deadline. Where it refuses us, Etude asks for the result.
+ */
 async function callBack(asked: Rollout, outcome: Outcome): Promise<void> {
   const { callbackUrl, callbackToken } = asked;
   if (callbackUrl === null || callbackToken === null) return;
@@ -402,6 +405,10 @@ async function callBack(asked: Rollout, outcome: Outcome): Promise<void> {
       return;
     } catch (e) {
       if (e instanceof Refused) {
+        if (e.status === 400 && outcome.status !== "failed") {
+          outcome = { id: asked.id, status: "failed", error: e.message };
+          continue;
+        }
         if (e.status !== 404 && e.status !== 503) return;
         refusals++;
       }

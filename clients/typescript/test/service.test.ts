@@ -102,6 +102,31 @@ test("what cannot be read is a 400", async () => {
   assert.equal((await fetch(`${url}/rollouts/x?wait_s=much`)).status, 400);
 });
 
+test("a result that is refused has failed", async () => {
+  const statuses: string[] = [];
+  const gateway = createServer(async (request, response) => {
+    const body = JSON.parse(Buffer.concat(await request.toArray()).toString());
+    if (request.url === "/v1/sessions") {
+      const callback_url = `${here}/v1/sessions/x/score`;
+      response.end(JSON.stringify({ ...asked("x", "a"), callback_url, callback_token: "score" }));
+    } else {
+      statuses.push(body.status, body.error ?? "");
+      response.writeHead(body.status === "done" ? 400 : 204).end("no answer");
+    }
+  });
+  await new Promise<void>((resolve) => gateway.listen(0, "127.0.0.1", resolve));
+  const here = `http://127.0.0.1:${(gateway.address() as AddressInfo).port}`;
+  try {
+    assert.equal(await pull(here, "scheduler", () => ({ reward: 0.5 })), true);
+    assert.deepEqual(statuses.slice(0, 3), ["done", "", "failed"]);
+    assert.match(statuses[3] ?? "", /answers 400: no answer/);
+    assert.equal(statuses.length, 4);
+  } finally {
+    gateway.closeAllConnections();
+    gateway.close();
+  }
+});
+
 test("a session that is asked for is run, and its result sent to a gateway that was away", async () => {
   const scores: unknown[] = [];
   let dropped = 0;
