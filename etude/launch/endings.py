@@ -46,6 +46,11 @@ def how_ended(code: int, memory: int | None = None) -> str:
     return f"ended with exit code {code}"
 
 
+def stop_message(names: Sequence[str], limit_s: float) -> str:
+    """That a stop is under way, and which programs it waits for, one after the other."""
+    return f"stopping: waiting for {', '.join(names)} (at most {limit_s:g} s each)"
+
+
 def advice_for(name: str, code: int) -> str:
     """What to do about a process that nobody but the kernel had a reason to kill."""
     if code != -signal.SIGKILL:

@@ -31,7 +31,7 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, ProcessDied, ProcessHeard, ProcessRestarted
 from etude.core.liveness import Liveness
 from etude.core.placement_config import PlacementConfig
-from etude.launch.endings import advice_for, exit_message, how_ended
+from etude.launch.endings import advice_for, exit_message, how_ended, stop_message
 from etude.run.process import die_with_parent
 from etude.serve import heartbeat
 from etude.serve.process import TOKEN_VARIABLE
@@ -160,10 +160,13 @@ class LocalLauncher:
         resume: str,
         lock: int,
         heartbeat_timeout_s: float = math.inf,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
+        """`say`: tells whoever stops it what it waits for."""
         self.logs = directory / "logs"
         self.resume = resume
         self.lock = lock
+        self._say = say
         self._clock = AwakeClock(SystemClock())
         self._liveness = Liveness(heartbeat_timeout_s)
         with _writing(self.logs):
@@ -271,9 +274,14 @@ class LocalLauncher:
 
     @contextlib.asynccontextmanager
     async def _stopping_all(self) -> AsyncIterator[None]:
-        """Stop every process when the block ends, however it ends."""
+        """Stop every process when the block ends, however it ends. Whoever stops it is told."""
         try:
             yield
+        except asyncio.CancelledError:
+            living = [name for name, each in self._alive.items() if each.returncode is None]
+            if living:
+                self._say(stop_message(living[::-1], STOP_S))
+            raise
         finally:
             await asyncio.shield(self._stop())
 

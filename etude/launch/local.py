@@ -270,7 +270,7 @@ def execute(
         run.put_config(config)
         if not is_finished(run, config):
             if cluster is None:
-                launcher: Launcher = open_launcher(config, place, resume, lock)
+                launcher: Launcher = open_launcher(config, place, resume, lock, console)
                 programs = partial(_programs, config, place)
             else:
                 launcher = _ray_launcher(config, cluster, resume)
@@ -286,7 +286,9 @@ def _ray_launcher(config: RunConfig, cluster: RayCluster, resume: str) -> Launch
     return RayLauncher(threads=threads, resume=resume, heartbeat_timeout_s=heartbeat_timeout_s)
 
 
-def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) -> LocalLauncher:
+def open_launcher(
+    config: RunConfig, place: RunPlace, resume: str, lock: int, console: Console
+) -> LocalLauncher:
     threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
     return LocalLauncher(
         place.directory,
@@ -294,6 +296,7 @@ def open_launcher(config: RunConfig, place: RunPlace, resume: str, lock: int) ->
         resume=resume,
         lock=lock,
         heartbeat_timeout_s=heartbeat_timeout_s,
+        say=partial(screen.print_line, console),
     )
 
 
@@ -384,7 +387,7 @@ def evaluate(
         wanted = ("--version", version, "--split", split, "--samples", samples)
         with locked(place.directory) as lock:
             resume = " ".join(map(str, ("etude eval", place, *wanted)))
-            launcher = open_launcher(config, place, resume, lock)
+            launcher = open_launcher(config, place, resume, lock, console)
             run_until_told(_evaluate(run, config, place, launcher, console, wanted))
     return run.eval(name, Report)
 

@@ -51,7 +51,7 @@ def execute(
     with locked(place.directory) as lock:
         run = Run.open(place.store)
         run.put_config(config)
-        launcher = open_launcher(config, place, resume, lock)
+        launcher = open_launcher(config, place, resume, lock, console)
         logs = launcher.logs.absolute()
         print_line(console, f"run {config.name} in {place.absolute}; logs in {logs}")
 
