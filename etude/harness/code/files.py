@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import posixpath
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from etude.harness.code.matching import Ambiguous, NoMatch, num_alike, replace
 from etude.harness.code.patches import FileChange, after_changes, parse_patch
@@ -143,11 +143,26 @@ class ApplyPatch(Tool):
                 found = await self.workspace.save(name, was, text)
                 what = "added" if was is None else "changed"
                 said.append(f"{what} {name}\n{found}".rstrip())
+        await self._check_written(before, after)
         for name, text in after.items():
             if text is None and before[name] is not None:
                 await self.workspace.remove(name)
                 said.append(f"deleted {name}")
         return "\n".join(said)
+
+    async def _check_written(
+        self, before: Mapping[str, str | None], after: Mapping[str, str | None]
+    ) -> None:
+        """Take the patch back if one file of it changed another. Each is worked out by itself, so
+        of two names of one file, the second would undo the first. What shall be deleted is there
+        until all others are written."""
+        for name, text in after.items():
+            if await self.workspace.find(name) != (before[name] if text is None else text):
+                await self.workspace.take_back_call()
+                raise ToolError(
+                    f"nothing was changed: {name} is, by a link, the same file as another one of "
+                    f"this patch: change it under one of its names"
+                )
 
     async def _placed(self, change: FileChange) -> FileChange:
         """With names that are the same if they mean the same file."""

@@ -188,19 +188,21 @@ class Workspace:
         said = await self._diagnostics.changed(place, before, text)
         content = await self._content(place)
         try:
+            self._changes[-1][place] = ChangedFile(content, text.encode())
             await self.sandbox.write(place, text)
         except ValueError:  # a disk that is full has half of it
-            known = {each: changed.before for each, changed in self._changes[-1].items()}
-            self._changes[-1] = {}
-            for each, was in (known | {place: content}).items():
-                await self._restore(each, was)
+            await self.take_back_call()
             raise
-        self._changes[-1][place] = ChangedFile(content, text.encode())
         return said
+
+    async def take_back_call(self) -> None:
+        """Restore all files that this call changed."""
+        changed, self._changes[-1] = self._changes[-1], {}
+        await self._restore(changed)
 
     async def remove(self, path: str) -> None:
         """Delete a file. There is no way back: nobody knows what kind of file it was."""
-        await self.sandbox.apply({await self.inside(path): None})
+        await self._delete(await self.inside(path))
         self._changes = [{}]
 
     async def undo(self) -> Sequence[str]:
@@ -216,15 +218,25 @@ class Workspace:
                     f"{place} is not as that change left it, so it is not taken back; the next "
                     f"call takes back the change before"
                 )
-        for place, changed in earlier[-1].items():
-            await self._restore(place, changed.before)
+        await self._restore(earlier[-1])
         return list(earlier[-1])
 
-    async def _restore(self, place: str, before: bytes | None) -> None:
-        if before is None:
+    async def _restore(self, files: dict[str, ChangedFile]) -> None:
+        # The last one first: of a file with two names, the first knows what was there.
+        for place, changed in reversed(files.items()):
+            if changed.before is None:
+                await self._delete(place)
+            else:
+                await self.sandbox.write(place, changed.before)
+
+    async def _delete(self, place: str) -> None:
+        try:
             await self.sandbox.apply({place: None})
-        else:
-            await self.sandbox.write(place, before)
+        except ValueError:  # it is behind a linked directory, which `write` follows, `apply` not
+            limit_s = self.config.command_timeout_s
+            ran = await self.sandbox.run(["rm", "-f", "--", place], timeout_s=limit_s)
+            if ran.exit_code != 0:
+                raise ToolError(f"{place} cannot be deleted: {ran.output.strip()}") from None
 
     async def _content(self, place: str) -> bytes | None:
         try:
