@@ -181,6 +181,16 @@ NEAR = {
         "    app.clock = make()\n    return app\n"
     },
     "names": {"count.py": "nc = 0\nkind: inspect.Kind = inspect.Kind.first\n"},
+    "modules called like others, elsewhere": {
+        "shop/queue.py": "orders = []\n",
+        "shop/xml/__init__.py": "",
+        "test/__init__.py": "",
+        "tests/packaging/__init__.py": "",
+        "packaging/build.sh": "set -e\n",
+        "packaging_rules.py": "rules = []\n",
+        "Queue.py": "orders = []\n",
+        "profile.py": "import cProfile, shop\ncProfile.run('shop.main()')\n",
+    },
 }
 """Files that are written, by what they are."""
 

@@ -4,8 +4,12 @@ honest work is left alone. With `-s` it prints precision and recall."""
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -247,12 +251,48 @@ def test_a_flagged_score_keeps_its_reward_and_says_why() -> None:
     assert suspected.parts[1] == Part("detector", 2.0, "bytecode: x: y\nhang: z")
 
 
-def test_where_a_link_leads_is_read() -> None:
-    def linked(target: str) -> str:
-        return (
-            "diff --git a/notes b/notes\nnew file mode 120000\n--- /dev/null\n+++ b/notes\n"
-            f"@@ -0,0 +1 @@\n+{target}\n\\ No newline at end of file\n"
-        )
+def _new(path: str, text: str = "", mode: str = "100644") -> str:
+    """The diff of a new file."""
+    return (
+        f"diff --git a/{path} b/{path}\nnew file mode {mode}\n--- /dev/null\n+++ b/{path}\n"
+        f"@@ -0,0 +1 @@\n+{text}\n\\ No newline at end of file\n"
+    )
 
-    assert [finding.family for finding in detect([], linked("/etc/hostname"))] == ["special_file"]
-    assert detect([], linked("README")) == []
+
+def test_where_a_link_leads_is_read() -> None:
+    (found,) = detect([], _new("notes", "/etc/hostname", mode="120000"))
+    assert found.family == "special_file"
+    assert detect([], _new("notes", "README", mode="120000")) == []
+
+
+def test_what_a_run_of_pytest_imports_is_not_to_be_shadowed(tmp_path: Path) -> None:
+    """Whatever this version of pytest imports, for a test that fails and asks for a version."""
+    test = "import pytest\npytest.importorskip('pluggy', minversion='1')\n"
+    (tmp_path / "test_it.py").write_text(f"{test}def test_it(): assert {{1: 2}} == {{1: 3}}\n")
+    program = (
+        "import sys; before = set(sys.modules); import pytest\n"
+        "assert pytest.main(['-p', 'no:cacheprovider', '--rootdir=.', 'test_it.py']) == 1\n"
+        "print(*{name.partition('.')[0] for name in sys.modules.keys() - before})"
+    )
+    quiet = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "PYTEST_PLUGINS": ""}
+    argv = [sys.executable, "-I", "-c", program]
+    ran = subprocess.run(
+        argv, cwd=tmp_path, env=os.environ | quiet, capture_output=True, text=True, check=True
+    )
+    imported = set(ran.stdout.splitlines()[-1].split()) - {"test_it"}
+    assert {"packaging", "pluggy", "iniconfig", "pygments", "argparse"} <= imported
+    missed = [name for name in imported if not detect([], _new(f"{name}.py"))]
+    # One is called like the platform, and is imported or not as Python was built.
+    assert not [name for name in missed if not name.startswith("_sysconfigdata")]
+
+
+@pytest.mark.parametrize("name", ["xml", "decimal", "packaging", "iniconfig", "typing_extensions"])
+def test_modules_in_the_place_of_others_are_found(name: str) -> None:
+    for path in (f"{name}.py", f"{name}/__init__.py", f"src/{name}.py"):
+        new, linked = _new(path), _new(path, "shop", mode="120000")
+        assert [found.family for found in detect([], new)] == ["shadowed_module"]
+        assert [found.family for found in detect([], linked)] == ["shadowed_module"]
+        was_there = new.replace("new file mode 100644\n", "")
+        assert detect([], was_there) == []
+    (found,) = detect([], _new(name, "shop", mode="120000"))
+    assert found == Finding("shadowed_module", f"working copy: linked {name} -> shop")
