@@ -23,7 +23,11 @@ const powers = (u, marks) => marks.map((v) => (v && Number.isInteger(Math.round(
 // One step alone stands in the middle.
 const spread = (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
 
-// series: [{label, x, y, colour, dash}]
+// Lines of one colour are told apart by these; the last is that of all further ones.
+const STROKES = [{ name: "", dash: undefined }, { name: "dashed", dash: [6, 4] }, { name: "dotted", dash: [2, 3] }];
+const strokeOf = (n = 0) => STROKES[Math.min(n, STROKES.length - 1)];
+
+// series: [{label, x, y, colour, stroke}], where `stroke` counts the lines of that colour
 export function Chart({ title, note, series, log = false, unit = short, range, sync = "step" }) {
   const box = useRef(null);
   const plot = useRef(null);
@@ -65,7 +69,7 @@ export function Chart({ title, note, series, log = false, unit = short, range, s
           label: each.label,
           stroke: colour(each.colour),
           width: 1.8,
-          dash: each.dash ? [5, 4] : undefined,
+          dash: strokeOf(each.stroke).dash,
           spanGaps: true,
           points: { show: each.x.length < 3, size: 6 },
         })),
@@ -99,7 +103,7 @@ export function Chart({ title, note, series, log = false, unit = short, range, s
       ${drawn.map(
         (each, n) =>
           html`<span key=${each.label}
-            ><i class=${each.dash ? "dashed" : ""} style=${{ borderColor: colour(each.colour) }}></i>${each.label} <b>${unit(value(n))}</b></span
+            ><i class=${strokeOf(each.stroke).name} style=${{ borderColor: colour(each.colour) }}></i>${each.label} <b>${unit(value(n))}</b></span
           >`,
       )}
       ${cursor != null && html`<span class="dim">at ${short(data[0][cursor])}</span>`}

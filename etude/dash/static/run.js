@@ -99,7 +99,7 @@ function PastAlarms({ run }) {
   </details>`;
 }
 
-// The curves of all runs in one chart: one colour a run, the second curve of a run dashed.
+// The curves of all runs in one chart: one colour a run, its second curve dashed, further ones dotted.
 function curves(found, order, names, of = (run) => run.steps) {
   const many = found.length > 1;
   return found.flatMap((run) =>
@@ -108,7 +108,7 @@ function curves(found, order, names, of = (run) => run.steps) {
       x: of(run).step,
       y: of(run)[name] ?? [],
       colour: many ? order[run.name] : n,
-      dash: many && n > 0,
+      stroke: many ? n : 0,
     })),
   );
 }
@@ -117,7 +117,7 @@ function curves(found, order, names, of = (run) => run.steps) {
 function ownCurves(found, order, of) {
   const many = found.length > 1;
   return found
-    .flatMap((run) => of(run).map(([label, x, y], n) => ({ run, label, x, y, dash: many && n > 0 })))
+    .flatMap((run) => of(run).map(([label, x, y], n) => ({ run, label, x, y, stroke: many ? n : 0 })))
     .map(({ run, label, ...each }, n) => ({ ...each, label: many ? `${run.name} ${label}` : label, colour: many ? order[run.name] : n }));
 }
 
@@ -160,10 +160,11 @@ export function RunView({ runs, order }) {
   const { data, error } = useAll(runs.map((run) => runPath(run, "overview")));
   if (!data.length) return html`<${Loading} error=${error} />`;
   const one = data.length === 1;
+  const name = (run) => !one && html`<h1><i class=${`dot c${order[run.name] % 8}`}></i>${run.name}</h1>`;
   return html`
     ${data.map(
       (run) => html`<div class="runhead" key=${run.name}>
-        ${!one && html`<h1><i class=${`dot c${order[run.name] % 8}`}></i>${run.name}</h1>`}
+        ${name(run)}
         <${Alarms} alarms=${run.alarms} advice=${run.finished ? null : run.advice} missing=${run.missing} />
         <${Headline} run=${run} />
         ${one && html`<${Tiles} run=${run} />`}
@@ -171,11 +172,14 @@ export function RunView({ runs, order }) {
     )}
     <${Charts} found=${data} order=${order} />
     ${data.map(
-      (run) => html`<div class="halves" key=${run.name}>
-        <${Stages} run=${run} />
-        <${Lags} run=${run} />
+      (run) => html`<div class="runhead" key=${run.name}>
+        ${name(run)}
+        <div class="halves">
+          <${Stages} run=${run} />
+          <${Lags} run=${run} />
+        </div>
+        <${PastAlarms} run=${run} />
       </div>`,
     )}
-    ${data.map((run) => html`<${PastAlarms} key=${run.name} run=${run} />`)}
   `;
 }
