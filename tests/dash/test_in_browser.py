@@ -322,7 +322,8 @@ def test_a_cheat_that_nothing_flagged(page: Any, link: str, hostile: Path) -> No
 def test_two_runs_over_each_other(page: Any, link: str, real: Path, hostile: Path) -> None:
     page.goto(f"{base(link)}/runs/{real.name},{hostile.name}")
     page.wait_for_selector(f".legend:has-text('{hostile.name}')")
-    assert page.locator(".runhead h1").count() == 2
+    names = page.locator(".runhead h1").all_inner_texts()
+    assert names == 2 * [real.name, hostile.name], "above the charts, and below them"
     runs, lines = (
         page.eval_on_selector_all(
             places, f"all => all.map((each) => getComputedStyle(each).{side})"
