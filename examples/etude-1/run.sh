@@ -1,9 +1,10 @@
 #!/bin/sh
 # Étude No. 1, from the sources to the figures. What is done is not done again: after a kill, the same command goes on.
 #   examples/etude-1/run.sh [model|sdists|corpus|sessions|tasks|sft|rl|measure]...     (all, in this order)
-#   examples/etude-1/run.sh seeds         after sft: rl by the seeds 0, 1 and 2 side by side (SEEDS), and their mean beside sft
-#   examples/etude-1/run.sh ablations     after these: rl with one thing changed, seven times
-# SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights with another seed
+#   examples/etude-1/run.sh seeds         after sft: rl by the seeds 0, 1 and 2 (SEEDS), and their mean beside sft
+#   examples/etude-1/run.sh ablations     after these: rl with one thing changed, each beside seed SEED
+# SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights by another seed
+# SETS='--set harness.max_turns=4' changes every run, LIMIT_S=600 stops each of rl after ten minutes (README.md)
 set -eu
 cd "$(dirname "$0")"
 ETUDE=${ETUDE:-etude}
@@ -13,6 +14,7 @@ JOBS=${JOBS:-$(nproc)}
 SEED=${SEED:-0}
 HELDOUT=${HELDOUT:-450} # tasks
 TASKS=${TASKS:-700}     # to train on
+SETS=${SETS:-}
 SFT=data/sft
 RL=data/rl-$SEED
 PYTHONPATH=$(cd ../.. && pwd)
@@ -58,33 +60,53 @@ tasks() { # the held-out ones first, so that each repository has its share
 }
 
 sft() {
-    "$ETUDE" run sft.toml --dir "$SFT" --no-dash --json || return
-    [ -e data/sft-model ] || "$ETUDE" weights export "$SFT" data/sft-model
+    # shellcheck disable=SC2086
+    "$ETUDE" run sft.toml --dir "$SFT" --no-dash --json $SETS || return
+    [ -e "$SFT-model" ] || "$ETUDE" weights export "$SFT" "$SFT-model"
 }
 
-rl() {
-    # what every seed begins with was evaluated at the end of sft
-    ${EXEC:-} "$ETUDE" run rl.toml --dir "$RL" --no-dash --json --set seed="$SEED" --set eval.before=false \
-        ${CONCURRENCY:+--set harness.concurrency="$CONCURRENCY"}
+rl() { # [--set KEY=VALUE]...; what every seed begins with was evaluated at the end of sft
+    # shellcheck disable=SC2086
+    ${LIMIT_S:+timeout --foreground "$LIMIT_S"} "$ETUDE" run rl.toml --dir "$RL" --no-dash --json \
+        --set seed="$SEED" --set eval.before=false $SETS "$@" || [ $? = 124 ] # the limit
 }
 
-seeds() { # those on one GPU want NVIDIA's Multi-Process Service, and fewer sessions each (README.md)
-    begun='' runs='' broken=''
-    trap 'kill $begun' INT TERM # which they would not hear of
+side_by_side() { # reads lines of NAME [--set KEY=VALUE]...
+    xargs -L 1 -P "${RUNS:-3}" ./run.sh variant
+}
+
+variant() { # rl in data/NAME with something changed, and several attempts at each held-out task
+    RL=data/$1 && shift
+    rl --set harness.concurrency="${CONCURRENCY:-40}" "$@" && "$ETUDE" eval "$RL" --samples "${SAMPLES:-8}" --json
+}
+
+seeds() {
+    runs=''
     for seed in ${SEEDS:-0 1 2}; do
         runs="$runs data/rl-$seed"
-        EXEC=exec CONCURRENCY=${CONCURRENCY:-40} SEED=$seed RL=data/rl-$seed rl >"data/logs/rl-$seed.log" 2>&1 &
-        begun="$begun $!"
-    done
-    for process in $begun; do
-        wait "$process" || broken=yes
-    done
-    [ -z "$broken" ] || { tail -n 2 data/logs/rl-*.log; return 1; }
-    for run in $SFT $runs; do
-        "$ETUDE" eval "$run" --samples "${SAMPLES:-8}" --json || return
-    done
+        echo "rl-$seed --set seed=$seed"
+    done >data/seeds.txt
+    side_by_side <data/seeds.txt || return
+    "$ETUDE" eval "$SFT" --samples "${SAMPLES:-8}" --json || return
     # shellcheck disable=SC2086
     "$ETUDE" compare "$SFT" $runs --json
+}
+
+ablations() { # each beside the seed that it is a variant of
+    side_by_side <<END || return
+synchronous --set stage.rl.max_lag=0 --set stage.rl.reorder_window=1
+lag-1 --set stage.rl.max_lag=1
+lag-4 --set stage.rl.max_lag=4
+lag-16 --set stage.rl.max_lag=16
+in-turn --set stage.rl.fresh_frac=1.0
+by-turn --set stage.rl.advantage=by_turn
+END
+    # one step, at the rate with which it begins, is as good as none
+    (SFT=data/sft-alone SETS="--set stage.midtrain.steps=1" && sft) || return
+    echo without-midtrain --set model.path=data/sft-alone-model | side_by_side || return
+    for name in synchronous lag-1 lag-4 lag-16 in-turn by-turn without-midtrain; do
+        "$ETUDE" compare "$RL" "data/$name" --json || return
+    done
 }
 
 measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 what sessions did
@@ -96,27 +118,11 @@ measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 wh
     "$ETUDE" compare "$SFT" "$RL" --json # several at temperature 1
 }
 
-ablations() {
-    variant synchronous --set stage.rl.max_lag=0 --set stage.rl.reorder_window=1 &&
-        variant lag-1 --set stage.rl.max_lag=1 &&
-        variant lag-4 --set stage.rl.max_lag=4 &&
-        variant lag-16 --set stage.rl.max_lag=16 &&
-        variant in-turn --set stage.rl.fresh_frac=1.0 &&
-        variant by-turn --set stage.rl.advantage=by_turn || return
-    # one step, at the rate with which it begins, is as good as none
-    "$ETUDE" run sft.toml --dir data/sft-alone --no-dash --json --set stage.midtrain.steps=1 || return
-    [ -e data/sft-alone-model ] || "$ETUDE" weights export data/sft-alone data/sft-alone-model || return
-    variant without-midtrain --set model.path=data/sft-alone-model
-}
-
-variant() { # NAME, and what it changes
-    name=$1 && shift
-    "$ETUDE" run rl.toml --dir "data/$name" --no-dash --json --set seed="$SEED" --set eval.before=false --set eval.every_steps=0 \
-        ${CONCURRENCY:+--set harness.concurrency="$CONCURRENCY"} "$@" &&
-        "$ETUDE" eval "data/$name" --samples "${SAMPLES:-8}" --json &&
-        "$ETUDE" compare "$RL" "data/$name" --json
-}
-
+if [ "${1:-}" = variant ]; then # side_by_side asks for it
+    shift
+    variant "$@" >"data/logs/$1.log" 2>&1 || { tail -n 5 "data/logs/$1.log" >&2; exit 1; }
+    exit
+fi
 for step in ${*:-model sdists corpus sessions tasks sft rl measure}; do
     began=$(date +%s)
     "$step" >"data/logs/$step.log" 2>&1 || { tail -n 20 "data/logs/$step.log" >&2; exit 1; }
