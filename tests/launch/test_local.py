@@ -199,12 +199,16 @@ def test_a_run_is_prepared_once_and_lasts_as_long_as_its_controller(
     tmp_path: Path, started: list[Started]
 ) -> None:
     place, config = RunPlace.of(tmp_path / "r"), parse(TOML)
-    local.execute(config, place, Console(quiet=True), resume="etude run a.toml")
+    said = io.StringIO()
+    console = Console(file=said, width=80)
+    local.execute(config, place, console, resume="etude run a.toml")
     (launcher,) = started
     everybody = ["gateway", "worker-here", "worker-there", "trainer", "controller"]
     assert launcher.names == [(["preparation"], "preparation"), (everybody, "controller")]
     assert launcher.watched
     assert launcher.told.pop("lock") > 0
+    launcher.told.pop("say")("stopping")
+    assert said.getvalue().endswith("stopping\n")
     assert launcher.told == {
         "threads": 2,
         "heartbeat_timeout_s": 33.0,
