@@ -4,7 +4,7 @@
 #   examples/etude-1/run.sh seeds         after sft: rl by the seeds 0, 1 and 2 (SEEDS), and their mean beside sft
 #   examples/etude-1/run.sh ablations     after these: rl with one thing changed, each beside seed SEED
 # SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights by another seed
-# SETS='--set harness.max_turns=4' changes every run, LIMIT_S=600 stops each of rl after ten minutes (README.md)
+# SETS='--set harness.max_turns=4' changes every run but sft-alone, LIMIT_S=600 stops each of rl after ten minutes (README.md)
 set -eu
 cd "$(dirname "$0")"
 ETUDE=${ETUDE:-etude}
@@ -101,7 +101,7 @@ lag-16 --set stage.rl.max_lag=16
 in-turn --set stage.rl.fresh_frac=1.0
 by-turn --set stage.rl.advantage=by_turn
 END
-    # one step, at the rate with which it begins, is as good as none
+    # One step, at the rate with which it begins, is as good as none. SETS may name keys of rl, which sft.toml does not have.
     (SFT=data/sft-alone SETS="--set stage.midtrain.steps=1" && sft) || return
     echo without-midtrain --set model.path=data/sft-alone-model | side_by_side || return
     for name in synchronous lag-1 lag-4 lag-16 in-turn by-turn without-midtrain; do

@@ -140,13 +140,13 @@ async def test_a_killed_gateway_knows_which_sessions_are_over_and_settled(
     async with http.delete(f"{gateway}/s/over", headers=admin) as response:
         assert response.status == 204
     assert not await enters(gateway, "over")
-    scored = offer("scored")
+    settled = offer("settled")
     async with http.put(
-        f"{gateway}/v1/sessions/scored", data=msgspec.json.encode(scored), headers=admin
+        f"{gateway}/v1/sessions/settled", data=msgspec.json.encode(settled), headers=admin
     ) as response:
         assert response.status == 204
     result = {"status": "failed", "error": "no browser"}
-    score = f"{gateway}/v1/sessions/scored/score"
+    score = f"{gateway}/v1/sessions/settled/score"
     async with http.post(score, json=result, headers=admin) as response:
         assert response.status == 204
     first.kill()
@@ -155,8 +155,8 @@ async def test_a_killed_gateway_knows_which_sessions_are_over_and_settled(
     gateway = url(processes.start("etude.serve.gateway", ETUDE_SECRET=SECRET))
     assert not await enters(gateway, "over")
     assert await enters(gateway, "open")
-    async with http.get(f"{gateway}/v1/sessions/scored", headers=admin) as response:
+    async with http.get(f"{gateway}/v1/sessions/settled", headers=admin) as response:
         assert (await response.json())["result"]["error"] == "no browser"
-    async with http.get(f"{gateway}/v1/sessions/scored?wait_s=soon", headers=admin) as response:
+    async with http.get(f"{gateway}/v1/sessions/settled?wait_s=soon", headers=admin) as response:
         assert response.status == 400
         assert (await response.json())["error"]["param"] == "wait_s"
