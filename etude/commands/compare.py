@@ -3,6 +3,7 @@ that all have tried."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -31,20 +32,27 @@ def compare(
     sides = {side: find_report(side, split, turns) for side in (before, *after)}
     first, *others = [sides[side] for side in (before, *after)]
     for side, report in sides.items():
-        if report.samples != first.samples:
+        if (report.samples == 1) != (first.samples == 1):
             raise EtudeError(
                 f"{before} was evaluated with {first.samples} attempts at each task, {side} with "
-                f"{report.samples}: evaluate both alike (etude eval --samples N)"
+                f"{report.samples}: one is sampled at another temperature than several "
+                "(etude eval --samples N)"
             )
     tried = [report.solved_by_task for report in (first, *others)]
     if not (common := sorted(set.intersection(*map(set, tried)))):
         named = " and ".join(sides)
         raise EtudeError(f"{named} have no {split} task in common: nothing to compare")
     seeds = len(others)
+    attempts = math.lcm(*(report.samples for report in sides.values()))
+
+    def solved(report: Report, task: str) -> int:
+        """Of so many attempts, whatever their real number was."""
+        return report.solved_by_task[task] * attempts // report.samples
+
     found = compare_paired(
-        {task: seeds * first.solved_by_task[task] for task in common},
-        {task: sum(report.solved_by_task[task] for report in others) for task in common},
-        seeds * first.samples,
+        {task: seeds * solved(first, task) for task in common},
+        {task: sum(solved(report, task) for report in others) for task in common},
+        seeds * attempts,
     )
     left_out = len(set.union(*map(set, tried))) - len(common)
     console.print(table([(before, first), *zip(after, others, strict=True)]))

@@ -182,7 +182,9 @@ class Alarms:
             else f"no group had a difference yet: in each of {count} all attempts earned the "
             f"same ({earned})"
         )
-        return Alarm("signal", what, signal_advice(self._earned))
+        broken = self._differed and self._earned == {0.0}
+        advice = _broken_advice(self._place) if broken else signal_advice(self._earned)
+        return Alarm("signal", what, advice)
 
     def _reward_alarms(self, event: GroupDone) -> dict[str, Alarm | None]:
         self._lowest = min(self._lowest, *event.rewards, math.inf)
@@ -203,10 +205,7 @@ class Alarms:
         dropped = Alarm(
             "reward_drop",
             f"{earned}, and {self._best:.3f} at best",
-            f"tasks have become harder, or the policy has broken: read what sessions do now "
-            f"(`etude sessions {self._place}`); one that forgets how to call its tools wants a "
-            f"lower lr, or, where attempts that earn nothing are the longer ones, "
-            f'loss_aggregation = "sequence"',
+            _broken_advice(self._place),
         )
         share = FALLEN / 2 if "reward_drop" in self.active else FALLEN
         has_dropped = mean < self._best - share * (self._highest - self._lowest)
@@ -228,6 +227,16 @@ def signal_advice(rewards: Collection[float]) -> str:
             return "the tasks are solved already; take harder ones, or end the run here"
         case _:
             return "take a higher stage.rl.temperature, a larger group_size or other tasks"
+
+
+def _broken_advice(place: str) -> str:
+    """What to do about attempts that earn far less than earlier ones did."""
+    return (
+        f"tasks have become harder, or the policy has broken: read what sessions do now "
+        f"(`etude sessions {place}`); one that forgets how to call its tools wants a "
+        f"lower lr, or, where attempts that earn nothing are the longer ones, "
+        f'loss_aggregation = "sequence"'
+    )
 
 
 def what_was_earned(rewards: Collection[float]) -> str:

@@ -92,18 +92,21 @@ seeds() {
     "$ETUDE" compare "$SFT" $runs --json
 }
 
+sft_alone() { # one step, at the rate with which it begins, is as good as none; SETS may name keys of rl, which sft.toml does not have
+    (SFT=data/sft-alone SETS="--set stage.midtrain.steps=1 --set eval.before=false" && sft)
+}
+
 ablations() { # each beside the seed that it is a variant of
+    sft_alone || return
     side_by_side <<END || return
 synchronous --set stage.rl.max_lag=0 --set stage.rl.reorder_window=1
 lag-1 --set stage.rl.max_lag=1
 lag-4 --set stage.rl.max_lag=4
 lag-16 --set stage.rl.max_lag=16
 in-turn --set stage.rl.fresh_frac=1.0
+without-midtrain --set model.path=data/sft-alone-model
 by-turn --set stage.rl.advantage=by_turn
 END
-    # One step, at the rate with which it begins, is as good as none. SETS may name keys of rl, which sft.toml does not have.
-    (SFT=data/sft-alone SETS="--set stage.midtrain.steps=1" && sft) || return
-    echo without-midtrain --set model.path=data/sft-alone-model | side_by_side || return
     for name in synchronous lag-1 lag-4 lag-16 in-turn by-turn without-midtrain; do
         "$ETUDE" compare "$RL" "data/$name" --json || return
     done

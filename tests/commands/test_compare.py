@@ -104,7 +104,24 @@ def test_what_was_not_evaluated_is_said_with_the_command_that_does(
     assert "write RUN@NUMBER" in capsys.readouterr().err
 
 
-def test_unequal_attempts_are_not_compared(
+def test_more_attempts_on_one_side_are_compared_by_the_share_that_is_solved(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.open(f"file:{directory}")
+    for version, samples, solved in (
+        (0, 4, {"a": 0, "b": 1, "c": 4}),
+        (6, 6, {"a": 3, "b": 1, "c": 6}),
+    ):
+        report = run.eval(f"{version:06d}.heldout", Report)
+        report = replace(report, samples=samples, solved_by_task=solved)
+        run.put_eval(report.name, report)
+    assert main(["compare", f"{directory}@0", f"{directory}@6", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["before"], found["after"]) == (pytest.approx(5 / 12), pytest.approx(10 / 18))
+    assert (found["gained"], found["lost"], found["p_value"]) == (1, 1, 1.0)
+
+
+def test_one_attempt_is_not_compared_with_several(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run.open(f"file:{directory}")

@@ -289,6 +289,9 @@ def test_groups_without_a_difference_are_alarming() -> None:
     assert begun(alarms, solved) == ["signal"]
     (active,) = alarms.active.values()
     assert active.what == "the last 32 groups had no difference (all 1)"
+    assert begun(alarms, GROUP, *[same] * IN_VAIN_LATER) == ["signal"]
+    (active,) = alarms.active.values()
+    assert active.advice.startswith("tasks have become harder, or the policy has broken")
 
 
 def test_what_happens_to_a_process_is_told_until_it_is_heard() -> None:
