@@ -4,7 +4,7 @@
 #   examples/etude-1/run.sh seeds         after sft: rl by the seeds 0, 1 and 2 (SEEDS), and their mean beside sft
 #   examples/etude-1/run.sh ablations     after these: rl with one thing changed, each beside seed SEED
 # SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights by another seed
-# SETS='--set harness.max_turns=4' changes every run but sft-alone, LIMIT_S=600 stops each of rl after ten minutes (README.md)
+# SETS='--set harness.max_turns=8' changes every run but sft-alone, LIMIT_S=600 stops each of rl after ten minutes (README.md)
 set -eu
 cd "$(dirname "$0")"
 ETUDE=${ETUDE:-etude}
