@@ -125,6 +125,15 @@ def test_the_corpus_has_each_file_once_and_none_that_is_held_out(sessions: Modul
     assert list(corpus.documents(files, heldout)) == [files["other.py"].decode()]
 
 
+def test_no_repository_is_on_two_sides_and_none_to_measure_with_is_learnt(
+    sessions: ModuleType,
+) -> None:
+    listed = list(importlib.import_module("fetch").read_list(HERE / "repositories.txt"))
+    assert len({line.package for line in listed}) == len(listed)
+    learnt = {line.use: line.is_learnt for line in listed}
+    assert learnt == {"heldout": False, "fresh": False, "train": True, "sft": True}
+
+
 def test_both_parts_have_the_same_tasks_and_harness() -> None:
     parts = [tomllib.loads((HERE / name).read_text()) for name in ("sft.toml", "rl.toml")]
     for part in parts:

@@ -51,7 +51,7 @@ def main() -> None:
     args = parser.parse_args()
     listed = list(read_list(args.list))
     heldout = heldout_functions(listed, args.sdists)
-    learnt = [args.sdists / line.filename for line in listed if line.use != "heldout"]
+    learnt = [args.sdists / line.filename for line in listed if line.is_learnt]
     repositories = (fetch(str(sdist), args.sdists).files for sdist in learnt)
     texts = list(once(text for files in repositories for text in documents(files, heldout)))
     half = args.out.with_suffix(".part")

@@ -24,11 +24,15 @@ class Line(NamedTuple):
     """A line of the list."""
 
     use: str
-    """`heldout`: tasks to measure with. `train`: tasks and sessions to learn from. `sft`: sessions
-    alone."""
+    """`heldout`: tasks to measure with. `fresh`: the same, of which no recipe has been measured.
+    `train`: tasks and sessions to learn from. `sft`: sessions alone."""
     filename: str
     sha256: str
     licence: str
+
+    @property
+    def is_learnt(self) -> bool:
+        return self.use in ("train", "sft")
 
     @property
     def package(self) -> str:

@@ -13,6 +13,7 @@ MODEL=${MODEL:-../../models/smollm2-135m}
 JOBS=${JOBS:-$(nproc)}
 SEED=${SEED:-0}
 HELDOUT=${HELDOUT:-450} # tasks
+MEASURE=${MEASURE:-heldout} # or fresh: repositories that no recipe was chosen by
 TASKS=${TASKS:-700}     # to train on
 SETS=${SETS:-}
 SFT=data/sft
@@ -47,7 +48,7 @@ sessions() {
 
 heldout_tasks() {
     # shellcheck disable=SC2046
-    "$ETUDE" tasks build --heldout $(sources heldout) --kinds token --limit "$HELDOUT" --jobs "$JOBS" --out data/tasks --json
+    "$ETUDE" tasks build --heldout $(sources "$MEASURE") --kinds token --limit "$HELDOUT" --jobs "$JOBS" --out data/tasks --json
 }
 
 train_tasks() {

@@ -429,7 +429,7 @@ def functions_in(files: Mapping[str, bytes]) -> Iterator[str]:
 
 def heldout_functions(listed: list[Line], sdists: Path) -> set[str]:
     """Digests of what must not be learnt from."""
-    heldout = [sdists / line.filename for line in listed if line.use == "heldout"]
+    heldout = [sdists / line.filename for line in listed if not line.is_learnt]
     files = (fetch(str(sdist), sdists).files for sdist in heldout)
     return {digest_of(source) for each in files for source in functions_in(each)}
 
@@ -464,7 +464,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     listed = list(read_list(args.list))
     seen = heldout_functions(listed, args.sdists)
-    learnt = [args.sdists / line.filename for line in listed if line.use != "heldout"]
+    learnt = [args.sdists / line.filename for line in listed if line.is_learnt]
     jobs = [(sdist, args.model, args.out, seen, args.seed) for sdist in learnt]
     total = 0
     with multiprocessing.Pool(args.jobs) as pool:
