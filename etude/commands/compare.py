@@ -56,7 +56,8 @@ def compare(
     )
     left_out = len(set.union(*map(set, tried))) - len(common)
     console.print(table([(before, first), *zip(after, others, strict=True)]))
-    console.print(verdict(found, left_out))
+    is_exact = seeds == 1 and first.samples == others[0].samples
+    console.print(verdict(found, left_out, is_exact))
     if turns is not None:
         console.print(
             f"attempts of more than {turns} answers of the model count as not solved; tokens, "
@@ -110,16 +111,19 @@ def table(sides: Sequence[tuple[str, Report]]) -> Table:
     return made
 
 
-def verdict(found: PairedComparison, left_out: int) -> str:
+def verdict(found: PairedComparison, left_out: int, is_exact: bool) -> str:
+    """`is_exact`: both sides made as many attempts, so that swapping them at a task changes nothing
+    if no task can tell them apart."""
     points = [100 * each for each in (found.difference, found.low, found.high)]
     interval = (
         f"95 % interval {points[1]:+.1f} to {points[2]:+.1f}"
         if found.num_tasks >= FEWEST_TASKS
         else f"of too few tasks for an interval ({FEWEST_TASKS} at least)"
     )
+    test = "exact sign-flip test" if is_exact else "sign-flip test"
     lines = [
         f"difference: {points[0]:+.1f} points, {interval}",
-        f"p = {found.p_value:.2g} (exact sign-flip test over {found.num_tasks} tasks)",
+        f"p = {found.p_value:.2g} ({test} over {found.num_tasks} tasks)",
         f"{found.gained} tasks solved more often, {found.lost} less often",
     ]
     if left_out:

@@ -182,9 +182,7 @@ class Alarms:
             else f"no group had a difference yet: in each of {count} all attempts earned the "
             f"same ({earned})"
         )
-        broken = self._differed and self._earned == {0.0}
-        advice = _broken_advice(self._place) if broken else signal_advice(self._earned)
-        return Alarm("signal", what, advice)
+        return Alarm("signal", what, signal_advice(self._earned, self._differed, self._place))
 
     def _reward_alarms(self, event: GroupDone) -> dict[str, Alarm | None]:
         self._lowest = min(self._lowest, *event.rewards, math.inf)
@@ -215,9 +213,12 @@ class Alarms:
         }
 
 
-def signal_advice(rewards: Collection[float]) -> str:
-    """What to do about groups without a difference whose attempts earned these rewards."""
+def signal_advice(rewards: Collection[float], had_signal: bool, place: str = "RUN") -> str:
+    """What to do about groups without a difference whose attempts earned these rewards.
+    `had_signal`: groups before them had one."""
     match sorted(set(rewards)):
+        case [0.0] if had_signal:
+            return _broken_advice(place)
         case [0.0]:
             return (
                 "the tasks are too hard for the weights that rl starts from; show them more in "

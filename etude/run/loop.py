@@ -224,10 +224,13 @@ class SignalMonitor:
         self._limit = max(100, 20 * groups_per_step)
         self._in_vain = 0
         self._rewards: set[float] = set()
+        self._had_signal = False
 
     def add(self, group: Group, outcome: GroupOutcome) -> None:
         if outcome.advantages:
-            self._in_vain, self._rewards = 0, set()
+            self._had_signal = True
+            self._in_vain = 0
+            self._rewards.clear()
             return
         self._in_vain += 1
         self._rewards |= set(counted_rewards(group, outcome))
@@ -246,11 +249,11 @@ class SignalMonitor:
                 f"temperature, and that above 0, then resume the run"
             )
         if self._in_vain >= self._limit:
-            why = f"{what_was_earned(self._rewards)}: {signal_advice(self._rewards)}"
+            advice = signal_advice(self._rewards, self._had_signal)
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a "
-                f"task earn the same reward ({why}). Such settings cannot "
-                f"change within a run: begin anew with --fresh, or in another --dir"
+                f"task earn the same reward ({what_was_earned(self._rewards)}: {advice}). Such "
+                f"settings cannot change within a run: begin anew with --fresh, or in another --dir"
             )
 
 

@@ -24,7 +24,7 @@ class Line(NamedTuple):
     """A line of the list."""
 
     use: str
-    """`heldout`: tasks to measure with. `fresh`: the same, of which no recipe has been measured.
+    """`heldout`: tasks to measure with. `fresh`: the same, and no recipe was chosen by them.
     `train`: tasks and sessions to learn from. `sft`: sessions alone."""
     filename: str
     sha256: str

@@ -39,7 +39,7 @@ def test_two_versions_of_a_run(directory: Path, capsys: pytest.CaptureFixture[st
     assert (found["num_tasks"], found["before"], found["after"]) == (4, 0.25, 0.75)
     assert (found["gained"], found["lost"], found["p_value"]) == (2, 0, 0.5)
     assert "1 tasks that not all of them have tried are left out" in told.err
-    assert "+50.0 points" in told.err and "sign-flip test over 4 tasks" in told.err
+    assert "+50.0 points" in told.err and "exact sign-flip test over 4 tasks" in told.err
     assert "too few tasks for an interval (6 at least)" in told.err
     assert "one evaluation" not in told.err
 
@@ -116,7 +116,9 @@ def test_more_attempts_on_one_side_are_compared_by_the_share_that_is_solved(
         report = replace(report, samples=samples, solved_by_task=solved)
         run.put_eval(report.name, report)
     assert main(["compare", f"{directory}@0", f"{directory}@6", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert "p = 1 (sign-flip test over 3 tasks)" in told.err
+    found = json.loads(told.out)
     assert (found["before"], found["after"]) == (pytest.approx(5 / 12), pytest.approx(10 / 18))
     assert (found["gained"], found["lost"], found["p_value"]) == (1, 1, 1.0)
 

@@ -339,6 +339,16 @@ def test_a_group_with_signal_starts_the_count_again() -> None:
         signal.add(replace(group, trajectories=(one, replace(one, id="g.1"))), caught)
 
 
+def test_a_run_that_had_learnt_and_then_earns_nothing_is_told_so() -> None:
+    signal = SignalMonitor(groups_per_step=1)
+    one = Trajectory(id="g.0", task="t", group="g", segments=(), score=Score(0.0), status="done")
+    group = Group(id="g", task="t", slot=0, admitted=0, trajectories=(one,))
+    signal.add(group, GroupOutcome(advantages={"g.0": 1.0}))
+    with pytest.raises(EtudeError, match=r"\(all 0: tasks have become harder, or the policy has"):
+        for _ in range(100):
+            signal.add(group, GroupOutcome(advantages={}))
+
+
 def test_recovery_settles_what_a_crash_left_open() -> None:
     entries: list[Entry] = [
         Issued(group="g000000", task="t0", samples=("g000000.0", "g000000.1"), version=2)
