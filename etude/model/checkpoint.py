@@ -12,7 +12,6 @@ Shapes: M outputs, C inputs of a matrix, X experts, B blocks of a row.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from etude.model.directory import INDEX, SINGLE_FILE
+from etude.model.directory import weight_files
 
 SCALES = ("_scale_inv", "_scale")
 """What is added to the name of a tensor in FP8."""
@@ -36,10 +35,7 @@ class Checkpoint(Mapping[str, Tensor]):
     """The tensors of a directory by their names, without those that only hold scales."""
 
     def __init__(self, path: Path) -> None:
-        index = path / INDEX
-        files = [SINGLE_FILE]
-        if index.is_file():
-            files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = weight_files(path)
         try:
             shards: list[Any] = [safe_open(path / file, framework="pt") for file in files]
         except SafetensorError as e:
@@ -97,15 +93,20 @@ def from_fp8(weight_MC: Tensor, scale: Tensor) -> Tensor:
     if scale.ndim == 1 and len(scale) == len(wide):
         scale = scale[:, None]
     if scale.ndim == 2:
-        rows, columns = (-(-size // n) for size, n in zip(wide.shape, scale.shape, strict=True))
-        # Blocks at the edge may be smaller; all others are of a power of two.
-        rows, columns = (
-            size if n == 1 else 1 << (block - 1).bit_length()
-            for size, n, block in zip(wide.shape, scale.shape, (rows, columns), strict=True)
-        )
+        rows, columns = map(_block_size, wide.shape, scale.shape)
         scale = scale.repeat_interleave(rows, 0)[: len(wide)]
         scale = scale.repeat_interleave(columns, 1)[:, : wide.shape[1]]
     return (wide * scale).to(torch.bfloat16)
+
+
+def _block_size(size: int, num_blocks: int) -> int:
+    """Blocks at the edge may be smaller; all others are of a power of two."""
+    if num_blocks == 1:
+        return size
+    block = 1 << (-(-size // max(1, num_blocks)) - 1).bit_length()
+    if -(-size // block) != num_blocks:
+        raise ValueError(f"{num_blocks} scales cannot be those of blocks of {size} rows or columns")
+    return block
 
 
 def from_mxfp4(blocks_XMB16: Tensor, exponents_XMB: Tensor) -> Tensor:

@@ -27,17 +27,29 @@ def missing_files(path: Path) -> list[str]:
     ]
 
 
+def weight_files(path: Path) -> list[str]:
+    """The names of the files of weights. Raises ValueError for an index that does not name files of
+    this directory."""
+    if not (path / INDEX).is_file():
+        return [SINGLE_FILE]
+    index = json.loads((path / INDEX).read_bytes())
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or not all(map(_is_inside, where.values())):
+        raise ValueError(
+            f"{INDEX} does not say which files of the directory hold the tensors: fetch it again"
+        )
+    return sorted(set(where.values()))
+
+
+def _is_inside(name: object) -> bool:
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
 def check_weights(path: Path) -> None:
     """Raises ValueError for files of weights that are missing or not whole. Reads their headers."""
     from safetensors import SafetensorError, safe_open
 
-    index = path / INDEX
-    names = (
-        sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        if index.is_file()
-        else [SINGLE_FILE]
-    )
-    for name in names:
+    for name in weight_files(path):
         try:
             with safe_open(path / name, framework="numpy"):
                 pass

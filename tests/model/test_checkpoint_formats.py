@@ -123,6 +123,12 @@ def test_one_factor_for_all_or_for_each_row(
     assert torch.equal(from_fp8(weight, scale), (weight.float() * each).bfloat16())
 
 
+@pytest.mark.parametrize("scales", [(3, 1), (1, 3), (0, 1), (33, 1)])
+def test_factors_that_no_blocks_have_are_refused(scales: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"\d+ scales cannot be those of blocks of 32"):
+        from_fp8(torch.randn(32, 32).to(E4M3), torch.ones(scales))
+
+
 def test_a_model_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each tensor is read once, and gone before the next is asked for."""
     given = model("qwen3_moe")

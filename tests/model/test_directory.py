@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from etude.model.checkpoint import Checkpoint
 from etude.model.directory import (
     GENERATION,
     INDEX,
@@ -52,6 +53,28 @@ def test_every_file_of_weights_that_an_index_names_must_be_whole(tmp_path: Path)
     (tmp_path / "b").write_bytes((tmp_path / "b").read_bytes()[:-1])
     with pytest.raises(ValueError, match="^b cannot be read"):
         check_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {},
+        {"weight_map": ["a"]},
+        ["a"],
+        {"weight_map": {"x": 3}},
+        {"weight_map": {"x": ["a"]}},
+        {"weight_map": {"x": "../a"}},
+        {"weight_map": {"x": "/a"}},
+    ],
+)
+def test_an_index_names_files_of_its_directory(tmp_path: Path, index: object) -> None:
+    save_file({"x": torch.ones(3)}, tmp_path / "a")
+    own = tmp_path / "own"
+    own.mkdir()
+    put(own, {INDEX: json.dumps(index).encode().replace(b'"/a"', b'"%b/a"' % bytes(tmp_path))})
+    for read in (check_weights, Checkpoint):
+        with pytest.raises(ValueError, match=f"^{INDEX} does not say .*: fetch it again"):
+            read(own)
 
 
 def test_the_template_has_a_file_of_its_own_wherever_it_stood(tmp_path: Path) -> None:
