@@ -2,13 +2,14 @@
 
 A lock file for each hash makes the others wait for the one that downloads, but not for ever: one
 that was stopped in the middle costs the others a download, not their service. What is read is
-checked again by its hash, so a damaged or half-written file costs a download and nothing else. The
-oldest files go when there are too many bytes.
+checked again by its hash, so a damaged or half-written file costs a download and nothing else, and
+so does a disk that is full. The oldest files go when there are too many bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -25,6 +26,7 @@ from etude.weights.records import hash_of
 LOCK_S = 20.0
 """For how long one waits for what another process downloads."""
 POLL_S = 0.02
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_folder() -> Path:
@@ -59,11 +61,21 @@ class HostCache:
                 if hash_of(data) == hash:
                     return data
             data = download()
-            part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
-            part.write_bytes(data)
-            part.rename(path)
+            self._keep(path, data)
         self._shrink()
         return data
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        """Write it down for others. Where the disk is full the oldest files make room; if that is
+        not enough, nothing is kept."""
+        try:
+            _write(path, data)
+        except OSError as e:
+            if e.errno not in DISK_FULL:
+                raise
+            self._shrink(room=len(data))
+            with contextlib.suppress(OSError):
+                _write(path, data)
 
     def _wait_for(self, lock: IO[str]) -> None:
         """Returns with the lock, or without it when whoever holds it has had it for too long."""
@@ -83,16 +95,26 @@ class HostCache:
                 f"weights cannot be cached in {self._folder} ({e.strerror}): choose another place"
             ) from e
 
-    def _shrink(self) -> None:
+    def _shrink(self, room: int = 0) -> None:
+        """`room`: so many bytes go in any case."""
         files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # others shrink it too
                 if re.fullmatch("[0-9a-f]{64}", path.name):
                     found = path.stat()
                     files.append((found.st_mtime, found.st_size, path))
-        size = sum(each for _, each, _ in files)
-        for _, each, path in sorted(files)[:-1]:
-            if size > self._max_bytes:
+        excess = max(room, sum(size for _, size, _ in files) - self._max_bytes)
+        for _, size, path in sorted(files)[:-1]:
+            if excess > 0:
                 path.unlink(missing_ok=True)
                 path.with_suffix(".lock").unlink(missing_ok=True)
-                size -= each
+                excess -= size
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
+    try:
+        part.write_bytes(data)
+        part.rename(path)
+    finally:
+        part.unlink(missing_ok=True)

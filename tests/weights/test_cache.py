@@ -3,6 +3,7 @@ many bytes."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -50,6 +51,29 @@ def test_the_oldest_go_when_there_is_too_much(tmp_path: Path) -> None:
     large = b"more than all the room that there is"
     cache.get(hash_of(large), lambda: large)
     assert (tmp_path / hash_of(large)).read_bytes() == large, "the newest stays in any case"
+
+
+def test_on_a_full_disk_the_oldest_make_room_and_what_does_not_fit_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def write_on_25_bytes(path: Path, data: bytes) -> int:
+        room = 25 - sum(file.stat().st_size for file in tmp_path.iterdir())
+        if write(path, data[:room]) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_on_25_bytes)
+    cache = HostCache(tmp_path)
+    texts = [f"{number:010}".encode() for number in range(4)]
+    for age, text in enumerate(texts):
+        assert cache.get(hash_of(text), lambda text=text: text) == text  # type: ignore[misc]
+        os.utime(tmp_path / hash_of(text), (age, age))
+    large = b"more than all the room that there is"
+    assert cache.get(hash_of(large), lambda: large) == large
+    kept = {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"}
+    assert kept == {hash_of(texts[-1])}
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
