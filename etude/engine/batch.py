@@ -53,9 +53,13 @@ class SamplingBatch:
         return np.array([params.temperature for params in self.params_R], dtype=np.float32)
 
     @property
-    def is_unfiltered(self) -> bool:
-        """True if nothing but the temperature changes the distribution of any row."""
-        return not self.token_masks and not any(params.filters for params in self.params_R)
+    def filtered_rows(self) -> list[int]:
+        """The rows whose distribution something else than the temperature changes."""
+        return [
+            row
+            for row, params in enumerate(self.params_R)
+            if params.filters or row in self.token_masks
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

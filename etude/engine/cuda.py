@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from etude.engine.adapters import OWN_SLOT, AdapterLimits
-from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
+from etude.engine.batch import ForwardBatch, Ints, SamplerOutput, SamplingBatch
 from etude.engine.graph_inputs import (
     ADAPTER_FIELDS,
     BLOCKS,
@@ -225,15 +225,24 @@ class CudaRunner:
                 self.max_num_seqs if part.num_tiles else 0
             )
         self._last_place_R = place_R
-        if batch.sampling.is_unfiltered and not batch.sampling.num_top_logprobs:
-            host.take(self._results)
-            return lambda: host.read(place_R)
+        likeliest = self._sample_filtered(batch.sampling, place_R)
+        host.take(self._results)
+        return lambda: host.read(place_R, likeliest)
+
+    def _sample_filtered(
+        self, sampling: SamplingBatch, place_R: Ints
+    ) -> list[list[tuple[int, float]]]:
+        """Sample anew where more than a temperature is asked for, and return the top log-probs. All
+        other rows keep what the kernels gave them, so that no bit of it depends on these."""
+        filtered = sampling.filtered_rows
+        if not filtered and not sampling.num_top_logprobs:
+            return []
         where = torch.from_numpy(place_R).to(self._results.device)
-        sampled = sample(self._logits[where], batch.sampling)
-        self._results[0, where] = torch.tensor(
-            sampled.tokens, dtype=torch.int32, device=where.device
-        )
-        return lambda: sampled
+        sampled = sample(self._logits[where], sampling)
+        tokens = torch.tensor([sampled.tokens[row] for row in filtered], dtype=torch.int32)
+        logprobs = torch.tensor([sampled.logprobs[row] for row in filtered]).view(torch.int32)
+        self._results[:, where[filtered]] = torch.stack((tokens, logprobs)).to(where.device)
+        return sampled.top_logprobs
 
     def _add_adapters(self, parts: list[PhaseInputs], batch: ForwardBatch) -> None:
         """Tell the parts of a batch which adapters their rows have, if any has one. Rows without

@@ -156,11 +156,13 @@ class PinnedBuffers:
         if self._done:
             self._done.synchronize()
 
-    def read(self, place_R: Ints) -> SamplerOutput:
+    def read(self, place_R: Ints, top_logprobs: list[list[tuple[int, float]]]) -> SamplerOutput:
         self.wait()
         tokens, logprobs = self.results[0].numpy(), self.results[1].numpy().view(np.float32)
         return SamplerOutput(
-            tokens=tokens[place_R].tolist(), logprobs=logprobs[place_R].tolist(), top_logprobs=[]
+            tokens=tokens[place_R].tolist(),
+            logprobs=logprobs[place_R].tolist(),
+            top_logprobs=top_logprobs,
         )
 
 

@@ -110,21 +110,21 @@ def test_every_row_is_in_a_tile_of_its_slot(slots: list[int], has_prompts: bool)
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_unfiltered"),
+    ("changes", "filtered"),
     [
-        ({}, True),
-        ({"temperature": 0.0}, True),
-        ({"top_k": 3}, False),
-        ({"top_p": 0.9}, False),
-        ({"min_p": 0.1}, False),
+        ({}, []),
+        ({"temperature": 0.0}, []),
+        ({"top_k": 3}, [1]),
+        ({"top_p": 0.9}, [1]),
+        ({"min_p": 0.1}, [1]),
     ],
 )
-def test_one_row_that_is_filtered_is_enough(changes: dict[str, Any], is_unfiltered: bool) -> None:
+def test_rows_whose_distribution_is_filtered(changes: dict[str, Any], filtered: list[int]) -> None:
     params = [SamplingParams(temperature=0.5), SamplingParams(**changes)]
     batch = SamplingBatch(params_R=params, u_R=np.array([0.1, 0.2]))
-    assert batch.is_unfiltered == is_unfiltered
+    assert batch.filtered_rows == filtered
     masked = SamplingBatch(params_R=params[:1], u_R=np.zeros(1), token_masks={0: np.ones(3, bool)})
-    assert not masked.is_unfiltered
+    assert masked.filtered_rows == [0]
 
 
 def test_a_decode_graph_gets_the_sequences_that_have_one_new_token() -> None:
@@ -169,5 +169,5 @@ def test_results_are_read_in_the_order_of_the_rows() -> None:
     on_device[1] = torch.tensor([-0.5, -1.0, -1.5, -2.0]).view(torch.int32)
     host.take(on_device)
     on_device.zero_()  # the next pass has begun
-    found = host.read(np.array([3, 0]))
+    found = host.read(np.array([3, 0]), [])
     assert (found.tokens, found.logprobs, found.top_logprobs) == ([8, 5], [-2.0, -0.5], [])

@@ -38,7 +38,7 @@ from tests.engine import kernel_checks
 from tests.engine.kernel_inputs import Inputs
 from tests.engine.test_sampling_params import check_on_kernels
 from tests.slow import slow
-from tests.small_model import ROUNDING, add, drain, request, sharp
+from tests.small_model import ROUNDING, Asked, add, drain, request, sharp
 
 SMALL = ModelConfig(
     model_type="qwen3",
@@ -282,6 +282,34 @@ def test_adapters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -
         if invariant and id in "01":
             alone = answers(True, range(int(id), int(id) + 1))[id]
             assert (sample.tokens, sample.logprobs) == (alone.tokens, alone.logprobs)
+
+
+@pytest.mark.parametrize("way", [{"top_k": 5}, {"top_logprobs": 2}])
+def test_no_bit_depends_on_how_another_request_is_sampled(
+    way: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on whether top log-probs are told."""
+    monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (8,))
+    monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", ())
+    monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
+    model = sharp(SMALL, seed=3, factor=2.0)
+    plain, other = (
+        request(id, [5, 9, 20], seed=0, max_tokens=4, temperature=0.7, stop_token_ids=(), **options)
+        for id, options in (("0", {}), ("1", way))
+    )
+
+    def answers(*requests: Asked) -> dict[str, Sample]:
+        runner = cuda.CudaRunner(model, 12, max_num_seqs=2, invariant=True)
+        engine = Engine(model, max_num_seqs=2, runner=runner)
+        for each in requests:
+            add(engine, each)
+        return drain(engine)
+
+    alone, together = answers(plain), answers(plain, other)
+    assert together["0"] == alone["0"]
+    if "top_logprobs" in way:
+        assert [len(top) for top in together["1"].top_logprobs] == [2] * 4
+        assert replace(together["1"], top_logprobs=()) == alone["0"]
 
 
 # For the six tokens that are read: the router's own choice at two of them, and elsewhere whatever
