@@ -98,8 +98,7 @@ def convert(
     path: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Converted:
     """`progress` is told how many tensors of how many are done."""
-    reader = _open(path)
-    said = {name: field.contents() for name, field in reader.fields.items()}
+    reader, said = _open(path)
     if (kind := said.get("general.architecture")) not in ARCHITECTURES:
         raise EtudeError(
             f"{path} holds a model of architecture {kind!r}; {', '.join(ARCHITECTURES)} can be "
@@ -126,18 +125,21 @@ def convert(
         raise EtudeError(
             f"{path} says nothing of {e}: it is no whole model of language; fetch another file"
         ) from e
-    except ValueError as e:
+    # all but the first: of sizes, ids and kinds that no model has
+    except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError) as e:
         raise EtudeError(f"{path} cannot be imported: {e}") from e
     return Converted(small, tensors)
 
 
-def _open(path: Path) -> gguf.GGUFReader:
+def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
+    """The file, and what it says of the model."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
             raise EtudeError(f"{path} is no GGUF file: it does not begin with 'GGUF'")
-        return gguf.GGUFReader(path)
+        reader = gguf.GGUFReader(path)
+        return reader, {name: field.contents() for name, field in reader.fields.items()}
     except OSError as e:
         raise EtudeError(f"cannot read {path}: {e.strerror or e}") from e
     except (ValueError, IndexError, KeyError, OverflowError) as e:
@@ -208,6 +210,8 @@ def _tokenizer_files(said: Mapping[str, Any]) -> dict[str, bytes]:
     tokens: list[str] = said["tokenizer.ggml.tokens"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in said["tokenizer.ggml.merges"]]
+    if not all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
+        raise ValueError("its tokenizer joins what are not its tokens")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe"))
     if cut == "qwen2":
         tokenizer.normalizer = normalizers.NFC()

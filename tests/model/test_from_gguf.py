@@ -28,6 +28,8 @@ TEXTS = [
     "the end of 5 or 77 things",
     "don't  stop",
 ] * 5
+UINT32 = b"\4\0\0\0"
+"""How a file says that a number follows."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -232,6 +234,31 @@ def test_junk_and_cut_files_are_refused(length: int, tmp_path: Path) -> None:
         convert(tmp_path / "cut.gguf")
     with pytest.raises(EtudeError, match="cannot read"):
         convert(tmp_path / "absent.gguf")
+
+
+@pytest.mark.parametrize(
+    ("found", "put", "error"),
+    [
+        (b"<|im_end|>", b"<|im_\xffnd|>", "is no whole GGUF file"),  # no text
+        (
+            b"attention.head_count" + UINT32 + b"\4",
+            b"attention.head_count" + UINT32 + b"\0",
+            "zero",
+        ),
+        (b"eos_token_id" + UINT32 + b"\2\0", b"eos_token_id" + UINT32 + b"\0\x7f", "out of range"),
+        ("Ġ t".encode(), b"\0\0 t", "joins what are not its tokens"),
+        (b"key_length" + UINT32 + b"\x10", b"key_length" + UINT32 + b"\x22", "cannot be imported"),
+    ],
+)
+def test_one_damaged_byte_is_one_sentence(
+    found: bytes, put: bytes, error: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "m.gguf", CONFIG)
+    whole = (tmp_path / "m.gguf").read_bytes()
+    assert found in whole and len(found) == len(put)
+    (tmp_path / "m.gguf").write_bytes(whole.replace(found, put, 1))
+    with pytest.raises(EtudeError, match=f"m.gguf .*{error}"):
+        convert(tmp_path / "m.gguf")
 
 
 def test_a_file_of_another_kind_is_not_called_a_damaged_one(tmp_path: Path) -> None:
