@@ -155,6 +155,8 @@ class AdapterManager:
                 )
             return self._runner.prepare_weights(tensors)
         stays = bool(own) and _same_memory(base, self._base)
+        if not stays:
+            self._base = {}  # a runner may add adapters to the base that it prepared last
         puts = [] if stays else [self._runner.prepare_weights(base)]
         adapter = Adapter(self._limits.own, own) if own else None
         puts.append(self._runner.prepare_adapter(OWN_SLOT, adapter))

@@ -188,3 +188,23 @@ def test_weights_that_were_prepared_and_never_put_in_place_are_not_taken_for_ser
         return answers(engine, [request(0, None)])[0].tokens
 
     assert answer(1) == answer(0)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_an_adapter_is_added_to_its_own_base_after_another_was_prepared(max_num_seqs: int) -> None:
+    """Such as one whose adapter did not fit."""
+    first, second = (random_adapter(FIT_FOR_C, seed) for seed in (1, 2))
+    base, other = (hf_state_dict(sharp(FIT_FOR_C, seed), torch.float32) for seed in (0, 3))
+    unfit = {name: tensor[:1] for name, tensor in first.tensors.items()}
+
+    def answer(is_refused: bool) -> tuple[int, ...]:
+        limits = AdapterLimits(own=first.config)
+        engine = Engine(sharp(FIT_FOR_C, 5), max_num_seqs=max_num_seqs, adapters=limits)
+        engine.load_weights(1, base | dict(first.tensors))
+        if is_refused:
+            with pytest.raises((ValueError, RuntimeError)):
+                engine.prepare_weights(other | unfit)
+        engine.load_weights(2, base | dict(second.tensors))
+        return answers(engine, [request(0, None)])[0].tokens
+
+    assert answer(True) == answer(False)
