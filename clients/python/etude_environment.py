@@ -51,9 +51,17 @@ class Result:
     messages: Sequence[Mapping[str, Any]] = ()
     status: Literal["done", "timeout"] = "done"
     """`timeout`: your product ran out of its time, and is scored as it stands."""
+    credit: Sequence[Mapping[str, Any]] = ()
+    """Process rewards: `{"value": 0.5, "segment": 0, "turn": 2}`; without `turn`, for the whole
+    segment."""
 
     def to_json(self) -> dict[str, Any]:
-        score = {"reward": self.reward, "parts": list(self.parts), "flags": list(self.flags)}
+        score = {
+            "reward": self.reward,
+            "parts": list(self.parts),
+            "flags": list(self.flags),
+            "credit": list(self.credit),
+        }
         return {
             "status": self.status,
             "score": score,

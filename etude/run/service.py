@@ -19,7 +19,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -45,7 +45,7 @@ from etude.core.types import Attempt, Score, Task, Transcript
 from etude.run.remote_tasks import read_task_file
 from etude.run.rollout import SessionDesk
 from etude.sandbox.fake import FakeSandboxPool
-from etude.store.decoding import decode_json
+from etude.store.decoding import decode_json, decode_known
 
 TOKEN_VARIABLE = "ETUDE_SERVICE_TOKEN"
 """What our requests to a service carry."""
@@ -175,7 +175,7 @@ class ServiceClient:
             except aiohttp.ClientError:
                 return await self._look(asked.id)
             if status in (200, 201, 202):
-                return self._decoded(answer, RolloutResult)
+                return self._decoded(answer, RolloutResult, decode_known)
             if status in BUSY:
                 await asyncio.sleep(RETRY_S)
             elif status >= 500:
@@ -187,7 +187,7 @@ class ServiceClient:
         while True:
             status, body = await self._ask("GET", f"/rollouts/{id}", params={"wait_s": f"{WAIT_S}"})
             if status == 200:
-                return self._decoded(body, RolloutResult)
+                return self._decoded(body, RolloutResult, decode_known)
             if status == 404:
                 raise Interrupted(
                     f"the service at {self.url} does not know the rollout {id} any more: was it "
@@ -216,9 +216,11 @@ class ServiceClient:
         async with self._http.request(method, self.url + path, timeout=patient, **more) as answer:
             return answer.status, await answer.read()
 
-    def _decoded(self, body: bytes, kind: type[T]) -> T:
+    def _decoded(
+        self, body: bytes, kind: type[T], decode: Callable[[bytes, type[T]], T] = decode_json
+    ) -> T:
         try:
-            return decode_json(body, kind)
+            return decode(body, kind)
         except msgspec.MsgspecError as e:
             raise RolloutFailure(
                 f"the service at {self.url} answers what is no {kind.__name__}: {e}"

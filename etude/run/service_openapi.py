@@ -13,13 +13,17 @@ import msgspec
 
 from etude.core.remote import RolloutRequest, RolloutResult, ServiceHealth, TaskPage
 from etude.run.service import WAIT_S
+from etude.store.decoding import known_schemas
 
 Schema = dict[str, Any]
 
+SCHEMAS = "#/components/schemas/{name}"
+
 
 def document() -> Schema:
-    kinds = [ServiceHealth, TaskPage, RolloutRequest, RolloutResult]
-    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    kinds = [ServiceHealth, TaskPage, RolloutRequest]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS)
+    schemas |= known_schemas([RolloutResult], SCHEMAS)
     return {
         "openapi": "3.1.0",
         "info": {

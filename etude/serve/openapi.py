@@ -16,6 +16,7 @@ from etude.serve.http import ErrorResponse
 
 Schema = dict[str, Any]
 
+SCHEMAS = "#/components/schemas/{name}"
 ALWAYS = {401: "no token, or a wrong one"}
 NO_SUCH_MODEL = {404: "another model than the one that is served"}
 BODY = {
@@ -93,7 +94,7 @@ def document(dialects: Iterable[Description]) -> Schema:
 
 
 def schemas_of(types: Iterable[type]) -> dict[str, Schema]:
-    _, schemas = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(types, ref_template=SCHEMAS)
     return schemas
 
 

@@ -39,7 +39,7 @@ from etude.core.remote import (
 )
 from etude.serve.http import ApiError, cancel_on_disconnect, read, read_bytes, respond
 from etude.serve.session_journal import Journal, NoJournal, SettledSession, WithdrawnSession
-from etude.store.decoding import decode_json
+from etude.store.decoding import decode_json, decode_known
 
 MAX_WAIT_S = 60.0
 
@@ -128,7 +128,7 @@ class SessionRoutes:
         return Response(status_code=204) if claimed is None else respond(claimed)
 
     async def settle(self, http: HttpRequest) -> Response:
-        session, result = http.path_params["session"], await read(http, RolloutResult)
+        session, result = http.path_params["session"], await read(http, RolloutResult, decode_known)
         if result.status not in ENDED or (result.score is None) != (result.status == "failed"):
             raise ApiError(
                 f"status {result.status!r} {'with' if result.score else 'without'} a score: give "

@@ -7,8 +7,9 @@ from typing import Any
 
 from etude.core import remote
 from etude.serve.dialects import DIALECTS
-from etude.serve.openapi import Description, document, reading, schemas_of, telling
+from etude.serve.openapi import SCHEMAS, Description, document, reading, schemas_of, telling
 from etude.serve.session_desk import ClaimRequest
+from etude.store.decoding import known_schemas
 
 SESSION = {
     "name": "session",
@@ -69,11 +70,11 @@ def description() -> Description:
             [
                 ClaimRequest,
                 remote.RolloutRequest,
-                remote.RolloutResult,
                 remote.SessionOffer,
                 remote.SessionOutcome,
             ]
-        ),
+        )
+        | known_schemas([remote.RolloutResult], SCHEMAS),
     )
 
 

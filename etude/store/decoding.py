@@ -9,6 +9,7 @@ used by all of them at once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +25,20 @@ def decode_json(data: bytes | str, type: type[T]) -> T:
     return msgspec.json.decode(data, type=type)
 
 
+def decode_known(data: bytes | str, type: type[T]) -> T:
+    """From JSON. A field that a dataclass does not have is refused, where `decode_json` leaves it
+    out: most likely it is a known one, misspelt."""
+    found = decode_json(data, type)
+    _refuse_unknown(msgspec.json.decode(data), msgspec.to_builtins(found), "$")
+    return found
+
+
+def known_schemas(types: Iterable[type], ref_template: str) -> dict[str, dict[str, Any]]:
+    """The JSON schemas of what `decode_known` reads, and of all within it, by their names."""
+    _, schemas = msgspec.json.schema_components(types, ref_template=ref_template)
+    return {name: {**schema, "additionalProperties": False} for name, schema in schemas.items()}
+
+
 def decode_msgpack(data: bytes | bytearray, type: type[T]) -> T:
     _prepare(type)
     return msgspec.msgpack.decode(data, type=type)
@@ -33,6 +48,22 @@ def convert(value: object, type: type[T]) -> T:
     """From what JSON or MessagePack decode to without a type."""
     _prepare(type)
     return msgspec.convert(value, type)
+
+
+def _refuse_unknown(said: Any, known: Any, place: str) -> None:
+    """`known`: what was read of it."""
+    if isinstance(known, dict):
+        for name, value in said.items():
+            if name not in known:
+                at = "" if place == "$" else f" - at `{place}`"
+                raise msgspec.ValidationError(
+                    f"Object contains unknown field `{name[:200]}`{at}; known are: "
+                    f"{', '.join(known)}"
+                )
+            _refuse_unknown(value, known[name], f"{place}.{name}")
+    elif isinstance(known, list | tuple):
+        for number, (value, read) in enumerate(zip(said, known, strict=True)):
+            _refuse_unknown(value, read, f"{place}[{number}]")
 
 
 def _prepare(type: Any) -> None:

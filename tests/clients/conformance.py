@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from etude.core.remote import RemoteTask, RolloutRequest, RolloutResult, ServiceHealth, TaskPage
+from etude.store.decoding import decode_known
 
 
 @contextlib.contextmanager
@@ -75,7 +76,7 @@ def result(url: str, id: str) -> RolloutResult:
     while True:
         status, body = ask("GET", f"{url}/rollouts/{id}?wait_s=10")
         assert status == 200, body
-        found = msgspec.json.decode(body, type=RolloutResult, strict=True)
+        found = decode_known(body, RolloutResult)
         if found.status != "running":
             return found
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from etude.core.remote import Artifact, RolloutResult
+from etude.core.types import Credit, Part, Score
+from etude.store.decoding import decode_known
 from tests.clients.conformance import check_service
 
 sys.path.append(str(Path(__file__).parents[2] / "clients" / "python"))
@@ -93,6 +96,27 @@ def test_a_result_waits_for_a_gateway_that_is_away(
     with gateway(*answers) as (url, given):
         assert pull(url, "key", lambda asked: Result(reward=1.0))
         assert tuple(given) == answers
+
+
+def test_all_that_a_score_may_say_is_sent() -> None:
+    results: list[dict[str, Any]] = []
+    said = Result(
+        reward=1.0,
+        parts=[{"name": "tests", "value": 0.5, "evidence": "3 of 6 pass"}],
+        flags=["slow"],
+        credit=[{"value": 0.5, "segment": 0, "turn": 2}],
+        artifacts=[{"name": "diff", "text": "+"}],
+        messages=[{"role": "user", "content": "sing"}],
+    )
+    with gateway(204, results=results) as (url, _):
+        assert pull(url, "key", lambda asked: said)
+    (sent,) = results
+    read = decode_known(json.dumps(sent), RolloutResult)
+    assert read.score == Score(
+        1.0, (Part("tests", 0.5, "3 of 6 pass"),), ("slow",), (Credit(0.5, 0, 2),)
+    )
+    assert read.artifacts == (Artifact(name="diff", text="+"),)
+    assert read.messages == ({"role": "user", "content": "sing"},)
 
 
 @pytest.mark.parametrize("then", [204, 400])

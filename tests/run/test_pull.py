@@ -193,6 +193,32 @@ async def test_a_field_that_is_unknown_is_refused() -> None:
         assert outcome is not None and not outcome.claimed, "it is still free"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "field", "why"),
+    [
+        ({"artefacts": []}, "artefacts", "`artefacts`; known are: id, status, score, error, "),
+        ({"score": {"reward": 1, "credits": []}}, "credits", "`credits` - at `$.score`; known"),
+        (
+            {"score": {"reward": 1, "parts": [{"name": "a", "value": 1, "proof": ""}]}},
+            "proof",
+            "`proof` - at `$.score.parts[0]`; known are: name, value, evidence",
+        ),
+        ({"artifacts": [{"name": "film", "link": ""}]}, "link", "`link` - at `$.artifacts[0]`"),
+    ],
+)
+async def test_a_field_that_no_result_has_is_refused(
+    wrong: dict[str, Any], field: str, why: str
+) -> None:
+    """Misspelt, it would be left out of what is trained on. Nothing is settled."""
+    async with gateway() as client:
+        await client.offer("g.0", offer("g.0"))
+        status, said = await post(client, "/v1/sessions/g.0/score", {**RESULT, **wrong})
+        assert (status, said["error"]["param"]) == (400, field)
+        assert f"unknown field {why}" in said["error"]["message"]
+        free = {**RESULT, "messages": [{"role": "user", "content": None, "by": {"whom": ["x"]}}]}
+        assert (await post(client, "/v1/sessions/g.0/score", free))[0] == 204
+
+
 async def test_a_score_needs_an_answer_of_the_model() -> None:
     """Without one it is refused, and nothing is settled; a failure needs none."""
     answered: set[str] = set()

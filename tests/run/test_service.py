@@ -259,6 +259,7 @@ async def test_one_that_always_breaks_makes_a_failed_attempt_and_no_zero() -> No
         ((200, {"status": "done"}), "gives no score"),
         ((200, {"status": "fine"}), "no RolloutResult"),
         ((200, {"status": "done", "score": {"reward": "much"}}), "no RolloutResult"),
+        ((200, {"status": "done", "score": {"reward": 1, "credits": []}}), "field `credits`"),
     ],
 )
 async def test_what_is_no_result_fails_the_attempt_at_once(

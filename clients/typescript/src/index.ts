@@ -92,6 +92,17 @@ interface RolloutRequest {
   callback_token?: string | null;
 }
 
+/** Of a `Result`: whatever else is in one is misspelt. */
+const FIELDS = new Set<string>([
+  "reward",
+  "parts",
+  "flags",
+  "credit",
+  "artifacts",
+  "messages",
+  "status",
+] satisfies (keyof Result)[]);
+
 /** What became of a rollout, as it is sent. */
 type Outcome = Record<string, unknown> & { id: string; status: string };
 
@@ -350,6 +361,8 @@ async function outcomeOf(rollout: ServiceOptions["rollout"], asked: Rollout): Pr
 function sent(result: Result): Record<string, unknown> & { status: string } {
   const { reward, parts = [], flags = [], credit = [] } = result;
   const { artifacts = [], messages = [], status = "done" } = result;
+  const unknown = Object.keys(result).filter((field) => !FIELDS.has(field));
+  if (unknown.length > 0) throw new Error(`a result has no ${unknown.join(", ")}`);
   if (!Number.isFinite(reward)) throw new Error(`the reward is ${reward}: it must be a number`);
   return { status, score: { reward, parts, flags, credit }, artifacts, messages };
 }

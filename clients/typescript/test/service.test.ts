@@ -26,6 +26,8 @@ before(async () => {
     rollout: async (asked) => {
       if (asked.task.id === "broken") throw new Error("out of order");
       if (asked.task.id === "no number") return { reward: NaN };
+      const misspelt = { reward: 1, credits: [{ value: 1, segment: 0 }] };
+      if (asked.task.id === "misspelt") return misspelt;
       if (asked.task.id === "slow") {
         await new Promise((resolve) => asked.signal.addEventListener("abort", resolve));
       }
@@ -77,8 +79,8 @@ test("a rollout is run once, and its result can be asked for again", async () =>
   assert.equal(answers, before + 1);
 });
 
-test("what throws has failed, and so has a reward that is no number", async () => {
-  for (const task of ["broken", "no number"]) {
+test("what throws has failed, and so has a result that is none", async () => {
+  for (const task of ["broken", "no number", "misspelt"]) {
     await begin(asked(task.replace(" ", "-"), task));
     const failed = await look(task.replace(" ", "-"));
     assert.equal(failed.status, "failed");
