@@ -4,7 +4,7 @@ a journal they outlive the process."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ class ConversationStore:
         self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._sizes: dict[tuple[str, str], int] = {}
+        # of all that were kept, by the session and the item's own id
+        self._items: dict[tuple[str, str], Mapping[str, Any]] = {}
         self.num_bytes = 0
 
     def put(self, session: str, id: str, stored: StoredResponse) -> None:
@@ -75,6 +77,7 @@ class ConversationStore:
         size = len(msgspec.json.encode((stored.response, stored.items)))
         self._kept[session, id] = stored
         self._sizes[session, id] = size
+        self._items |= {(session, item["id"]): item for item in _output(stored)}
         self.num_bytes += size
         while self.num_bytes > self._max_bytes:
             self.delete(*next(iter(self._kept)))
@@ -84,13 +87,7 @@ class ConversationStore:
 
     def item(self, session: str, id: str) -> Mapping[str, Any] | None:
         """An item of a response that was kept, by the item's own id."""
-        for (owner, _), stored in reversed(self._kept.items()):
-            if owner == session:
-                output = msgspec.to_builtins(stored.response).get("output", ())
-                found = next((item for item in output if item.get("id") == id), None)
-                if found is not None:
-                    return dict(found)
-        return None
+        return self._items.get((session, id))
 
     def delete(self, session: str, id: str) -> None:
         if (session, id) in self._kept:
@@ -103,5 +100,11 @@ class ConversationStore:
             self._remove(key)
 
     def _remove(self, key: tuple[str, str]) -> None:
-        del self._kept[key]
+        for item in _output(self._kept.pop(key)):
+            del self._items[key[0], item["id"]]
         self.num_bytes -= self._sizes.pop(key)
+
+
+def _output(stored: StoredResponse) -> Sequence[Mapping[str, Any]]:
+    output: Sequence[Mapping[str, Any]] = msgspec.to_builtins(stored.response).get("output", ())
+    return output

@@ -95,3 +95,23 @@ def test_an_answer_may_have_to_follow_a_schema() -> None:
     assert chat.response_format == wire.JsonSchemaFormat(wire.JsonSchema(schema))
     assert chat.reasoning_effort is None
     assert of_messages(output_config={"effort": "low"}).response_format is None
+
+
+def test_many_parts_are_one_message() -> None:
+    """As many as a body may have. Put one to the other, each copied once more, they would keep a
+    server busy for minutes."""
+    calls = [
+        {"type": "function_call", "call_id": f"{n}", "name": "edit", "arguments": "{}"}
+        for n in range(50_000)
+    ]
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "why"}]}
+    said = [{"role": "assistant", "content": text} for text in ("so", " be it")]
+    (message,) = responses_dialect.chat_messages([thought, *said, *calls], lambda id: None)
+    assert (message["reasoning_content"], message["content"]) == ("why", "so be it")
+    assert [call["id"] for call in message["tool_calls"]] == [call["call_id"] for call in calls]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "ok"}
+    text = {"type": "text", "text": "x"}
+    blocks = [text, result, result, *[text] * 200_000]
+    chat = of_messages(messages=[{"role": "user", "content": blocks}])
+    assert [message["role"] for message in chat.messages] == ["user", "tool", "tool", "user"]
+    assert chat.messages[-1]["content"] == "\n".join("x" * 200_000)

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from etude.serve import conversations
 from etude.serve.conversations import ConversationStore, StoredResponse
 from etude.serve.fake import Scripted
 from etude.serve.openapi import Health
@@ -211,6 +212,32 @@ async def test_mistakes_are_told_as_openai_does(more: dict[str, Any], words: str
         with pytest.raises(openai.BadRequestError, match=words) as told:
             await ask(client, **more)
     assert told.value.type == "invalid_request_error"
+
+
+def test_an_item_is_found_without_a_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request may refer to a hundred thousand, in a store of as many: nobody else would be
+    answered meanwhile."""
+    store = ConversationStore(max_bytes=1000)
+
+    def keep(session: str, name: str) -> None:
+        response = {"output": [{"id": f"{name}-{n}", "text": "x" * 100} for n in range(2)]}
+        stored = StoredResponse(response=response, items=(), messages=())
+        store.put(session, name, stored)
+
+    for name in ("a", "b", "c"):
+        keep("s", name)
+    keep("t", "d")
+    looked: list[object] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(conversations.msgspec, "to_builtins", looked.append)
+        found = store.item("s", "b-1")
+    assert found == {"id": "b-1", "text": "x" * 100} and not looked
+    assert store.item("s", "a-0") is None, "it was the oldest, and there was no more room"
+    assert store.item("s", "d-0") is None and store.item("t", "d-0")
+    store.delete("s", "b")
+    assert store.item("s", "b-1") is None and store.item("s", "c-1")
+    store.forget("s")
+    assert store.item("s", "c-1") is None and store.item("t", "d-1")
 
 
 def test_the_oldest_conversations_are_forgotten_first() -> None:

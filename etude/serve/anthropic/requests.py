@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from etude.model.tokenizer import Message
@@ -37,20 +38,22 @@ def _messages(said: anthropic.InputMessage) -> list[Message]:
     if said.role == "assistant":
         return [_answer(said.content)]
     messages: list[Message] = []
-    for block in said.content:
-        if isinstance(block, anthropic.ToolResultBlock):
-            messages.append(
-                {
-                    "role": "tool",
-                    "tool_call_id": block.tool_use_id,
-                    "content": _text(block.content or ""),
-                }
-            )
-        elif messages and messages[-1]["role"] == said.role:
-            messages[-1]["content"] += "\n" + _text([block])
+    for _, neighbours in groupby(said.content, _is_result):
+        blocks = list(neighbours)
+        if results := [block for block in blocks if isinstance(block, anthropic.ToolResultBlock)]:
+            messages += map(_result, results)
         else:
-            messages.append({"role": said.role, "content": _text([block])})
+            messages.append({"role": said.role, "content": _text(blocks)})
     return messages
+
+
+def _is_result(block: anthropic.Block) -> bool:
+    return isinstance(block, anthropic.ToolResultBlock)
+
+
+def _result(block: anthropic.ToolResultBlock) -> Message:
+    content = _text(block.content or "")
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
 def _answer(blocks: Iterable[anthropic.Block]) -> Message:

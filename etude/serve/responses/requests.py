@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 import msgspec
@@ -59,15 +60,11 @@ def custom_tools(asked: responses.InputTokensRequest) -> set[str]:
 
 def chat_messages(items: Sequence[responses.Item], lookup: Lookup) -> list[Message]:
     """Neighbouring items of the assistant are one message."""
+    said = [_message(_looked_up(item, n, lookup), n) for n, item in enumerate(items)]
     messages: list[Message] = []
-    for number, item in enumerate(items):
-        if item.get("type") == "item_reference":
-            item = _referred(item, number, lookup)
-        message = _message(item, number)
-        if messages and messages[-1]["role"] == message["role"] == "assistant":
-            _append(messages[-1], message)
-        else:
-            messages.append(message)
+    for answered, group in groupby(said, lambda message: message["role"] == "assistant"):
+        neighbours = list(group)
+        messages += [_joined(neighbours)] if answered else neighbours
     return messages
 
 
@@ -105,15 +102,21 @@ def _called(id: str, name: str, arguments: str) -> Message:
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def _append(message: Message, more: Message) -> None:
+def _joined(answers: Sequence[Message]) -> Message:
+    """All at once: there may be a hundred thousand."""
+    joined = dict(answers[0])
     for key in ("reasoning_content", "content"):
-        if more.get(key):
-            message[key] = (message.get(key) or "") + more[key]
-    if more.get("tool_calls"):
-        message["tool_calls"] = [*message.get("tool_calls", ()), *more["tool_calls"]]
+        if text := "".join(answer.get(key) or "" for answer in answers):
+            joined[key] = text
+    if calls := [call for answer in answers for call in answer.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
 
 
-def _referred(item: responses.Item, number: int, lookup: Lookup) -> responses.Item:
+def _looked_up(item: responses.Item, number: int, lookup: Lookup) -> responses.Item:
+    """The item, or the one that it refers to."""
+    if item.get("type") != "item_reference":
+        return item
     id = _read(item, responses.ReferenceInput, number).id
     found = lookup(id)
     if found is None:
