@@ -109,6 +109,12 @@ def test_many_parts_are_one_message() -> None:
     (message,) = responses_dialect.chat_messages([thought, *said, *calls], lambda id: None)
     assert (message["reasoning_content"], message["content"]) == ("why", "so be it")
     assert [call["id"] for call in message["tool_calls"]] == [call["call_id"] for call in calls]
+    many = [{"role": role, "content": "x"} for role in ("system", "developer") * 50_000]
+    asked = ResponsesRequest(input="", instructions="say")
+    read = {"role": "user", "content": "read"}
+    chat = responses_dialect.chat_request(asked, [*many, read, many[0]])
+    system = {"role": "system", "content": "\n\n".join(["say", *"x" * 100_000])}
+    assert chat.messages == [system, read, many[0]]
     result = {"type": "tool_result", "tool_use_id": "a", "content": "ok"}
     text = {"type": "text", "text": "x"}
     blocks = [text, result, result, *[text] * 200_000]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ T = TypeVar("T")
 Lookup = Callable[[str], Mapping[str, Any] | None]
 """An item that was kept, by its id."""
 
+SYSTEM_ROLES = ("system", "developer")
 CUSTOM_PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -147,11 +148,11 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 def _with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
     """One system message in front, of all that stands there: templates know one only."""
-    rest = list(messages)
-    leading = [] if not instructions else [instructions]
-    while rest and rest[0]["role"] in ("system", "developer"):
-        leading.append(rest.pop(0)["content"])
-    return [{"role": "system", "content": "\n\n".join(leading)}, *rest] if leading else rest
+    leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+    texts = [instructions] if instructions else []
+    texts += [message["content"] for message in leading]
+    rest = messages[len(leading) :]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest] if texts else list(rest)
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
