@@ -29,7 +29,7 @@ tokens behind it were sampled from.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -107,21 +107,34 @@ class Recorder:
         anew. `options`: of the template."""
         said = tuple(map(_without_nulls, messages))
         new = Prompt(tokens=(), messages=said, tools=tuple(tools), text="", options=options or {})
+        rendered: list[tuple[Sequence[Message], str]] = []
+
+        def shown(history: Sequence[Message]) -> str:
+            """Rendered once, however many segments it might go on with."""
+            for known, text in rendered:
+                if known == history:
+                    return text
+            text = self._render(history, new.tools, new.options)
+            rendered.append((history, text))
+            return text
+
         for segment in reversed(self._segments(session)):
-            known = self._known(segment, new) if segment.tools == new.tools else None
+            known = self._known(segment, new, shown) if segment.tools == new.tools else None
             if known is not None:
                 return known
-        text = self._render(new.messages, new.tools, new.options)
+        text = shown(new.messages)
         return PartialPrompt(replace(new, text=text), text)
 
-    def _known(self, segment: OpenSegment, new: Prompt) -> PartialPrompt | None:
+    def _known(
+        self, segment: OpenSegment, new: Prompt, shown: Callable[[Sequence[Message]], str]
+    ) -> PartialPrompt | None:
         """What the new prompt adds to the segment, or to what its last answer was asked with; None
         if it does not go on from there."""
         again = len(new.messages) == len(segment.messages) - 1
         history = _restored(segment, new.messages, segment.answered[: -1 if again else None])
         if history is None:
             return None
-        text = self._render(history, new.tools, new.options)
+        text = shown(history)
         if again:
             added = "" if text == self._text(segment) else None
             tokens, routed = segment.asked, segment.asked_routed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -449,6 +450,27 @@ def test_two_answers_to_one_prompt_are_two_segments() -> None:
         answer = {"role": "assistant", "content": ""}
         recorder.record("s", prompt, sample_of([TOKENIZER.eos_token_id]), answer, PLAIN)
     assert len(recorder.segments("s")) == 2
+
+
+def test_a_prompt_is_rendered_once_however_many_segments_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or a long one would keep a gateway busy, in which an agent has asked for many answers."""
+    recorder, said = Recorder(TOKENIZER), [*TOKENIZER.encode("tool"), TOKENIZER.eos_token_id]
+    for number in range(10):
+        _, answer = say(recorder, [user(f"read {number}")], said)
+    rendered: list[int] = []
+    render = TOKENIZER.render
+
+    def counted(messages: Sequence[Message], *more: Any, **options: Any) -> str:
+        rendered.append(len(messages))
+        return render(messages, *more, **options)
+
+    monkeypatch.setattr(TOKENIZER, "render", counted)
+    prompt_for(recorder, "s", [user("another")], TOOLS)
+    spaced = {**answer, "content": f" {answer['content']}"}
+    prompt_for(recorder, "s", [user("another"), spaced, user("more")], TOOLS)
+    assert rendered == [1, 3, 3], "as it was said, and as it was recorded"
 
 
 def test_other_tools_open_a_segment() -> None:
