@@ -245,7 +245,7 @@ def _export(recorded: RecordedRun, request: Request) -> Response:
         raise EtudeError(f"cannot export as {format!r}: choose one of {', '.join(FORMATS)}")
     places = recorded.table.find(_filter(request))
     rows = recorded.table.page(places, "new", offset=0, limit=len(places))
-    name = re.sub(r"[^\w.-]", "_", recorded.name)
+    name = re.sub(r"[^\w.-]", "_", recorded.name, flags=re.ASCII)  # as headers have it
     chunks = export(recorded, rows, format)
     first = next(chunks, b"")  # what cannot be read is told before the answer begins
     return StreamingResponse(
@@ -269,7 +269,7 @@ async def _body(request: Request) -> bytes:
 def _told(body: bytes, kind: type[T]) -> T:
     try:
         return decode_json(body, kind)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, RecursionError) as e:
         raise EtudeError(f"this is not a verdict: {e}") from e
 
 

@@ -362,6 +362,8 @@ def test_loopback_by_any_name_and_through_any_forwarded_port(app: ASGIApp, host:
         {"origin": "null"},
         {"origin": "http://127.0.0.1:9999"},
         {"origin": "http://127.0.0.1:8765.evil.example"},
+        {"origin": "http://["},
+        {"origin": "127.0.0.1:8765"},
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
     ],
@@ -454,6 +456,10 @@ def test_a_verdict_that_is_none(with_token: ASGIApp) -> None:
     assert verdict(with_token, verdict="maybe").status == 400
     assert verdict(with_token, session="g000009.0").status == 404
     assert verdict(with_token, note="n" * 30_000).status == 413
+    json_kind = BEARER | {"content-type": "application/json"}
+    deep = b'{"more": ' + b"[" * 15_000
+    path = "/api/runs/x/review"
+    assert ask(with_token, path, method="POST", headers=json_kind, body=deep).status == 400
     assert verdict(with_token, headers=BEARER | {"content-type": "text/plain"}).status == 415
     assert verdict(with_token, headers={}).status == 401
 
@@ -461,12 +467,16 @@ def test_a_verdict_that_is_none(with_token: ASGIApp) -> None:
 # Exports.
 
 
-def test_exports(app: ASGIApp) -> None:
+def test_exports(app: ASGIApp, run: Run) -> None:
     def exported(format: str) -> bytes:
         answer = ask(app, f"/api/runs/x/export?format={format}&kind=train&status=done")
         assert answer.status == 200 and "attachment" in answer.headers["content-disposition"]
         return answer.body
 
+    foreign = create_app([RecordedRun("prémier 第一", run)], Access(host="127.0.0.1"))
+    answer = ask(foreign, "/api/runs/prémier 第一/export?format=csv")
+    assert answer.status == 200
+    assert answer.headers["content-disposition"].endswith('"pr_mier___.rollouts.csv"')
     lines = [json.loads(line) for line in exported("jsonl").splitlines()]
     ids = [line["id"] for line in lines]
     assert sorted(ids) == ["g000001.0", "g000001.1", "g000002.0", "g000003.0"]
