@@ -35,6 +35,7 @@ from typing import Any
 
 from etude.core.sampling import Request, Sample, SamplingParams
 from etude.core.types import Segment, SegmentKind
+from etude.model.detokenizer import first_of
 from etude.model.output_parser import THINK_MARKS
 from etude.model.tokenizer import ChatTokenizer, Message, Tool
 from etude.model.tool_calls import Call
@@ -270,10 +271,23 @@ class Recorder:
                 and segment.sampling[-1].params == request.params
                 and segment.asked == prompt.tokens
                 and _may_answer(sample, request)
+                and self._ends_alike(sample, request)
             ):
                 segment.unreceived = None
                 return sample
         return None
+
+    def _ends_alike(self, sample: Sample, request: Request) -> bool:
+        """Whether a stop text of this request ends the answer, and at its last token, if any text
+        ended it; and none if none did."""
+        ended = sample.tokens[-1] in request.stop_token_ids
+        said = sample.tokens[:-1] if ended else sample.tokens
+        stopped = sample.finish_reason == "stop" and not ended
+        before, now = (
+            first_of(request.stop, self._tokenizer.decode(tokens)) is not None
+            for tokens in (said[:-1], said)
+        )
+        return not before and now == stopped
 
     def _segments(self, session: str) -> list[OpenSegment]:
         known = self._sessions.get(session)

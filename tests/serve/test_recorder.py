@@ -11,6 +11,7 @@ import pytest
 
 from etude.core.sampling import (
     RegionSpan,
+    Request,
     Sample,
     SamplingParams,
     SamplingSpan,
@@ -471,6 +472,25 @@ def test_a_prompt_is_rendered_once_however_many_segments_there_are(
     spaced = {**answer, "content": f" {answer['content']}"}
     prompt_for(recorder, "s", [user("another"), spaced, user("more")], TOOLS)
     assert rendered == [1, 3, 3], "as it was said, and as it was recorded"
+
+
+@pytest.mark.parametrize(
+    ("stop", "given"),
+    [(("ll",), True), (("x", "all"), True), ((), False), (("x",), False), (("ll", "z"), False)],
+)
+def test_an_answer_that_a_stop_text_ended_is_for_who_asks_for_one(
+    stop: tuple[str, ...], given: bool
+) -> None:
+    """Who asks again without it wants to read on."""
+    recorder = Recorder(TOKENIZER)
+    prompt = prompt_for(recorder, "s", [user("read")])
+    sample = replace(sample_of(TOKENIZER.encode("zcall")), finish_reason="stop")
+    recorder.record("s", prompt, sample, {"role": "assistant", "content": "zca"}, PLAIN)
+    asked = Request(
+        prompt=prompt.tokens, max_tokens=99, seed=0, params=PLAIN, stop=stop,
+        stop_token_ids=TOKENIZER.stop_token_ids,
+    )  # fmt: skip
+    assert recorder.take_unreceived("s", prompt, asked) == (sample if given else None)
 
 
 def test_other_tools_open_a_segment() -> None:

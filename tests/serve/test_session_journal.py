@@ -148,12 +148,15 @@ async def test_who_asks_again_is_given_what_was_recorded(objects: Objects) -> No
     prompt = prompt_for(recorder, "s", history, TOOLS)
     answer = (*TOKENIZER.encode("call"), EOS)
     asked = Request(
-        prompt=prompt.tokens, max_tokens=len(answer), seed=0, params=SamplingParams(temperature=0.5)
-    )
+        prompt=prompt.tokens, max_tokens=len(answer), seed=0,
+        params=SamplingParams(temperature=0.5), stop_token_ids=(EOS,),
+    )  # fmt: skip
     for another in (
         replace(asked, params=SamplingParams()),
         replace(asked, max_tokens=len(answer) - 1),
         replace(asked, top_logprobs=2),
+        replace(asked, stop=("x", "al")),  # it would have ended before
+        replace(asked, stop_token_ids=(EOS + 1,), stop=("x",)),  # and here it would go on
     ):
         assert await records.take_unreceived("s", prompt, another) is None
     again = await records.take_unreceived("s", prompt, replace(asked, max_tokens=99, seed=1))
@@ -327,8 +330,9 @@ async def test_an_answer_that_was_not_stored_is_not_given_either(tmp_path: Path)
     await life.say("s", [user("read")], "call")
     prompt = prompt_for(life.records.recorder, "s", [user("go")], TOOLS)
     asked = Request(
-        prompt=prompt.tokens, max_tokens=9, seed=0, params=SamplingParams(temperature=0.5)
-    )
+        prompt=prompt.tokens, max_tokens=9, seed=0, params=SamplingParams(temperature=0.5),
+        stop_token_ids=(EOS,),
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "write", lambda fd, data: 0)
         with pytest.raises(Unavailable):
