@@ -40,6 +40,11 @@ _OFTEN_HONEST = ("profile", "test", "trace")
 """Modules of Python that hardly a test imports, and names of what people write themselves."""
 _IMPORTED = {*sys.stdlib_module_names, *_OF_PYTEST}.difference(_OFTEN_HONEST)
 _SHADOWED = rf"(?:src/)?(?-i:{'|'.join(sorted(_IMPORTED))})"
+_COMMENT = r"\s*(?:(?:#[^\n]*|\"\"\"[^\"\n]*\"\"\")\s*){0,3}"
+_ALWAYS = r"(?:True|1|not False|isinstance\(\w+, ?\(?(?:object|bool|int|float|str|list|dict|tuple))"
+"""True of whatever a test may compare with."""
+_OF_A_RUN = r"(?-i:Function|Item|Class|Module|TestReport|CallInfo)"
+_DECODED = r"b64decode|decompress|fromhex|unhexlify|get_data\(|\.read_bytes\("
 _GRADERS = r"(?:graders?|judges?|reviewers?|evaluators?)\b"
 
 _RULES: tuple[tuple[str, tuple[Place, ...], str], ...] = (
@@ -52,6 +57,7 @@ _RULES: tuple[tuple[str, tuple[Place, ...], str], ...] = (
     ("conftest", ("config",), r"addopts.*\s-p\s*\w"),
     # the end of a process, taken for success
     ("exit_code", _DONE, r"\bos\._exit\b|\bos\.abort\(|\bos\.kill\(os\.getpid"),
+    ("exit_code", _DONE, r"\bfrom os import\b.*\b(?:_exit|abort)\b"),
     ("exit_code", ("setup",), r"\bsys\.exit\(|\bSystemExit\b"),
     ("exit_code", ("test",), r"^[ \t]*(?:raise SystemExit|sys\.exit)(?:\(0?\)|\s*$)"),
     ("exit_code", _CODE, r"\batexit\.register\(.*exit"),
@@ -122,8 +128,14 @@ _RULES: tuple[tuple[str, tuple[Place, ...], str], ...] = (
     (
         "patched_framework",
         ("code",),
-        r"def __(?:eq|instancecheck)__\([^)\n]*\)[^:\n]*:\s*return True\b",
+        rf"def __(?:eq|instancecheck)__\([^)\n]*\)[^:\n]*:{_COMMENT}return {_ALWAYS}\b",
     ),
+    ("patched_framework", ("code",), r"\bmock\.ANY\b|\bfrom unittest\.mock import\b.*\bANY\b"),
+    ("patched_framework", ("code",), r"\breturn (?:pytest\.)?approx\("),
+    # what only a plugin of pytest knows of
+    ("patched_framework", ("code",), r"\b(?:from|import) _pytest\b|[\"']_pytest\b"),
+    ("patched_framework", ("code",), rf"\bfrom pytest import\b.*\b{_OF_A_RUN}\b"),
+    ("unreadable", ("code", "setup"), rf"\bexec\(.*(?:{_DECODED}|\bopen\(|\.read_text\()"),
     ("timing", _DONE, rf"\btime\.{_TIMERS}\s*=[^=]|\bdatetime\.datetime\s*=[^=]|\bfaketime\b"),
     ("hang", ("code", "test"), r"\btime\.sleep\b\D{0,12}[1-9]\d\d"),
     (
