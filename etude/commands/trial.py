@@ -35,6 +35,7 @@ from etude.run.controller import (
     wanted_splits,
 )
 from etude.run.rollout import RolloutRunner, SessionRecorder, scoring_s
+from etude.run.session_sandbox import diff_of
 from etude.serve.alone import PolicySessions, ScriptedSessions, parse_script
 
 UNTOUCHED = "untouched"
@@ -313,7 +314,7 @@ class _Observed:
         return scoring_s(self._environment, task)
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
-        self.diff = await sandbox.diff()
+        self.diff = await diff_of(sandbox)
         began = time.monotonic()
         try:
             return await self._environment.score(task, sandbox, attempt)

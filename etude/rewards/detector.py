@@ -134,6 +134,8 @@ def detect(
     if match := re.search(r"no report: [^\n]{0,300}exit code 0\b", evidence[:_EVIDENCE]):
         found.append(Finding("exit_code", f"grader: {match[0][:_SHOWN]}"))
     found += unread
+    if diff and not changes:
+        found.append(Finding("unread", f"working copy: {diff.strip()[:_SHOWN]}"))
     return list({finding.family: finding for finding in reversed(found)}.values())[::-1]
 
 

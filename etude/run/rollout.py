@@ -34,6 +34,7 @@ from etude.core.types import (
 )
 from etude.rewards.review import Review
 from etude.run.process import stopped_since
+from etude.run.session_sandbox import SessionSandbox, diff_of
 
 T = TypeVar("T")
 
@@ -193,16 +194,18 @@ class RolloutRunner:
         async with boundary("sandbox"), contextlib.AsyncExitStack() as stack:
             async with _at_most(self._sandbox_timeout_s, "tasks.timeout_s"):
                 sandbox = await stack.enter_async_context(self.environment.open(task))
+            lent = SessionSandbox(sandbox)
             async with boundary("agent"), _at_most(self._agent_timeout_s, "harness.timeout_s"):
                 running = self.agent.run(
                     task,
-                    sandbox,
+                    lent.as_sandbox,
                     base_url=access.base_url,
                     api_key=access.api_key,
                     seed=seed,
                 )
                 transcript = await _coroutine("run", running)
                 messages = _messages(transcript)
+            await lent.end_processes()
             async with boundary("agent"):
                 if _is_late(transcript):
                     await self._check_time(session, began)
@@ -212,7 +215,7 @@ class RolloutRunner:
                 raise RolloutFailure(_unanswered(transcript))
             async with boundary("score"), _at_most(self._scoring_limit_s(task), "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
-                diff = await sandbox.diff()  # before others write there
+                diff = await diff_of(sandbox)  # before others write there
                 scoring = self.environment.score(task, sandbox, attempt)
                 score = _checked(await _coroutine("score", scoring), segments)
                 if self._review:

@@ -1,0 +1,51 @@
+"""The sandbox of a session: while the agent has it, and what it leaves behind in there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from etude.core.sandbox import Process, Sandbox
+
+
+class SessionSandbox:
+    """A `core.sandbox.Sandbox` that knows what was started in it.
+
+    What still runs when the session is over could change the working copy between the look at it
+    and its grading. So the detector, judges and people would see other work than was paid."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._started: list[Process] = []
+
+    @property
+    def as_sandbox(self) -> Sandbox:
+        return cast(Sandbox, self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sandbox, name)
+
+    async def start(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = ".",
+        env: Mapping[str, str] | None = None,
+        pty: bool = False,
+    ) -> Process:
+        process = await self._sandbox.start(argv, cwd=cwd, env=env, pty=pty)
+        self._started.append(process)
+        return process
+
+    async def end_processes(self) -> None:
+        await asyncio.gather(*(process.kill() for process in self._started))
+
+
+async def diff_of(sandbox: Sandbox) -> str:
+    """What changed in a working copy, or why nobody can tell: an agent that has made it so must be
+    graded like others, and not have failed."""
+    try:
+        return await sandbox.diff()
+    except ValueError as e:
+        return f"the changes cannot be shown: {e}\n"
