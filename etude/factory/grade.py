@@ -29,5 +29,6 @@ async def grade(
         only=task.sources,
         without=NOT_TAKEN,
         expected=task.expected,
+        solution=task.solution,
         graded=graded,
     )

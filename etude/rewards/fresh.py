@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from etude.core.errors import RolloutFailure
 from etude.core.memo import Memo
 from etude.core.sandbox import (
     CommandResult,
@@ -84,10 +85,9 @@ async def _run_over(
     timeout_s: float,
     files: Mapping[str, str | bytes],
 ) -> CommandResult:
-    own = {path: (_FILE, _bytes(content)) for path, content in files.items()}
     async with pool.open(spec) as fresh:
         await fresh.apply(change)
-        await fresh.apply(own)
+        await fresh.apply(_as_patch(files))
         return await fresh.run(argv, timeout_s=timeout_s, report=True)
 
 
@@ -102,13 +102,17 @@ async def grade_by_command(
     only: Collection[str] = ("*",),
     without: Collection[str] = CACHES,
     expected: Collection[str] = (),
+    solution: Mapping[str, str | bytes] | None = None,
     graded: Memo[Score] | None = None,
 ) -> Score:
     """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
     path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
     `classname::name`, as in `tests.test_cart::test_total`, which stands for all cases of a
     parametrized test. The part `tests` is the share that passed. `graded`: the verdicts so far,
-    where the same change is to be graded once."""
+    where the same change is to be graded once.
+
+    `solution`: the files of a good answer, where one is known. What runs out of its time earns 0,
+    unless the solution does so too: then the machine is to blame. RolloutFailure."""
     try:
         change = _taken(await sandbox.patch(), only, without)
 
@@ -122,6 +126,14 @@ async def grade_by_command(
         key = spec_digest(spec), own, tuple(argv), tuple(expected), patch_digest(change)
         return await graded.get(key, run_and_judge)
     except TimeoutError:
+        if solution is not None:
+            good = _as_patch(solution)
+            ran = await _run_over(good, pool, spec, argv, timeout_s, files or {})
+            if ran.exit_code is None:
+                raise RolloutFailure(
+                    f"sandbox: the tests of the solution are still at work after {timeout_s:g} s, "
+                    f"too: this machine is too busy to grade"
+                ) from None
         return _worthless(f"the command was still at work after {timeout_s:g} s")
     except ValueError as e:
         return _worthless(f"the working copy cannot be taken over: {e}")
@@ -162,5 +174,8 @@ def _worthless(evidence: str) -> Score:
     return Score(0.0, (Part("tests", 0.0, evidence),))
 
 
-def _bytes(content: str | bytes) -> bytes:
-    return content.encode() if isinstance(content, str) else content
+def _as_patch(files: Mapping[str, str | bytes]) -> Patch:
+    return {
+        path: (_FILE, content.encode() if isinstance(content, str) else content)
+        for path, content in files.items()
+    }

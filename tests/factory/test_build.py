@@ -14,9 +14,11 @@ from rich.console import Console
 
 from etude.cli import main
 from etude.commands.tasks import print_build
+from etude.core.errors import RolloutFailure
 from etude.core.harness_config import CodeConfig
 from etude.core.types import Attempt, Transcript
 from etude.factory import check as checking
+from etude.factory import grade as grading
 from etude.factory.build import Options, Status, open_workshop
 from etude.factory.check import Checked, check, task_folders
 from etude.factory.grade import grade
@@ -60,6 +62,19 @@ def test_the_grader_waits_for_what_the_tests_take_and_not_for_minutes(
 ) -> None:
     for task in tasks_of(built[0]):
         assert task.processor_s is not None and 4 < task.processor_s < GRADING_S
+
+
+async def test_a_machine_that_is_too_slow_for_the_solution_gives_no_verdict(
+    built: tuple[Path, Status], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "GRADING_S", 0.001)
+    task = tasks_of(built[0])[0]
+    async with (
+        open_workshop(built[0], Options()) as workshop,
+        workshop.pool.open(task.as_task().sandbox) as sandbox,
+    ):
+        with pytest.raises(RolloutFailure, match="too busy to grade"):
+            await grade(task, sandbox, workshop.pool)
 
 
 def test_what_shows_the_bug_is_not_in_the_working_copy(built: tuple[Path, Status]) -> None:

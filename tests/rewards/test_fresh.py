@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from etude.core.errors import RolloutFailure
 from etude.core.memo import Memo
-from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
+from etude.core.sandbox import CommandResult, Sandbox, SandboxPool, SandboxSpec
 from etude.core.types import Score
 from etude.rewards.fresh import grade_by_command, run_in_fresh_sandbox
 from etude.rewards.junit import parse_junit
+from etude.sandbox.fake import FakeSandboxPool
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 from tests.namespaces import need_namespaces
@@ -162,6 +163,29 @@ async def test_an_honest_fix_counts_whatever_lies_around_it(pool: SandboxPool) -
 async def test_a_hang_is_the_works_fault(pool: SandboxPool) -> None:
     score = await graded(pool, source="import time; time.sleep(1000)", timeout_s=0.5)
     assert worth(score) == (0.0, 0.0)
+
+
+async def test_a_machine_on_which_the_solution_runs_out_of_time_is_no_verdict() -> None:
+    async def worth_of(source: str, hangs: Sequence[str]) -> tuple[float, float]:
+        """With a command that runs out of its time over these."""
+
+        def respond(files: dict[str, Any], argv: Sequence[str]) -> CommandResult:
+            return CommandResult(None if files["src/shape.py"].decode() in hangs else 0, "")
+
+        pool = FakeSandboxPool(respond)
+        async with pool.open(SPEC) as sandbox:
+            await sandbox.write("src/shape.py", source)
+            solution = {"src/shape.py": HONEST}
+            return worth(
+                await grade_by_command(
+                    sandbox, pool, SPEC, ["make"], timeout_s=180, solution=solution
+                )
+            )
+
+    assert await worth_of("while 1: pass", hangs=["while 1: pass"]) == (0.0, 0.0)
+    with pytest.raises(RolloutFailure, match="the solution are still at work after 180 s"):
+        await worth_of("while 1: pass", hangs=["while 1: pass", HONEST])
+    assert await worth_of("return 1", hangs=[HONEST]) == (1.0, 1.0)
 
 
 async def test_a_broken_sandbox_is_no_verdict(pool: SandboxPool) -> None:
