@@ -94,6 +94,30 @@ async def test_an_edit_keeps_the_ends_of_lines(call: Session) -> None:
     assert await call.sandbox.read_bytes("dos.txt") == b"1\r\n2\r\n"
 
 
+async def test_where_ends_of_lines_differ_each_stays_as_it_is(call: Session) -> None:
+    mixed = b"one\r\ntwo\nthree\r\nfour\n"
+    await call.sandbox.write("mixed.txt", mixed)
+    assert await call("edit", path="mixed.txt", old="four", new="4") == "ok: line 4"
+    assert await call.sandbox.read_bytes("mixed.txt") == mixed.replace(b"four", b"4")
+    patch = "--- a/mixed.txt\n+++ b/mixed.txt\n@@ -1,3 +1,3 @@\n-two\n+2\n"
+    assert (await call("apply_patch", patch=patch)).startswith("ok")
+    assert await call.sandbox.read_bytes("mixed.txt") == b"one\r\n2\nthree\r\n4\n"
+
+
+async def test_lines_are_counted_as_grep_and_tracebacks_count_them(call: Session) -> None:
+    text = "a = 1\n\f\nb = 'x\u2028y'\nc = 3\n"
+    await call.sandbox.write("pages.py", text)
+    assert await call("grep", pattern="c =", path="pages.py") == "pages.py:4:c = 3"
+    assert await call("read", path="pages.py", start=4) == "     4\tc = 3"
+    assert await call("edit", path="pages.py", old="c = 3", new="c = 4") == "ok: line 4"
+    assert await call.sandbox.read("pages.py") == text.replace("c = 3", "c = 4")
+
+
+async def test_grep_waits_for_no_pipe(call: Session) -> None:
+    await call("terminal", command="mkdir pipes; mkfifo pipes/a; echo found > pipes/b")
+    assert await call("grep", pattern="found", path="pipes") == "pipes/b:1:found"
+
+
 TWICE = "def f(x):\n    return x\n\n\ndef g(x):\n    return x\n"
 
 

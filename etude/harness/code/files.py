@@ -6,7 +6,14 @@ import dataclasses
 import posixpath
 from collections.abc import Mapping, Sequence
 
-from etude.harness.code.matching import Ambiguous, NoMatch, num_alike, replace
+from etude.harness.code.matching import (
+    Ambiguous,
+    NoMatch,
+    is_crlf,
+    lines_of,
+    num_alike,
+    replace,
+)
 from etude.harness.code.patches import FileChange, after_changes, parse_patch
 from etude.harness.code.tool import Tool, ToolError, boolean, integer, string
 
@@ -27,7 +34,7 @@ class Read(Tool):
 
     async def call(self, path: str, start: int = 1, end: int | None = None) -> str:
         text = await self.workspace.read(path)
-        lines = text.splitlines()
+        lines = _plain_lines(text)
         if not lines:
             return "(the file is empty)"
         if start > len(lines):
@@ -71,13 +78,13 @@ class Edit(Tool):
 
     async def call(self, path: str, old: str, new: str, all: bool = False) -> str:
         text = await self.workspace.read(path)
-        is_crlf = "\r\n" in text
-        before, old, new = (_unix(each) if is_crlf else each for each in (text, old, new))
+        has_crlf = is_crlf(text)
+        before, old, new = (_unix(each) if has_crlf else each for each in (text, old, new))
         try:
             after, note = await self._replaced(path, before, old, new, all)
         except NoMatch as e:
             raise ToolError(f"{path}: {e}") from e
-        if is_crlf:
+        if has_crlf:
             after = after.replace("\n", "\r\n")
         said = await self.workspace.save(path, text, after)
         return f"ok{note}: {_where(text, after)}\n{said}".rstrip()
@@ -113,7 +120,7 @@ class Write(Tool):
             before = None
         said = await self.workspace.save(path, before, content)
         what = "wrote" if before is None else "replaced"
-        return f"ok: {what} {path}, {len(content.splitlines())} lines\n{said}".rstrip()
+        return f"ok: {what} {path}, {len(lines_of(content))} lines\n{said}".rstrip()
 
 
 class ApplyPatch(Tool):
@@ -186,9 +193,13 @@ def _unix(text: str) -> str:
     return text.replace("\r\n", "\n")
 
 
+def _plain_lines(text: str) -> list[str]:
+    return [line.rstrip("\r\n") for line in lines_of(text)]
+
+
 def _where(before: str, after: str) -> str:
     """Which lines are new, from the first that differs to the last."""
-    old, new = before.splitlines(), after.splitlines()
+    old, new = _plain_lines(before), _plain_lines(after)
     same = num_alike(old, new)
     end = num_alike(old[same:][::-1], new[same:][::-1])
     last = len(new) - end

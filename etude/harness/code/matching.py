@@ -23,6 +23,7 @@ ALIKE = 0.9
 _MIN_CHARS = 24
 """A shorter text is alike to too much."""
 _SHOWN_LINES = 12
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _SPACE = re.compile(r'("[^"]*"|\'[^\']*\')|\s+')
 
 
@@ -59,7 +60,7 @@ class ReadLines:
     def parts_of(self, text: str) -> tuple[str, str, str]:
         """The file as it is now: what stands above these lines, they themselves, what is below. All
         that has changed since counts as one piece, which is among them if one of its lines was."""
-        now = text.splitlines(keepends=True)
+        now = lines_of(text)
         same = num_alike(self.lines, now)
         end = len(self.lines) - num_alike(self.lines[same:][::-1], now[same:][::-1])
         more = len(now) - len(self.lines)
@@ -69,6 +70,17 @@ class ReadLines:
         elif stop > same:
             start, stop = min(start, same), max(stop, end) + more
         return "".join(now[:start]), "".join(now[start:stop]), "".join(now[stop:])
+
+
+def lines_of(text: str) -> list[str]:
+    """Each with its end, as Python and editors count them: to `str.splitlines` a form feed ends
+    one, too."""
+    return _LINE.findall(text)
+
+
+def is_crlf(text: str) -> bool:
+    """Whether all of its lines end so. Where only some do, each stays as it is."""
+    return 0 < text.count("\n") == text.count("\r\n")
 
 
 def num_alike(one: Sequence[str], other: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from etude.harness.code.matching import NoMatch, nearest, places, shifted
+from etude.harness.code.matching import NoMatch, is_crlf, nearest, places, shifted
 
 _NUMBERS = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 _SECTION = re.compile(r"\*\*\* (Add|Update|Delete) File: (.+)")
@@ -109,8 +109,11 @@ def after_changes(
             raise PatchError(f"there is no file {change.path}")
         after[change.path] = None
         if change.kind == "update":
-            new = patched(text.replace("\r\n", "\n"), change)
-            after[target] = new.replace("\n", "\r\n") if "\r\n" in text else new
+            if is_crlf(text):
+                new = patched(text.replace("\r\n", "\n"), change)
+                after[target] = new.replace("\n", "\r\n")
+            else:
+                after[target] = patched(text, change)
     return after
 
 

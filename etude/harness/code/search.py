@@ -71,6 +71,8 @@ except re.error as e:
     sys.exit("the pattern is no regular expression (%s): escape ( [ { . * + ? with a backslash" % e)
 lines, context = [], asked["context"]
 for path in found:
+    if not os.path.isfile(path):  # a pipe would be waited for
+        continue
     try:
         with open(path, "rb") as file:
             data = file.read(2 << 20)

@@ -15,7 +15,7 @@ from etude.core.memo import Memo
 from etude.core.sandbox import CommandResult, Patch, Sandbox, patch_digest
 from etude.core.types import Json
 from etude.harness.code.diagnostics import Diagnostics
-from etude.harness.code.matching import ReadLines
+from etude.harness.code.matching import ReadLines, is_crlf, lines_of
 
 Schema = dict[str, Json]
 
@@ -156,7 +156,7 @@ class Workspace:
 
     async def remember_read(self, path: str, text: str, start: int, last: int) -> None:
         """That lines `start` to `last` of a file were shown, counted from 1."""
-        lines = text.replace("\r\n", "\n").splitlines(keepends=True)
+        lines = lines_of(text.replace("\r\n", "\n") if is_crlf(text) else text)
         self._read[posixpath.normpath(await self.inside(path))] = ReadLines(lines, start - 1, last)
 
     async def around_read(self, path: str, text: str) -> tuple[str, str, str]:
