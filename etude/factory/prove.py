@@ -27,7 +27,10 @@ from etude.factory.task import (
     reported_name,
     sandbox_env,
 )
+from etude.rewards.detector import HONEST_TOO, detect
 from etude.rewards.junit import parse_junit
+from etude.sandbox.diff import unified_diff
+from etude.sandbox.tree import FILE, Entry
 
 REPETITIONS = 2
 """Of each end, after the tests were surveyed and the change was looked at. What differs between
@@ -125,9 +128,22 @@ async def prove(
     await asyncio.to_thread(seen.check_leaks, candidate.base, opening, candidate.solution)
     found = await _look(candidate, repository, pool)
     task = await asyncio.to_thread(_assembled, draft, candidate, repository, found)
+    await asyncio.to_thread(_check_tricks, task)
     seen.add(task)
     await check_both_ends(task, pool, repetitions)
     return task
+
+
+def _check_tricks(task: RepositoryTask) -> None:
+    """Rejected if the detector takes the solution for a trick: of the attempts at such a task, the
+    right ones would be set aside."""
+    before, after = (
+        {path: Entry(FILE, files[path]) for path in task.solution.keys() & files.keys()}
+        for files in (task.opening, task.solution)
+    )
+    found = detect([], unified_diff(before, after))
+    if any(finding.family not in HONEST_TOO for finding in found):
+        raise Rejected("looks like a trick")
 
 
 async def check_both_ends(task: RepositoryTask, pool: SandboxPool, repetitions: int) -> None:

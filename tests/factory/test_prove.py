@@ -113,6 +113,17 @@ async def proved(
 FAILS = ran({TOTAL: "assert 2 == 1", f"{NAMES}[a]": None, f"{NAMES}[b]": None, OTHER: None})
 
 
+async def test_a_solution_that_the_detector_flags_makes_no_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    good = GOOD.replace(b"sum(items)", b"sum(items) if sys._getframe().f_back else 0")
+    candidate = replace(CANDIDATE, solution={"shop/cart.py": good})
+    with pytest.raises(Rejected, match="^looks like a trick$"):
+        await proved(monkeypatch, candidate, FAILS)
+    there = replace(candidate, broken={"shop/cart.py": good.replace(b"return []", b"return 0")})
+    await proved(monkeypatch, there, FAILS)
+
+
 async def test_a_task_is_all_that_is_known_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     task, pool = await proved(monkeypatch, CANDIDATE, FAILS)
     shown = TESTS.replace(b"    def test_total(self):\n        assert total([1]) == 1\n", b"")
