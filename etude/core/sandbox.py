@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -200,8 +200,11 @@ class Sandbox(Protocol):
         """What changed in the working copy since it was opened, as a unified diff. In a fork: since
         the sandbox was opened that it comes from."""
 
-    async def patch(self) -> Patch:
-        """Kills every process in it and gives all that changed, as `diff` tells it, but whole.
+    async def patch(
+        self, *, only: Collection[str] = ("*",), without: Collection[str] = ()
+    ) -> Patch:
+        """Kills every process in it and gives all that changed, as `diff` tells it, but whole, of
+        the paths that match a pattern of `only` and none of `without` (a star matches slashes).
         ValueError if that is too much. Directories and special files are no part of it."""
 
     async def apply(self, patch: Patch) -> None:

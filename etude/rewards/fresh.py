@@ -114,7 +114,7 @@ async def grade_by_command(
     `solution`: the files of a good answer, where one is known. What runs out of its time earns 0,
     unless the solution does so too: then the machine is to blame. RolloutFailure."""
     try:
-        change = _taken(await sandbox.patch(), only, without)
+        change = await sandbox.patch(only=only, without=without)
 
         async def run_and_judge() -> Score:
             ran = await _run_over(change, pool, spec, argv, timeout_s, files or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from etude.core.errors import RolloutFailure
@@ -95,9 +95,11 @@ class CalledSandbox:
     async def diff(self) -> str:
         return str(await self._call("diff"))
 
-    async def patch(self) -> Patch:
+    async def patch(
+        self, *, only: Collection[str] = ("*",), without: Collection[str] = ()
+    ) -> Patch:
         self._close_processes()
-        found = decoded(await self._call("patch"))
+        found = decoded(await self._call("patch", only=[*only], without=[*without]))
         return {path: each and (each[0], each[1] or b"") for path, each in found.items()}
 
     async def apply(self, patch: Patch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
 from etude.core.errors import RolloutFailure
 from etude.core.sandbox import CommandResult, Patch, SandboxSpec, Tier
@@ -13,7 +13,7 @@ from etude.sandbox.diff import unified_diff
 from etude.sandbox.files import inside, inside_directory, to_bytes
 from etude.sandbox.limits import COPY_BYTES, COPY_FILES
 from etude.sandbox.spec import check_env, check_spec, opening_tree
-from etude.sandbox.tree import FILE, Entry, Tree
+from etude.sandbox.tree import FILE, Entry, Tree, matches
 
 Files = dict[str, str | bytes]
 Respond = Callable[[Files, Sequence[str]], CommandResult]
@@ -124,11 +124,14 @@ class FakeSandbox:
         }
         return changed | dict.fromkeys(self._before.keys() - now.keys())
 
-    async def patch(self) -> Patch:
+    async def patch(
+        self, *, only: Collection[str] = ("*",), without: Collection[str] = ()
+    ) -> Patch:
         await self.close()
         return {
             path: entry and (entry.mode, entry.content or b"")
             for path, entry in self._changes().items()
+            if matches(path, only, without)
         }
 
     async def apply(self, patch: Patch) -> None:

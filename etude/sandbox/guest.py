@@ -9,7 +9,7 @@ JSON line, in order:
     {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output, report]}
     {"op": "start", "argv": [...], "pty": bool, ...}     {"ok": null}
     {"op": "changes", "before": {path: [...]}}           {"ok": {path: [mode, content] or null}}
-    {"op": "patch", "before": {path: [...]}}             the same, whole, with all processes killed
+    {"op": "patch", "before": {path: [...]}, ...}        the same, whole, with all processes killed
     {"op": "apply", "patch": {path: [mode, content]}}    {"ok": null}
     {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
     {"op": "freeze"} and {"op": "adopt"}                 the same, shared instead of copied
@@ -342,10 +342,19 @@ class Guest:
             for path, entry in changed.items()
         }
 
-    def op_patch(self, before: dict[str, list[Any]]) -> dict[str, Any]:
+    def op_patch(
+        self, before: dict[str, list[Any]], only: list[str], without: list[str]
+    ) -> dict[str, Any]:
         _kill_all()
         known = {path: tuple(each) for path, each in before.items()}
-        found = tree.patch(self._opener, known, max_bytes=PATCH_BYTES, max_entries=self._copy_files)
+        found = tree.patch(
+            self._opener,
+            known,
+            max_bytes=PATCH_BYTES,
+            max_entries=self._copy_files,
+            only=only,
+            without=without,
+        )
         return {path: each and [each[0], _encode(each[1])] for path, each in found.items()}
 
     def op_apply(self, patch: dict[str, list[Any] | None]) -> None:

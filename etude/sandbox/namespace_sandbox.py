@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from etude.core.errors import RolloutFailure
@@ -212,13 +212,15 @@ class NamespaceSandbox:
         }
         return await asyncio.to_thread(unified_diff, self._before, changed)
 
-    async def patch(self) -> Patch:
+    async def patch(
+        self, *, only: Collection[str] = ("*",), without: Collection[str] = ()
+    ) -> Patch:
         self._close_processes()
         before = await self._known_before()
-        found = decoded(await self._ask(op="patch", before=before))
+        answer = await self._ask(op="patch", before=before, only=[*only], without=[*without])
         return {
             path: each and (each[0], each[1] or b"")
-            for path, each in found.items()
+            for path, each in decoded(answer).items()
             if not self._is_history(path)
         }
 

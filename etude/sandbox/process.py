@@ -17,7 +17,7 @@ import stat
 import sys
 import tempfile
 import termios
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -295,7 +295,9 @@ class ProcessSandbox:
         )
         return unified_diff(self._before, changed)
 
-    async def patch(self) -> Patch:
+    async def patch(
+        self, *, only: Collection[str] = ("*",), without: Collection[str] = ()
+    ) -> Patch:
         await self._kill_all()
         return await asyncio.to_thread(
             tree.patch,
@@ -303,6 +305,8 @@ class ProcessSandbox:
             tree.known(self._before),
             max_bytes=PATCH_BYTES,
             max_entries=_COPY_FILES,
+            only=only,
+            without=without,
         )
 
     async def apply(self, patch: Patch) -> None:

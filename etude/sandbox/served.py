@@ -99,8 +99,8 @@ class ServedSandbox:
     async def _diff(self) -> str:
         return await self.sandbox.diff()
 
-    async def _patch(self) -> dict[str, Any]:
-        return encoded(await self.sandbox.patch())
+    async def _patch(self, only: list[str], without: list[str]) -> dict[str, Any]:
+        return encoded(await self.sandbox.patch(only=only, without=without))
 
     async def _apply(self, patch: dict[str, Any]) -> None:
         changed = decoded(patch)

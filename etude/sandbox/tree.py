@@ -14,7 +14,8 @@ import io
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
@@ -52,13 +53,34 @@ def known(tree: Tree) -> dict[str, Known]:
     }
 
 
+def matches(path: str, only: Collection[str], without: Collection[str]) -> bool:
+    """Whether a path matches a pattern of `only`, and none of `without`. A star matches slashes."""
+    return any(fnmatchcase(path, each) for each in only) and not any(
+        fnmatchcase(path, each) for each in without
+    )
+
+
 def patch(
-    opener: Open, before: Mapping[str, Known], *, max_bytes: int, max_entries: int
+    opener: Open,
+    before: Mapping[str, Known],
+    *,
+    max_bytes: int,
+    max_entries: int,
+    only: Collection[str] = ("*",),
+    without: Collection[str] = (),
 ) -> dict[str, tuple[int, bytes] | None]:
-    """The same, but whole. ValueError if there is more of it. Special files have no part in it."""
+    """The same, but whole, of the paths that match. ValueError if there is more of it. Special
+    files have no part in it."""
     found: dict[str, tuple[int, bytes] | None] = {}
-    limits = {"file_bytes": max_bytes, "max_bytes": max_bytes, "max_entries": max_entries}
-    for path, entry in changes(opener, before, **limits).items():
+    changed = changes(
+        opener,
+        before,
+        file_bytes=max_bytes,
+        max_bytes=max_bytes,
+        max_entries=max_entries,
+        wanted=lambda path: matches(path, only, without),
+    )
+    for path, entry in changed.items():
         if entry is None or entry.content is not None:
             found[path] = entry and (entry.mode, entry.content or b"")
         elif entry.mode in (FILE, EXECUTABLE):
@@ -73,6 +95,7 @@ def changes(
     file_bytes: int,
     max_entries: int,
     max_bytes: int = CHANGES_BYTES,
+    wanted: Callable[[str], bool] = lambda path: True,
 ) -> dict[str, Entry | None]:
     """What is not as it was: path -> how it is now, or None where nothing is any more."""
     left = max_bytes
@@ -82,6 +105,8 @@ def changes(
         if stat.S_ISDIR(status.st_mode):
             continue
         gone.discard(path)
+        if not wanted(path):
+            continue
         was = before.get(path)
         entry = _look(directory, path, status, max(min(file_bytes, left), was[1] if was else 0))
         if was and entry.content is not None and (entry.mode, *_digest(entry.content)) == was:
@@ -90,7 +115,7 @@ def changes(
             entry = Entry(entry.mode, None)
         left -= len(entry.content or b"")
         changed[path] = entry
-    return changed | dict.fromkeys(gone)
+    return changed | dict.fromkeys(filter(wanted, gone))
 
 
 def _digest(content: bytes) -> tuple[int, str]:

@@ -61,6 +61,7 @@ async def graded(
     source: str | None = None,
     expected: tuple[str, ...] = NAMES,
     timeout_s: float = 60.0,
+    only: tuple[str, ...] = ("*",),
 ) -> Score:
     async with pool.open(SPEC) as sandbox:
         if source is not None:
@@ -74,6 +75,7 @@ async def graded(
             ["python", "tests/check.py"],
             timeout_s=timeout_s,
             files={"tests/check.py": CHECK},
+            only=only,
             expected=expected,
         )
 
@@ -158,6 +160,13 @@ async def test_nothing_but_the_work_counts(pool: SandboxPool, script: str) -> No
 async def test_an_honest_fix_counts_whatever_lies_around_it(pool: SandboxPool) -> None:
     for name in ("edited tests", "tests that are a link", "tests that are a directory"):
         assert worth(await graded(pool, CHEATS[name], source=HONEST)) == (1.0, 1.0)
+
+
+async def test_what_is_left_behind_may_be_large(pool: SandboxPool) -> None:
+    """Such as a virtual environment in the working copy."""
+    script = CHEATS["too much to take over"]
+    assert worth(await graded(pool, script, source=HONEST)) == (0.0, 0.0)
+    assert worth(await graded(pool, script, source=HONEST, only=("src/*",))) == (1.0, 1.0)
 
 
 async def test_a_hang_is_the_works_fault(pool: SandboxPool) -> None:

@@ -99,6 +99,21 @@ async def test_too_much_is_refused(pool: SandboxPool) -> None:
             await changed(sandbox, script)
 
 
+async def test_what_is_not_asked_for_is_not_too_much(pool: SandboxPool) -> None:
+    script = (
+        f"mkdir -p .venv shop/deep; head -c {PATCH_BYTES + 1} /dev/zero > .venv/lib; rm gone; "
+        "rm old.py; echo 2 | tee a.py shop/a.py shop/deep/a.py shop/deep/a.pyc shop/deep/test.py"
+    )
+    async with pool.open(
+        SandboxSpec(files={"shop/gone": "x", "gone": "x", "old.py": ""})
+    ) as sandbox:
+        await sandbox.run(["sh", "-c", f"{script}; rm shop/gone"], timeout_s=LONG_S)
+        found = await sandbox.patch(only=("shop/*", "old.py"), without=("*.pyc", "*/test.py"))
+        two = (FILE, b"2\n")
+        expected = {"shop/gone": None, "old.py": None, "shop/a.py": two, "shop/deep/a.py": two}
+        assert found == expected
+
+
 @pytest.mark.parametrize(
     ("patch", "told"),
     [
@@ -125,6 +140,8 @@ async def test_the_fake_does_the_same_with_plain_files() -> None:
         sandbox.files.pop("gone")
         patch = await sandbox.patch()
         assert patch == {"a": (FILE, b"\xff"), "gone": None}
+        assert await sandbox.patch(only=("g*",)) == {"gone": None}
+        assert await sandbox.patch(without=("g*",)) == {"a": (FILE, b"\xff")}
         await fresh.apply(patch)
         assert fresh.files == sandbox.files
 
