@@ -126,11 +126,11 @@ class GroupOutcome:
 
     def distinct_advantages(self) -> list[float]:
         """What the scale of a batch follows from: the advantage of each attempt, or those that its
-        credits make of it."""
+        credits make of it, once for each turn or segment that they name."""
         return [
-            advantage + credit.value if credit else advantage
+            advantage + added
             for id, advantage in self.advantages.items()
-            for credit in self.credit.get(id, (None,))
+            for added in _added(self.credit.get(id, ()))
         ]
 
 
@@ -278,6 +278,15 @@ def centered_credit(attempts: Sequence[Trajectory]) -> dict[str, tuple[Credit, .
         for t in attempts
     }
     return {id: credits for id, credits in centered.items() if credits}
+
+
+def _added(credits: Sequence[Credit]) -> list[float]:
+    """What credits add up to in each turn or segment that they name; nothing, if there are none."""
+    places = dict.fromkeys((credit.segment, credit.turn) for credit in credits)
+    return [
+        sum(c.value for c in credits if c.segment == segment and c.turn in (None, turn))
+        for segment, turn in places
+    ] or [0.0]
 
 
 def _credits(trajectory: Trajectory) -> tuple[Credit, ...]:

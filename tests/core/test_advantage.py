@@ -333,6 +333,18 @@ def test_credits_of_the_same_token_add_up_and_others_have_none() -> None:
     assert batch.rows[1].advantages == (0, 0, -0.5, 0, -0.5, -0.5)
 
 
+def test_the_scale_of_a_batch_counts_a_turn_once_however_many_credits_it_has() -> None:
+    """Two of the same turn add up, and so do those of a turn and its segment."""
+    first, second, whole = Credit(3.0, 0, turn=0), Credit(1.0, 0, turn=1), Credit(0.0, 0)
+    pair = with_credit(group(1.0, 0.0), (first, Credit(0.0, 0, turn=0), second), ())
+    found = AdvantageEstimator().estimate(pair).distinct_advantages()
+    mean = 4 / 3
+    assert found == pytest.approx([0.5 + 3 - 2 * mean, 0.5 + 1 - mean, -0.5])
+    pair = with_credit(group(1.0, 0.0), (first, whole), (whole,))
+    found = AdvantageEstimator().estimate(pair).distinct_advantages()
+    assert found == pytest.approx([0.5 + 3 - 2, 0.5 - 1, -0.5 - 1])
+
+
 def test_an_attempt_is_trained_on_for_its_credits_alone() -> None:
     same = with_credit(group(1.0, 1.0, 1.0), (Credit(1.0, 0, turn=0),), (Credit(0.0, 0),), ())
     outcome = AdvantageEstimator().estimate(same)
