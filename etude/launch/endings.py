@@ -47,7 +47,7 @@ def how_ended(code: int, memory: int | None = None) -> str:
 
 
 def stop_message(names: Sequence[str], limit_s: float) -> str:
-    """That a stop is under way, and which programs it waits for, one after the other."""
+    """That a stop is under way, and which programs it waits for."""
     return f"stopping: waiting for {', '.join(names)} (at most {limit_s:g} s each)"
 
 

@@ -273,17 +273,23 @@ def execute(
                 launcher: Launcher = open_launcher(config, place, resume, lock, console)
                 programs = partial(_programs, config, place)
             else:
-                launcher = _ray_launcher(config, cluster, resume)
+                launcher = _ray_launcher(config, cluster, resume, console)
                 programs = partial(cluster_programs, config, place.store, cluster.workers)
             run_until_told(_run(run, config, place, launcher, programs, console, dash=dash))
 
 
-def _ray_launcher(config: RunConfig, cluster: RayCluster, resume: str) -> Launcher:
+def _ray_launcher(
+    config: RunConfig, cluster: RayCluster, resume: str, console: Console
+) -> Launcher:
     from etude.launch.ray import RayLauncher, connect  # of an extra
 
     connect(cluster.address)
-    threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
-    return RayLauncher(threads=threads, resume=resume, heartbeat_timeout_s=heartbeat_timeout_s)
+    return RayLauncher(
+        threads=config.engine.threads,
+        resume=resume,
+        heartbeat_timeout_s=config.heartbeat_timeout_s,
+        say=partial(screen.print_line, console),
+    )
 
 
 def open_launcher(

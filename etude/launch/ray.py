@@ -20,9 +20,9 @@ from typing import Any
 
 from etude.core.clock import AwakeClock, SystemClock
 from etude.core.errors import EtudeError
-from etude.core.events import Event, ProcessHeard, ProcessRestarted
+from etude.core.events import Event, ProcessDied, ProcessHeard, ProcessRestarted
 from etude.core.liveness import Liveness
-from etude.launch.endings import exit_message, how_ended
+from etude.launch.endings import advice_for, exit_message, how_ended, stop_message
 from etude.launch.launcher import (
     CREDENTIALS,
     LOOK_EVERY_S,
@@ -57,6 +57,8 @@ CARRIED = ("AWS_", "GOOGLE_", "AZURE_", "ETUDE_")
 """Beginnings of the variables that programs get from here: the credentials of stores, and ours."""
 CONNECT_S = 10.0
 HEAR_EVERY_S = 2.0
+END_S = 2 * STOP_S
+"""For an actor to stop its program."""
 LOSS_S = 60.0
 """Within which Ray knows that a node is lost."""
 THREADS = 4
@@ -107,8 +109,17 @@ class RayLauncher:
     """Runs programs as actors of the cluster that this process has joined. Their output is in
     Ray's logs."""
 
-    def __init__(self, *, threads: int, resume: str, heartbeat_timeout_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        *,
+        threads: int,
+        resume: str,
+        heartbeat_timeout_s: float = math.inf,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`say`: tells whoever stops it what it waits for."""
         self.resume = resume
+        self._say = say
         self._clock = AwakeClock(SystemClock())
         self._liveness = Liveness(heartbeat_timeout_s)
         self._credentials = Credentials()
@@ -120,6 +131,7 @@ class RayLauncher:
         self._urls: dict[str, str] = {}
         self._moved = asyncio.Condition()
         self._names: set[str] = set()
+        self._acting_now: dict[str, None] = {}  # in the order in which they were started
         # of those that were started again: when they died, until they are heard
         self._died: dict[str, float] = {}
         self._untold: list[Event] = []
@@ -128,6 +140,18 @@ class RayLauncher:
         await self.run_all([program], until=program.name)
 
     async def run_all(self, programs: Sequence[Program], *, until: str) -> None:
+        running = asyncio.create_task(self._run_all(programs, until))
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            # now, and not when the programs have ended
+            if self._acting_now:
+                self._say(stop_message([*self._acting_now], END_S))
+            raise
+        finally:
+            await _cancelled(running)
+
+    async def _run_all(self, programs: Sequence[Program], until: str) -> None:
         nodes = _nodes()
         groups = placement_groups(programs, nodes)
         check_room(groups, nodes)
@@ -145,11 +169,15 @@ class RayLauncher:
                     task.cancel()
 
     async def watch(self, tell: Callable[[Event], None]) -> None:
-        while True:
-            self._untold += self._liveness.look(self._clock.now())
-            while self._untold:
-                tell(self._untold.pop(0))
-            await asyncio.sleep(LOOK_EVERY_S)
+        try:
+            while True:
+                self._untold += self._liveness.look(self._clock.now())
+                while self._untold:
+                    tell(self._untold.pop(0))
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:  # what ended the run
+            for event in self._untold:
+                tell(event)
 
     async def _keep(self, together: Sequence[_Bundle]) -> None:
         """Programs that live and die together: one, or all ranks of a group."""
@@ -157,6 +185,8 @@ class RayLauncher:
         restarts = Restarts(first.restarts, SystemClock())
         while (ended := await self._once(together)) is not None:
             if ended.code is not None and not restarts.allow():
+                how, advice = how_ended(ended.code), advice_for(ended.program.name, ended.code)
+                self._untold.append(ProcessDied(process=ended.program.name, how=how, advice=advice))
                 raise EtudeError(
                     exit_message(
                         ended.program.name,
@@ -164,7 +194,7 @@ class RayLauncher:
                         ended.lines,
                         "its log",
                         self.resume,
-                        how=how_ended(ended.code),
+                        how=how,
                         restarts=ended.program.restarts,
                     )
                 )
@@ -238,6 +268,7 @@ class RayLauncher:
     async def _acting(self, bundle: _Bundle) -> AsyncIterator[Any]:
         """An actor in its place; when the block ends, its program is gone."""
         name = bundle.program.name
+        self._acting_now[name] = None
         self._liveness.heard(name, self._clock.now() + START_S)
         actor = bundle.actor()
         hearing = asyncio.create_task(self._hear(name, actor))
@@ -247,6 +278,7 @@ class RayLauncher:
             await _cancelled(hearing)
             self._liveness.forget(name)
             await asyncio.shield(_end(actor))
+            self._acting_now.pop(name, None)
 
     async def _hear(self, name: str, actor: Any) -> None:
         """Asks an actor for the heartbeats of its program, which come by pipe."""
@@ -291,7 +323,7 @@ async def _cause(first: _Ended, ranks: Sequence[asyncio.Task[_Ended]]) -> _Ended
 async def _end(actor: Any) -> None:
     """Stop its program as it should be stopped, if the actor still answers."""
     with contextlib.suppress(RayActorError, TimeoutError):
-        async with asyncio.timeout(2 * STOP_S):
+        async with asyncio.timeout(END_S):
             await actor.stop.remote()
     ray.kill(actor)
 
