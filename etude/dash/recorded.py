@@ -198,6 +198,8 @@ class RecordedRun:
                 self.run.config()
             except EtudeError as e:
                 found.append(str(e))
+        if (gap := self._log.lost()) is not None:
+            found.append(str(gap))
         groups, batches = set(self.run.groups()), set(self.run.batches())
         lost = sorted(set().union(*self._batched.values()) - groups)
         if lost:

@@ -7,6 +7,7 @@ append instead of interleaving. The last line of a segment is the digest of the 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -97,14 +98,29 @@ class Log(Generic[R]):
         return [record for segment in segments for record in segment], end
 
     def records(self) -> list[R]:
-        """All records so far, in order, without their times."""
-        return [stamped.record for stamped in self.read()[0]]
+        """All records so far, in order, without their times; an error if some of them are lost."""
+        return [stamped.record for stamped in self._whole()[0]]
 
     def resume(self) -> list[R]:
         """All records so far. This writer goes on right after them: if somebody else has, its
         next append finds that out."""
-        records, self._number = self.read()
+        records, self._number = self._whole()
         return [stamped.record for stamped in records]
+
+    def _whole(self) -> tuple[list[Stamped[R]], int]:
+        if (lost := self.lost()) is not None:
+            raise lost
+        return self.read()
+
+    def lost(self) -> Damaged | None:
+        """That a segment is gone, so that nothing behind it is read."""
+        key = find_gap(self._objects, self.name, self._key)
+        if key is None:
+            return None
+        return Damaged(
+            f"{self._objects.url}: {key} is not there, and later ones are: bring it back from a "
+            f"copy"
+        )
 
     def end(self, start: int = 0) -> int:
         """The number of the first segment from `start` on that is not there."""
@@ -136,3 +152,16 @@ def first_free(objects: Objects, folder: str, key: Callable[[int], str], start: 
     while key(start) in listed or objects.exists(key(start)):
         start += 1
     return start
+
+
+def find_gap(objects: Objects, folder: str, key: Callable[[int], str]) -> str | None:
+    """The first key that is free although a later one is in use: what stood there is lost."""
+    # Listed first: what is written meanwhile, in order, makes no gap.
+    listed = objects.list(folder)
+    free = key(first_free(objects, folder, key))
+    return free if any(each > free and _is_numbered(each, key) for each in listed) else None
+
+
+def _is_numbered(name: str, key: Callable[[int], str]) -> bool:
+    digits = re.match(r"\d+", name.rpartition("/")[2])
+    return digits is not None and key(int(digits[0])) == name

@@ -29,10 +29,14 @@ from etude.core.errors import EtudeError
 from etude.core.types import Group, Status, Trajectory, turns
 from etude.store.codec import Damaged
 from etude.store.decoding import convert
-from etude.store.log import first_free
+from etude.store.log import find_gap, first_free
 from etude.store.objects import Objects
 
 FOLDER = "rollouts"
+_ADVICE = (
+    f"bring it back from a copy, or delete the folder {FOLDER}/, and the next start of the run "
+    f"writes the rows of training again"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +170,7 @@ class RolloutLog:
 
     def rows(self) -> list[RolloutRow]:
         """All rows: those of training in the order of their files, then those of evaluations."""
+        self._check_whole()
         return [row for key in self.files() for row in self.read(key)]
 
     def files(self, start: int = 0) -> list[str]:
@@ -183,6 +188,7 @@ class RolloutLog:
 
     def groups(self) -> dict[str, list[RolloutFate]]:
         """The groups of training whose rows are there, with what became of each attempt."""
+        self._check_whole()
         groups: dict[str, list[RolloutFate]] = {}
         for key in self._keys():
             table = self._table(key)
@@ -190,6 +196,17 @@ class RolloutLog:
             for group, *fate in zip(*columns, strict=True):
                 groups.setdefault(group, []).append(RolloutFate(*fate))
         return groups
+
+    def lost(self) -> Damaged | None:
+        """That a file is gone, so that none behind it is read."""
+        key = find_gap(self._objects, FOLDER, _key)
+        if key is None:
+            return None
+        return Damaged(f"{self._objects.url}: {key} is not there, and later ones are: {_ADVICE}")
+
+    def _check_whole(self) -> None:
+        if (lost := self.lost()) is not None:
+            raise lost
 
     def _keys(self) -> list[str]:
         return [_key(number) for number in range(self._end())]
@@ -202,11 +219,7 @@ class RolloutLog:
         try:
             _check(data)
         except ValueError as e:
-            raise Damaged(
-                f"{self._objects.url}: {key} is damaged ({e}): bring it back from a copy, or "
-                f"delete the folder {FOLDER}/, and the next start of the run writes the rows of "
-                f"training again"
-            ) from e
+            raise Damaged(f"{self._objects.url}: {key} is damaged ({e}): {_ADVICE}") from e
         return read_parquet(io.BytesIO(data)).read_all()
 
 
@@ -216,11 +229,15 @@ class RolloutReader:
     def __init__(self, objects: Objects) -> None:
         self._log = RolloutLog(objects)
         self._start = 0
+        self._looked = False
         self._evaluations: set[str] = set()
         self.damaged: list[EtudeError] = []
 
     def new(self) -> list[RolloutRow]:
         found: list[RolloutRow] = []
+        if not self._looked and (lost := self._log.lost()) is not None:
+            self.damaged.append(lost)
+        self._looked = True
         for key in self._log.files(self._start):
             if key in self._evaluations:
                 continue

@@ -114,10 +114,12 @@ class EventReader:
     def new(self) -> list[Stamped[Event]]:
         found: list[Stamped[Event]] = []
         for process in self._run.processes(known=self._logs):
-            log, start = self._logs.get(process) or (
-                self._run.events(process, EVENTS, self.damaged.append),
-                0,
-            )
+            if process in self._logs:
+                log, start = self._logs[process]
+            else:
+                log, start = self._run.events(process, EVENTS, self.damaged.append), 0
+                if (lost := log.lost()) is not None:
+                    self.damaged.append(lost)
             records, start = log.read(start)
             self._logs[process] = (log, start)
             found += records

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from etude.core.config import parse
-from etude.core.events import EVENTS, StageStarted, StepDone
+from etude.core.errors import EtudeError
+from etude.core.events import EVENTS, StageStarted, StepDone, StepPassedOver
 from etude.core.ledger import Batched, Dropped, Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Batch
@@ -86,8 +87,10 @@ async def test_a_run_that_was_stopped_before_its_last_evaluation_is_in_order(run
 
 
 async def test_a_version_that_the_controller_has_not_seen_does_not_end_a_run(run: Run) -> None:
-    told = [key for key in run.objects.list("ledger") if b"Trained" in run.objects.get(key)]
-    run.objects.delete(told[-1])  # a log ends where a segment is missing
+    segments = run.objects.list("ledger")
+    told = [key for key in segments if b"Trained" in run.objects.get(key)]
+    for key in segments[segments.index(told[-1]) :]:
+        run.objects.delete(key)
     assert not audit(run).finished
 
 
@@ -128,6 +131,27 @@ async def test_damaged_events_are_told_and_the_others_count(run: Run) -> None:
         await asyncio.sleep(0)
     watching.cancel()
     assert key in told
+
+
+async def test_events_that_are_lost_are_told(run: Run) -> None:
+    log = run.events("trainer", EVENTS)
+    for step in (1, 2, 3):
+        log.append(StepPassedOver(step=step))
+        log.flush()
+    run.objects.delete("events/trainer/0000000001.jsonl")
+    (alarm,) = audit(run).alarms
+    assert "events/trainer/0000000001.jsonl is not there, and later ones are" in alarm.what
+
+
+@pytest.mark.parametrize("place", [0, 3])
+async def test_a_ledger_with_a_gap_is_not_read_as_if_it_ended_there(run: Run, place: int) -> None:
+    """Whoever went on from it would interrupt what is finished, and write into the gap."""
+    run.put_config(run.config())
+    key = run.objects.list("ledger")[place]
+    run.objects.delete(key)
+    for reads in (audit, lambda run: run.put_config(run.config())):
+        with pytest.raises(EtudeError, match=f"{key} is not there, and later ones are: bring it"):
+            reads(run)
 
 
 async def test_a_run_that_was_killed_before_its_last_rows_is_in_order(run: Run) -> None:

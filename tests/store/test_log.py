@@ -136,6 +136,38 @@ def test_a_reader_stops_before_a_gap() -> None:
     assert [r.record.text for r in writer.read(position)[0]] == ["b", "c"]
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_records_that_are_lost_are_told_to_whoever_goes_on_from_them(place: int) -> None:
+    """But not what others have put there, nor what is written while it is looked for."""
+    objects = Objects.open("memory:")
+    objects.put("notes/0000000009.jsonl.bak", b"")
+    objects.put("notes/9.jsonl", b"")
+    for text in "abc":
+        notes(objects).append(Note(text))
+    assert [n.text for n in notes(objects).resume()] == ["a", "b", "c"]
+    objects.delete(f"notes/000000000{place}.jsonl")
+    log = notes(objects)
+    for reads in (log.records, log.resume):
+        with pytest.raises(EtudeError, match=rf"notes/000000000{place}.jsonl is not there, and la"):
+            reads()
+
+
+class Busy(Objects):
+    """Somebody writes on just before and after every listing."""
+
+    def list(self, prefix: str, *, after: str | None = None) -> list[str]:
+        listed = []
+        for _ in range(2):
+            notes(Objects(self._store, self.url)).append(Note("more"))
+            listed = listed or super().list(prefix, after=after)
+        return listed
+
+
+def test_what_is_written_meanwhile_is_no_gap() -> None:
+    busy = Busy(Objects.open("memory:")._store, "memory:")
+    assert len(notes(busy).records()) >= 2
+
+
 def test_a_restarted_writer_continues_after_the_last_segment() -> None:
     objects = Objects.open("memory:")
     notes(objects).append(Note("a"))

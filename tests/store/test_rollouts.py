@@ -12,7 +12,7 @@ from etude.core.errors import EtudeError
 from etude.core.types import Cost, Group, Part, Score, Segment, Trajectory, VersionSpan
 from etude.store.codec import Damaged
 from etude.store.objects import Objects
-from etude.store.rollouts import RolloutFate, RolloutLog, RolloutRow, group_rows
+from etude.store.rollouts import RolloutFate, RolloutLog, RolloutReader, RolloutRow, group_rows
 
 SEGMENT = Segment(
     prompt=(1, 2),
@@ -136,3 +136,20 @@ def test_no_flipped_bit_goes_unseen() -> None:
     objects.put(key, whole[:-20])
     with pytest.raises(Damaged, match="delete the folder rollouts/"):
         log.groups()
+
+
+def test_a_file_that_is_lost_is_told() -> None:
+    """None is written in its place, as if nothing came after it."""
+    objects = Objects.open("memory:")
+    for number in range(3):
+        RolloutLog(objects).append(group_rows(replace(GROUP, id=f"g{number}", slot=number)))
+    assert RolloutLog(objects).lost() is None
+    objects.delete("rollouts/0000000001.parquet")
+    log, reader = RolloutLog(objects), RolloutReader(objects)
+    for reads in (log.rows, log.groups):
+        with pytest.raises(
+            EtudeError, match=r"rollouts/0000000001\.parquet is not there, and later"
+        ):
+            reads()
+    assert len(reader.new()) == len(GROUP.trajectories) and reader.new() == []
+    assert len(reader.damaged) == 1
