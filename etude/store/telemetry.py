@@ -54,7 +54,8 @@ class EventLog:
 
 @contextlib.asynccontextmanager
 async def event_writer(run: Run, process: str) -> AsyncIterator[Emit]:
-    """For an asyncio process: what is emitted is stored every `flush_s`, and at the end."""
+    """For an asyncio process: what is emitted is stored every `flush_s`, and at the end. What went
+    wrong there is raised at the next event, or at the end."""
     log = EventLog(run, process)
 
     async def flush() -> None:
@@ -62,9 +63,14 @@ async def event_writer(run: Run, process: str) -> AsyncIterator[Emit]:
             await asyncio.sleep(flush_s(run))
             await asyncio.to_thread(log.flush)
 
+    def emit(event: Event) -> None:
+        if flushing.done():
+            flushing.result()
+        log.append(event)
+
     flushing = asyncio.create_task(flush())
     try:
-        yield log.append
+        yield emit
     finally:
         flushing.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -321,6 +321,23 @@ def test_a_second_writer_of_events_is_told_so(run: Run, monkeypatch: pytest.Monk
             time.sleep(0.001)
 
 
+async def test_events_that_cannot_be_stored_end_an_asyncio_process(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on, and look as if it were stopped."""
+    monkeypatch.setattr(telemetry, "FLUSH_S", 0.0)
+    monkeypatch.setattr(run.objects, "create", lambda *_: (_ for _ in ()).throw(EtudeError("full")))
+    is_told = False
+    with pytest.raises(EtudeError, match="full"):
+        async with event_writer(run, "controller") as emit:
+            with pytest.raises(EtudeError, match="full"):
+                while True:
+                    emit(WeightsLive(version=1))
+                    await asyncio.sleep(0.001)
+            is_told = True
+    assert is_told
+
+
 def test_evals(run: Run) -> None:
     run.put_eval("000001.heldout", {"solve_rate": 0.5})
     assert run.evals() == ["000001.heldout"] and run.eval("000001.heldout", dict[str, float]) == {
