@@ -2,12 +2,14 @@
 
 It has an engine of its own, which holds the version that it evaluates however far the workers are
 by then, and nothing of it comes near the ledger: what it samples is never trained on. If it falls
-behind, it takes the newest version that is due and leaves out those before.
+behind, it takes the newest version that is due and leaves out those before. So it does with one
+that is not there.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -30,10 +32,11 @@ from etude.serve.alone import PolicySessions
 from etude.serve.engine_thread import EngineThread
 from etude.serve.worker import own_engine
 from etude.serve.worker_protocol import read_model_files
+from etude.store.objects import Missing
 from etude.store.runs import Run
 from etude.store.telemetry import event_writer
 from etude.weights.follow import Follower
-from etude.weights.manifest import Chain, PublishedVersions
+from etude.weights.manifest import Chain, PublishedVersions, VersionGone, read_manifest
 
 SPLIT = "heldout"
 EvaluateVersion = Callable[..., Awaitable[None]]
@@ -65,7 +68,22 @@ async def run_evaluator(store: str) -> None:
     if not due:
         return
     async with event_writer(run, "evaluator") as emit, evaluating(run, config, emit) as evaluate:
-        await follow(due, PublishedVersions(run.objects), lambda version: evaluate(version, SPLIT))
+
+        async def evaluate_if_there(version: int) -> None:
+            if await asyncio.to_thread(_is_there, run, version):
+                await evaluate(version, SPLIT)
+
+        await follow(due, PublishedVersions(run.objects), evaluate_if_there)
+
+
+def _is_there(run: Run, version: int) -> bool:
+    """A trainer that was killed may have gone on from a checkpoint whose predecessor it had not
+    published yet, and `etude weights gc` deletes old versions."""
+    try:
+        read_manifest(run.objects, version)
+    except (Missing, VersionGone):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

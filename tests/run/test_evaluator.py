@@ -228,6 +228,15 @@ async def test_versions_that_are_due_and_have_no_report_are_evaluated(run: Run) 
     await run_evaluator(run.objects.url)
 
 
+async def test_a_version_that_was_never_published_is_left_out(run: Run) -> None:
+    """A trainer was killed when 7 was saved and 6 not yet published; only 7 is by now. Asking for
+    6 would end the evaluator, and the run with it, at every start."""
+    model = sharp(ModelConfig.from_json(run.model_files()["config.json"]), seed=1)
+    publish(run.objects, 7, hf_state_dict(model), stage="rl", step=7)
+    await run_evaluator(run.objects.url)
+    assert run.evals() == []
+
+
 async def test_probes_are_asked_by_themselves_and_other_splits_several_times(run: Run) -> None:
     config = run.config()
     assert config.realtime is not None
