@@ -277,13 +277,19 @@ class RealtimeLoop:
     def _baseline(self) -> Baseline:
         """It remembers what earlier updates were worth."""
         baseline = BASELINE[self.config.baseline]()
-        for record in self.updates.records().values():
+        for record in self._made().values():
             for number, one in enumerate(record.answers):
                 id = f"{record.step}.{number}"
                 baseline.observe(
                     CreditSample(id=id, session=one.sample, context=one.context), one.worth
                 )
         return baseline
+
+    def _made(self) -> dict[int, UpdateRecord]:
+        """The updates whose batch is there. One without is of a loop that was killed, and is
+        written anew."""
+        batched = max(self.run.batches(), default=0)
+        return {step: each for step, each in self.updates.records().items() if step <= batched}
 
     def _enter_batches(self) -> None:
         """Enters into the ledger what became of sessions, and what the trainer has done since."""
@@ -319,9 +325,7 @@ class RealtimeLoop:
         if not stones:
             return
         self.users.look()
-        batched = max(self.run.batches(), default=0)
-        # one without a batch is of a loop that was killed, and is written anew
-        records = {step: each for step, each in self.updates.records().items() if step <= batched}
+        records = self._made()
         bases = {step: record.base for step, record in records.items()}
         for stone in stones:
             self._forgotten[stone.user] = stone.time

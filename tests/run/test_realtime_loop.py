@@ -15,6 +15,7 @@ from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Ledger
 from etude.core.sampling import VersionSpan
 from etude.core.traffic import ENDS, Change
+from etude.core.types import Batch
 from etude.core.updates import (
     CreditedAnswer,
     Forgotten,
@@ -430,6 +431,33 @@ def test_a_user_is_deleted_after_a_death_between_a_record_and_its_batch() -> Non
     assert answer not in updates(world.run)[1].answers
     record = forgotten(world.run, user)
     assert record is not None and record.steps == (), "no version has seen them"
+
+
+def test_a_record_without_its_batch_is_no_part_of_the_baseline() -> None:
+    """Its sessions are those of the update that is made anew, and would count twice. Users like
+    version 1 better, so that the mean of both updates depends on how often each counts."""
+
+    def batches(*, dies: bool) -> list[Batch]:
+        world = World(Objects.open("memory:"), pleases=lambda version: version != 0)
+        loop = world.loop()
+        put = loop.run.put_batch
+
+        def put_the_first(batch: Batch) -> None:
+            if batch.step > 1:
+                raise EtudeError("the store is gone")
+            put(batch)
+
+        if dies:
+            loop.run.put_batch = put_the_first  # type: ignore[method-assign]
+            with pytest.raises(EtudeError, match="the store is gone"):
+                world.follow(loop, until=AwaitVersion(2))
+            assert updates(world.run).keys() == {1, 2} and world.run.batches() == [1]
+        world.follow(world.loop(), until=AwaitVersion(2))
+        return [world.run.batch(step) for step in world.run.batches()]
+
+    calm = batches(dies=False)
+    assert len({row.advantages for row in calm[1].rows}) > 1
+    assert batches(dies=True) == calm
 
 
 def test_small_losses_do_not_add_up() -> None:
