@@ -284,26 +284,23 @@ def _ray_launcher(
     from etude.launch.ray import RayLauncher, connect  # of an extra
 
     connect(cluster.address)
-    return RayLauncher(
-        threads=config.engine.threads,
-        resume=resume,
-        heartbeat_timeout_s=config.heartbeat_timeout_s,
-        say=partial(screen.print_line, console),
-    )
+    return RayLauncher(**_settings_of_both(config, resume, console))
 
 
 def open_launcher(
     config: RunConfig, place: RunPlace, resume: str, lock: int, console: Console
 ) -> LocalLauncher:
-    threads, heartbeat_timeout_s = config.engine.threads, config.heartbeat_timeout_s
-    return LocalLauncher(
-        place.directory,
-        threads=threads,
-        resume=resume,
-        lock=lock,
-        heartbeat_timeout_s=heartbeat_timeout_s,
-        say=partial(screen.print_line, console),
-    )
+    return LocalLauncher(place.directory, lock=lock, **_settings_of_both(config, resume, console))
+
+
+def _settings_of_both(config: RunConfig, resume: str, console: Console) -> dict[str, Any]:
+    """What a launcher is told, on this machine or from here."""
+    return {
+        "threads": config.engine.threads,
+        "resume": resume,
+        "heartbeat_timeout_s": config.heartbeat_timeout_s,
+        "say": partial(screen.print_line, console),
+    }
 
 
 def tell_launch(run: Run, resume: str) -> None:
