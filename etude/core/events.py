@@ -343,6 +343,8 @@ class FleetStatus:
     capacity: int
     sessions: int = 0
     """Sessions under way."""
+    held: int = 0
+    """Finished groups that wait for an older one (`reorder_window`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,12 @@ class Window(Generic[T]):
     def active(self) -> int:
         return len(self._waiting) + sum(self._taken.values())
 
+    @property
+    def usage(self) -> tuple[int, int, int]:
+        """Slots in use; all; and finished groups that wait for an older one."""
+        held = sum(slot.work is not None for slot in self._waiting.values())
+        return self.active, self.capacity, held
+
     def admit(self) -> int | None:
         """A slot for a new group, or None while all are in use."""
         if self.active >= self.capacity:

@@ -284,7 +284,7 @@ def _by_reward(table: RolloutTable, places: np.ndarray[Any, Any]) -> list[dict[s
 
 def doctor(recorded: RecordedRun) -> dict[str, Any]:
     now = recorded.now()
-    waiting = recorded.waits.waiting(now)
+    waiting = recorded.waits.waiting(now, recorded.reorder_window)
     return {
         "finished": recorded.waits.finished,
         "stopped": recorded.waits.stopped(now),

@@ -314,6 +314,13 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
     if view.lag is not None:
         bounds = f"{view.lag} now, {view.lag_max} at most, {lag_bound} allowed"
         yield Line("lag", bounds + slots)
+    if view.held and 0 < capacity <= active:
+        groups = "1 finished group waits" if view.held == 1 else f"{view.held} finished groups wait"
+        yield Line(
+            "window",
+            f"full: {groups} for an older one, which is under way; a larger reorder_window would "
+            f"let more of them pass",
+        )
     if view.loss is not None:
         busy = f"{view.trainer_busy:.0%} busy  " if view.trainer_busy is not None else ""
         gradient = f"  gradient {step.grad_norm:.2f}" if step else ""

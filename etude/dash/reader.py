@@ -161,6 +161,7 @@ class RunView:
     regions: dict[str, RegionStatus] = field(default_factory=dict)
     store: StoreCost = field(default_factory=StoreCost)
     window_slots: tuple[int, int] = (0, 0)
+    held: int = 0
     resuming: bool = False
     """It was started again, and nothing of it is under way yet."""
     evaluating: EvalProgress | None = None
@@ -250,7 +251,7 @@ class RunView:
                 self.live = event.version
             case FleetStatus():
                 self.regions, self.window_slots = event.regions, (event.active, event.capacity)
-                self.running = event.sessions
+                self.running, self.held = event.sessions, event.held
             case EvalProgress():
                 if self.evaluating is None or event.done == 0:
                     self.eval_began = t

@@ -157,6 +157,15 @@ class RecordedRun:
         return self._config
 
     @property
+    def reorder_window(self) -> int:
+        """Of the stage that it is at."""
+        stages = config.stage if (config := self.config) else ()
+        loops = (
+            s for s in stages if isinstance(s, RolloutStageConfig) and s.name == self.view.stage
+        )
+        return next((stage.reorder_window for stage in loops), 1)
+
+    @property
     def lag_bound(self) -> int:
         stages = config.stage if (config := self.config) else ()
         return max((s.max_lag for s in stages if isinstance(s, RolloutStageConfig)), default=0)

@@ -33,6 +33,7 @@ class _Open:
     task: str
     group: str
     since: float
+    slot: int
     ended: bool = False
     step: int | None = None
     is_of_user: bool = False
@@ -44,6 +45,8 @@ class Waits:
         self._groups: defaultdict[str, set[str]] = defaultdict(set)
         """Group -> its open rollouts."""
         self._trained = 0
+        self._slots = 0
+        """Groups that were ever issued."""
         self.told = 0.0
         """The time of the newest event."""
         self._ending = Ending()
@@ -55,8 +58,11 @@ class Waits:
                 for sample in entry.samples:
                     of_user = is_of_user(sample)
                     self._has_users |= of_user
-                    self._open[sample] = _Open(entry.task, entry.group, t, is_of_user=of_user)
+                    self._open[sample] = _Open(
+                        entry.task, entry.group, t, self._slots, is_of_user=of_user
+                    )
                     self._groups[entry.group].add(sample)
+                self._slots += 1
             case Batched():
                 for sample in entry.samples:
                     if (found := self._open.get(sample)) is not None:
@@ -103,26 +109,36 @@ class Waits:
             return False
         return not self.finished and self.silent_s(now) > STOPPED_S
 
-    def waiting(self, now: float) -> list[Waiting]:
-        """The longest first."""
+    def waiting(self, now: float, reorder_window: int = 1) -> list[Waiting]:
+        """The longest first. `reorder_window`: that of the stage."""
         stopped = self.stopped(now)
         running = {
             group: sum(not self._open[sample].ended for sample in samples)
             for group, samples in self._groups.items()
         }
+        under_way = (
+            each
+            for each in self._open.values()  # in the order in which they were issued
+            if each.step is None and not each.ended and not each.is_of_user
+        )
+        oldest = next(under_way, None)
+        behind = None if oldest is None else (oldest.group, oldest.slot + reorder_window)
         found = [
             Waiting(
                 id=sample,
                 task=each.task,
                 group=each.group,
-                waits_for=self._reason(each, running[each.group], stopped),
+                waits_for=self._reason(each, running[each.group], stopped, behind),
                 seconds=max(0.0, now - each.since),
             )
             for sample, each in self._open.items()
         ]
         return sorted(found, key=lambda each: -each.seconds)
 
-    def _reason(self, each: _Open, running: int, stopped: bool) -> str:
+    def _reason(
+        self, each: _Open, running: int, stopped: bool, behind: tuple[str, int] | None
+    ) -> str:
+        """`behind`: the oldest group under way, and the first slot that may not overtake it."""
         if stopped:
             whole = each.step is not None or not running
             return "the run to be resumed" + ("" if whole else ": its task is then issued again")
@@ -134,6 +150,8 @@ class Waits:
             return "its own session, which is under way"
         if running:
             return "other attempts of its group, which are under way"
+        if behind is not None and each.slot >= behind[1]:
+            return f"the older group {behind[0]}, which is under way (reorder_window)"
         return "a batch: enough finished groups with a difference"
 
     def advice(self, now: float) -> str | None:

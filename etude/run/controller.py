@@ -243,10 +243,12 @@ class Controller:
             regions, silent = await self.gateway.regions()
             for event in self.trouble.look(time.monotonic(), self.owing(), silent):
                 self.emit(event)
-            active, capacity = (self.window.active, self.window.capacity) if self.window else (0, 0)
+            active, capacity, held = self.window.usage if self.window else (0, 0, 0)
             sessions = self.runner.running if self.runner else 0
             self.emit(
-                FleetStatus(regions=regions, active=active, capacity=capacity, sessions=sessions)
+                FleetStatus(
+                    regions=regions, active=active, capacity=capacity, held=held, sessions=sessions
+                )
             )
             if time.monotonic() - told >= USAGE_S:
                 told = time.monotonic()

@@ -103,3 +103,16 @@ def test_more_than_a_window_holds_cannot_be_restored() -> None:
         Window[str](per_step=1, max_lag=1, live=3).restore(
             step=5, slots=3, finished=[(1, 3, "a"), (2, 3, "b")]
         )
+
+
+def test_finished_groups_that_wait_for_an_older_one_are_counted() -> None:
+    window: Window[str] = Window(per_step=2, max_lag=1, reorder_window=2)
+    slots = [slot for _ in range(3) if (slot := window.admit()) is not None]
+    assert slots == [0, 1, 2]
+    for slot in (1, 2):
+        window.finish(slot, f"group {slot}")
+    assert window.take() == "group 1" and window.take() is None
+    assert window.usage == (3, 3, 1)
+    window.finish(0, "group 0")
+    assert [window.take(), window.take()] == ["group 0", "group 2"]
+    assert window.usage == (3, 3, 0)

@@ -603,6 +603,19 @@ def test_a_trainer_that_may_be_at_work_is_not_said_to_wait() -> None:
     assert "is at step 1, or waits for more" in with_some
 
 
+def test_a_straggler_that_holds_the_window_is_told() -> None:
+    def window(status: FleetStatus) -> list[str]:
+        stage = StageStarted(stage="rl", steps=4)
+        lines = describe(view_of((0.0, stage), (1.0, attempt()), (2.0, status)), 2).lines
+        return [line.text for line in lines if line.label == "window"]
+
+    held = FleetStatus(regions={}, active=6, capacity=6, sessions=1, held=5)
+    (told,) = window(held)
+    assert told.startswith("full: 5 finished groups wait for an older one, which is under way; a")
+    assert window(dataclasses.replace(held, active=5)) == []
+    assert window(dataclasses.replace(held, held=0)) == []
+
+
 def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
     full = FleetStatus(regions={}, active=4, capacity=4, sessions=0)
     begun: list[tuple[float, Event]] = [

@@ -43,6 +43,25 @@ def test_every_reason_in_turn() -> None:
     assert waits.waiting(31.0) == []
 
 
+def test_finished_groups_wait_for_an_older_one_unless_they_may_overtake_it() -> None:
+    waits = Waits()
+    for group in "abcd":
+        waits.enter(1.0, issued(group))
+    waits.apply(2.0, Launched(resumed=False))
+    for sample in ("a.0", "a.1", "b.0", "c.0", "c.1", "d.0", "d.1"):
+        waits.apply(2.0, attempt(sample))
+
+    def reasons(reorder_window: int) -> list[str]:
+        told = {each.id: each.waits_for for each in waits.waiting(3.0, reorder_window)}
+        return [told[f"{group}.0"] for group in "acd"]
+
+    behind = "the older group b, which is under way (reorder_window)"
+    batch = "a batch: enough finished groups with a difference"
+    assert reasons(1) == [batch, behind, behind]
+    assert reasons(2) == [batch, batch, behind]
+    assert reasons(3) == [batch, batch, batch]
+
+
 def test_what_is_dropped_waits_no_more() -> None:
     waits = Waits()
     waits.enter(1.0, issued("a"))
