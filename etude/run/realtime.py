@@ -129,7 +129,8 @@ class RealtimeLoop:
         self._life.check()
         self._enter_batches()
         self._forget_deleted()
-        action = self.next()
+        facts = self.facts()
+        action = next_action(facts)
         match action:
             case Start(version):
                 self._change(start(version, self._now(), self.config.heldout_share))
@@ -140,12 +141,12 @@ class RealtimeLoop:
                     if not self._has_report(version, split):
                         await self._evaluate(version, split, self.config.gate.samples)
             case Refuse(version, why):
-                self._change(refuse(self.last, version, self._now(), why))
+                self._change(refuse(_known(facts), version, self._now(), why))
             case Gate(candidate, live):
-                verdict = self.judge(candidate, live)
-                self._change(after_gate(self.last, candidate, verdict, self.plan, self._now()))
+                verdict, last = self.judge(candidate, live), _known(facts)
+                self._change(after_gate(last, candidate, verdict, self.plan, self._now()))
             case Compare():
-                self.compare(action)
+                self.compare(action, _known(facts))
             case _:
                 pass
         self.users.close(self.ledger.has_fate, self._now())
@@ -369,8 +370,9 @@ class RealtimeLoop:
         }
         return gate_outcomes(reports, samples)
 
-    def compare(self, action: Compare) -> None:
-        last, now = self.last, self._now()
+    def compare(self, action: Compare, last: Change) -> None:
+        """`last`: the change that the action follows from."""
+        now = self._now()
         self.users.look()
         seen = [one for one in self.users.figures() if not last.traffic.is_heldout(one.user)]
         users = user_outcomes(
@@ -427,6 +429,12 @@ class RealtimeLoop:
         """If somebody else has decided meanwhile, the next look sees it."""
         if self.traffic.append(change):
             self._tell(f"{change.action} version {change.version}: {change.why or 'so it begins'}")
+
+
+def _known(facts: Facts) -> Change:
+    """The change that was decided on: what somebody decides meanwhile is not overruled."""
+    assert facts.change is not None
+    return facts.change
 
 
 def canary_plan(config: CanaryConfig) -> CanaryPlan:

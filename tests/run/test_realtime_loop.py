@@ -29,7 +29,11 @@ from etude.realtime.cycle import (
     Compare,
     Done,
     Evaluate,
+    Facts,
+    Gate,
+    Held,
     Next,
+    next_action,
     user_outcomes,
 )
 from etude.run.audit import audit
@@ -372,6 +376,26 @@ def test_nothing_is_made_if_too_few_are_left_while_tasks_are_attempted() -> None
         actions.append(asyncio.run(loop.step()))
     assert actions[-1] == asyncio.run(loop.step()) == Collect(step=1, base=0)
     assert updates(world.run) == {} and world.run.batches() == []
+
+
+@pytest.mark.parametrize("at", [Gate(1, live=0), Compare(new=1, old=0)])
+def test_who_stops_the_loop_while_it_decides_is_not_overruled(at: Next) -> None:
+    """No user is given a version after somebody has said stop, nor is one taken back that is not
+    under way."""
+    world = World(Objects.open("memory:"))
+    loop = world.loop()
+    log, look = TrafficLog(world.objects), loop.facts
+
+    def facts() -> Facts:
+        found = look()
+        if next_action(found) == at and not loop.last.held:
+            assert found.change is not None
+            assert log.append(traffic.hold(found.change, world.now, "by hand"))
+        return found
+
+    loop.facts = facts  # type: ignore[method-assign]
+    world.follow(loop, until=Held("by hand"))
+    assert loop.last.held and loop.last.why == "by hand" and loop.last.traffic.beside is None
 
 
 def test_who_is_deleted_while_tasks_are_attempted_is_in_no_batch() -> None:
