@@ -20,6 +20,7 @@ from types import MappingProxyType
 
 from etude.core.advantage import AdvantageEstimator, GroupOutcome, counted_rewards
 from etude.core.curriculum import AskedTask
+from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Reason
 from etude.core.types import Batch, Group
 from etude.store.objects import Missing
@@ -210,6 +211,7 @@ def _interrupted(entries: Iterable[Entry]) -> set[str]:
 def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovered]:
     """The entries on disk, and what follows from them and from the rest of the store."""
     entries = run.ledger.records()
+    _check_batches(run, entries)
     batches = {step: run.batch(step) for step in unrecorded(entries, run.batches())}
     listed = RolloutLog(run.objects).groups()
     issued = {entry.group for entry in entries if isinstance(entry, Issued)}
@@ -220,6 +222,20 @@ def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovere
         with contextlib.suppress(Missing):
             finished[name] = run.group(name)
     return entries, recover(entries, batches, finished, estimator, listed)
+
+
+def _check_batches(run: Run, entries: Iterable[Entry]) -> None:
+    """Refuse to go on without a batch that the trainer still needs: it would wait forever. The
+    checkpoints say which; a power cut may have taken the newest batch and left its entry."""
+    saved = [int(name.partition(".")[0]) for name in run.checkpoints()]
+    reached = max(saved, default=0)
+    for entry in entries:
+        if isinstance(entry, Batched) and entry.step > reached and not run.has_batch(entry.step):
+            raise EtudeError(
+                f"{run.objects.url}: the batch of step {entry.step} is not there, and the ledger "
+                f"says that it was made: bring batches/{entry.step:06d} back from a copy, or begin "
+                f"anew with --fresh"
+            )
 
 
 def asked_task(issued: Issued, group: Group, outcome: GroupOutcome) -> AskedTask:

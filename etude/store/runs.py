@@ -224,10 +224,13 @@ class Run:
     def batch(self, step: int) -> Batch:
         return self._batch(step)[0]
 
+    def has_batch(self, step: int) -> bool:
+        return self.objects.exists(_batch_key(step))
+
     def wait_batch(self, step: int) -> tuple[Batch, bytes]:
         """The batch, and the SHA-256 of what is stored. Blocks until it is there. For the trainer,
         which has nothing else to do."""
-        while not self.objects.exists(_batch_key(step)):
+        while not self.has_batch(step):
             time.sleep(self.objects.poll_s)
         return self._batch(step)
 

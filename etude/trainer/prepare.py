@@ -41,7 +41,18 @@ if TYPE_CHECKING:
 
 
 def is_prepared(run: Run) -> bool:
-    return run.objects.exists("model/config.json")
+    """Whether the model's files are there, of which config.json is written last. Raises EtudeError
+    if others are lost."""
+    from etude.model.directory import MODEL_FILES
+
+    if not run.objects.exists("model/config.json"):
+        return False
+    for name in MODEL_FILES:
+        if not run.objects.exists(f"model/{name}"):
+            raise EtudeError(
+                f"{run.objects.url}: model/{name} is not there: bring it back from a copy"
+            )
+    return True
 
 
 def model_directory(path: str, key: str = "model.path") -> Path:

@@ -27,7 +27,7 @@ from etude.launch.check import Findings
 from etude.launch.launcher import Program
 from etude.launch.local import Standing, seconds_at_work
 from etude.launch.place import RunPlace
-from etude.model.directory import cut_context
+from etude.model.directory import MODEL_FILES, cut_context
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.transformer import ModelConfig, init_from_scratch
 from etude.run.evaluate import Report, report_name
@@ -217,7 +217,8 @@ def test_a_run_is_prepared_once_and_lasts_as_long_as_its_controller(
     run = place.open()
     assert run.config() == config and launches(run) == [False]
 
-    run.put_model_file("config.json", b"{}")
+    for name in MODEL_FILES:
+        run.put_model_file(name, b"{}")
     run.put_checkpoint("000001.000000", b"")
     local.execute(config, place, Console(quiet=True), resume="")
     assert started[1].names == [(everybody, "controller")]

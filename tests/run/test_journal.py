@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from etude.core.advantage import AdvantageEstimator
+from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Dropped, Entry, Issued
 from etude.core.sampling import VersionSpan
 from etude.core.types import Group, Score, Segment, Trajectory
@@ -66,6 +67,20 @@ def test_a_finished_group_is_found_though_no_listing_shows_it(
     assert [(drop.samples, drop.reason) for drop in recovered.entries] == [  # type: ignore[union-attr]
         (("g000002.0",), "interrupted")
     ]
+
+
+def test_a_batch_that_is_lost_is_told_as_long_as_the_trainer_needs_it() -> None:
+    """It would wait for it forever."""
+    run = Run.open("memory:")
+    for step in (1, 2):
+        group = issued(f"g{step:06d}")
+        run.ledger.append(group, Batched(step=step, samples=group.samples))
+    estimator = AdvantageEstimator(max_tokens=9, max_lag=1)
+    run.put_checkpoint("000001.000000", b"")
+    with pytest.raises(EtudeError, match="the batch of step 2 is not there, and the ledger says"):
+        load(run, estimator)
+    run.put_checkpoint("000002.000000", b"")
+    load(run, estimator)
 
 
 def test_batches_that_no_entry_speaks_of_come_in_their_order() -> None:
