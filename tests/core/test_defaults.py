@@ -88,6 +88,7 @@ LATER = {
     ("GroupDone", "jump"),
     ("EvalDone", "samples"),
     ("FleetStatus", "sessions"),
+    ("FleetStatus", "held"),
     ("RegionStatus", "quarantined"),
     *(
         ("StepDone", name)
