@@ -386,7 +386,7 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> str:
             f"--set {override}: write it as key=value, for example --set stage.rl.steps=3"
         )
     if keys[0] == "stage":
-        stages = [stage for stage in tree.get("stage", []) if isinstance(stage, dict)]
+        stages = _stages_in(tree)
         named = {str(stage.get("name", stage.get("kind"))): stage for stage in stages}
         if len(keys) != 3 or keys[1] not in named:
             raise EtudeError(
@@ -404,6 +404,12 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> str:
             )
     tree[keys[-1]] = _value(text)
     return ".".join(keys)
+
+
+def _stages_in(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those that are tables; the model says what is wrong with others."""
+    given = tree.get("stage")
+    return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
 
 
 def _value(text: str) -> Any:
@@ -451,6 +457,8 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
             return f"{path}: {what}" if path else what
         case "tuple_type":
             example = f", such as [{given!r}]" if isinstance(given, str) else ""
+            if path == "stage":
+                example = ": begin each stage with [[stage]]"
             return f"{path} = {given!r}: it must be a list{example}"
         case _:
             return f"{path} = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
@@ -459,8 +467,7 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
 def _hint(key: str, table: type[BaseModel], tree: dict[str, Any]) -> str:
     """What to write instead of a key that the table does not have."""
     keys = list(table.model_fields)
-    stages = [stage for stage in tree.get("stage", ()) if isinstance(stage, dict)]
-    for stage in stages if table is RunConfig else ():
+    for stage in _stages_in(tree) if table is RunConfig else ():
         if (kind := stage.get("kind")) in STAGES and key in STAGES[kind].model_fields:
             return f"it is a key of a [[stage]], as stage.{stage.get('name', kind)}.{key}"
     if kinds := [kind for kind, stage in STAGES.items() if key in stage.model_fields]:

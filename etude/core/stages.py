@@ -248,6 +248,12 @@ class EffortConfig(Config):
     turns: NonNegative = 0.0
     """Weight of a turn of the model."""
 
+    @model_validator(mode="after")
+    def _counts_something(self) -> EffortConfig:
+        if not (self.tokens or self.calls or self.turns):
+            raise ValueError("it counts nothing: give tokens, calls or turns a weight")
+        return self
+
 
 LOSSES = ("reinforce", "ppo_clip", "grpo", "dr_grpo", "dapo", "gspo", "cispo")
 """The names of the losses in `train.loss`."""

@@ -248,6 +248,7 @@ def test_a_model_from_a_directory() -> None:
             'loss = "dapo"\nclip_high = 0.1\ncorrection = "masked"',
             r'correction = "masked" weighs tokens .* or set correction = "none"',
         ),
+        ("max_lag = 1", "effort_penalty = {scale = 1}", "it counts nothing: give tokens, calls or"),
         ("max_lag = 1", "effort_penalty = {turns = 1}", "stage.rl.effort_penalty.scale is missing"),
         (
             "lr = 1",
@@ -324,8 +325,12 @@ def test_bad_overrides(override: str, message: str) -> None:
 def test_no_stage_at_all() -> None:
     with pytest.raises(EtudeError, match="stage is missing"):
         parse('name = "x"')
-    with pytest.raises(EtudeError, match="stage = 3: it must be a list$"):
-        parse('name = "x"\nstage = 3')
+    told = r"stage = .*: it must be a list: begin each stage with \[\[stage\]\]"
+    for text in ("stage = 3", "stage = 3\nlr = 1", '[stage]\nkind = "rl"\nsteps = 1'):
+        with pytest.raises(EtudeError, match=told):
+            parse(f'name = "x"\n{text}')
+    with pytest.raises(EtudeError, match=r"has the stages \(none\)"):
+        parse('name = "x"\nstage = 3', ["stage.rl.steps=1"])
 
 
 def test_every_mistake_is_told_at_once() -> None:
@@ -368,7 +373,7 @@ path = "pairs.jsonl"
 [[stage]]
 kind = "rl"
 steps = 1
-effort_penalty = {scale = 0.1}
+effort_penalty = {scale = 0.1, turns = 1}
 [[stage]]
 kind = "distill"
 steps = 1
