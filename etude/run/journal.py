@@ -21,7 +21,7 @@ from types import MappingProxyType
 from etude.core.advantage import AdvantageEstimator, GroupOutcome, counted_rewards
 from etude.core.curriculum import AskedTask
 from etude.core.errors import EtudeError
-from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Reason
+from etude.core.ledger import Batched, Dropped, Entry, Issued, Ledger, Reason, Unbalanced
 from etude.core.types import Batch, Group
 from etude.store.objects import Missing
 from etude.store.rollouts import RolloutFate, RolloutLog, RolloutRow, group_rows
@@ -212,6 +212,16 @@ def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovere
     """The entries on disk, and what follows from them and from the rest of the store."""
     entries = run.ledger.records()
     _check_batches(run, entries)
+    try:
+        return entries, _recovered(run, entries, estimator)
+    except Unbalanced as e:
+        raise EtudeError(
+            f"{run.objects.url}: the ledger and what lies beside it do not agree ({e}): a part of "
+            f"the run is lost; bring it back from a copy, or begin anew with --fresh"
+        ) from e
+
+
+def _recovered(run: Run, entries: list[Entry], estimator: AdvantageEstimator) -> Recovered:
     batches = {step: run.batch(step) for step in unrecorded(entries, run.batches())}
     listed = RolloutLog(run.objects).groups()
     issued = {entry.group for entry in entries if isinstance(entry, Issued)}
@@ -221,7 +231,7 @@ def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovere
         # asked by its name: a listing may be late, and its sessions would be lost
         with contextlib.suppress(Missing):
             finished[name] = run.group(name)
-    return entries, recover(entries, batches, finished, estimator, listed)
+    return recover(entries, batches, finished, estimator, listed)
 
 
 def _check_batches(run: Run, entries: Iterable[Entry]) -> None:

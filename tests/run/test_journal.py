@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
-from etude.core.advantage import AdvantageEstimator
+from etude.core.advantage import AdvantageEstimator, to_rows
 from etude.core.errors import EtudeError
 from etude.core.ledger import Batched, Dropped, Entry, Issued
 from etude.core.sampling import VersionSpan
-from etude.core.types import Group, Score, Segment, Trajectory
+from etude.core.types import Batch, Group, Score, Segment, Trajectory
 from etude.run.journal import Journal, Recovered, load, unrecorded
 from etude.store.runs import Run
 
@@ -81,6 +81,14 @@ def test_a_batch_that_is_lost_is_told_as_long_as_the_trainer_needs_it() -> None:
         load(run, estimator)
     run.put_checkpoint("000002.000000", b"")
     load(run, estimator)
+
+
+def test_a_ledger_that_is_lost_is_told() -> None:
+    """Such as by a removal that was broken off."""
+    run, sample = Run.open("memory:"), attempt("g000001.0", 1.0)
+    run.put_batch(Batch(step=1, rows=tuple(to_rows(sample, 1.0)), oldest=0))
+    with pytest.raises(EtudeError, match=r"do not agree \(g000001.0 cannot become 1: it was never"):
+        load(run, AdvantageEstimator())
 
 
 def test_batches_that_no_entry_speaks_of_come_in_their_order() -> None:
