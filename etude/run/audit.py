@@ -93,6 +93,14 @@ def evaluated_versions(config: RunConfig) -> list[int]:
 
 
 def is_finished(run: Run, config: RunConfig) -> bool:
+    """Nothing is left to do. A controller that was killed behind its last step has yet to drop the
+    samples that were still open; those of users are always."""
+    if not _is_over(run, config):
+        return False
+    return config.realtime is not None or not _fold(run.ledger.records())[0].in_flight
+
+
+def _is_over(run: Run, config: RunConfig) -> bool:
     """All versions are there, all evaluations, and the controller knows it. A run that was stopped
     a moment before has open samples, and rightly so."""
     stages = stage_spans(config.stage)
@@ -122,7 +130,7 @@ def audit(run: Run) -> Audit:
     ]
     newest = find_newest(run.objects)
     version = -1 if newest is None else newest.version
-    finished = is_finished(run, config)
+    finished = _is_over(run, config)
     bounds = lag_bounds(config)
     violations += _check_batches(entries, batches, groups, bounds)
     violations += _check_versions(run, entries, config, version)

@@ -94,6 +94,14 @@ async def test_a_version_that_the_controller_has_not_seen_does_not_end_a_run(run
     assert not audit(run).finished
 
 
+async def test_a_run_with_open_samples_is_not_at_its_end(run: Run) -> None:
+    """Its controller was killed between the last step and what it drops then; nothing is evaluated
+    later that would have it started again."""
+    assert is_finished(run, run.config())
+    leave_one_open(run)
+    assert not is_finished(run, run.config())
+
+
 async def test_what_was_alarming_is_told_and_breaks_nothing(run: Run) -> None:
     assert audit(run).alarms == []
     log = run.events("trainer", EVENTS)
