@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from etude.core.config import parse
+from etude.core.schema import OLD_KEYS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "etude"
@@ -516,6 +517,20 @@ def test_links_lead_somewhere(document: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     dead = [link for link in links if not ((ROOT / document).parent / link).exists()]
     assert not dead
+
+
+def test_pages_call_no_key_by_a_name_that_it_had_before() -> None:
+    today = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/config.md").read_text(), re.MULTILINE))
+    before = {key.rpartition(".")[2] for key in OLD_KEYS} - today
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    told = {
+        f"{page.relative_to(ROOT)}: {key}"
+        for page in pages
+        if page.name not in ("CHANGELOG.md", "log.md")  # these tell what was
+        for key in re.findall(r"`(?:\w+\.)*(\w+) = [^`]+`", page.read_text())
+        if key in before
+    }
+    assert not told
 
 
 def test_the_readme_names_every_page() -> None:
