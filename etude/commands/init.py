@@ -6,10 +6,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import runpy
 import shlex
 import subprocess
 import sys
+import unicodedata
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -70,6 +72,8 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
         if (is_made or not path.startswith(f"{POCKET}/"))
         and (model is None or path != DEMONSTRATIONS)
     }
+    if directory.exists() and not directory.is_dir():
+        raise EtudeError(f"{directory} is a file: give the folder to write to")
     if taken := sorted(path for path in files if (directory / path).exists()):
         raise EtudeError(
             f"{directory} has {', '.join(taken)} already: nothing was written; give another "
@@ -77,28 +81,42 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
         )
     values = {
         "REPOSITORY": _repository(repo, is_made),
-        "NAME": "".join(c if c.isalnum() else "-" for c in directory.resolve().name) or "mine",
+        "NAME": _name(directory),
         "MODEL": _model_lines(model),
-        "MOUNTS": ", ".join(f'"{each}"' for each in _mounts()),
+        "MOUNTS": ", ".join(map(_quoted, _mounts())),
         "STAGE": SFT_STAGE if model is None else RL_STAGE,
         "THREADS": str(len(os.sched_getaffinity(0))),
     }
     for path, text in files.items():
         for name, value in values.items():
             text = text.replace(f"@{name}@", value)
-        (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        (directory / path).write_text(text)
+        try:
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            (directory / path).write_text(text)
+        except OSError as e:
+            raise EtudeError(f"cannot write {directory / path}: {e.strerror}") from e
     if is_made:
         _commit(directory / POCKET)
     source = repo or (directory / POCKET if is_made else "the git repository around it")
     _tell(directory, sorted(files), f"{source}{', made for you' if is_made else ''}", console)
 
 
+def _name(directory: Path) -> str:
+    """Of the run: that of its folder, in the letters that the name of a run may have."""
+    plain = unicodedata.normalize("NFKD", directory.resolve().name).encode("ascii", "ignore")
+    return re.sub("[^A-Za-z0-9]+", "-", plain.decode()).strip("-") or "mine"
+
+
 def _repository(repo: Path | None, is_made: bool) -> str:
     """As Python."""
     if repo is not None:
-        return f"Path({json.dumps(str(repo.resolve()))})"
+        return f"Path({_quoted(str(repo.resolve()))})"
     return f'Path(__file__).parent / "{POCKET}"' if is_made else "Path(__file__).parent"
+
+
+def _quoted(text: str) -> str:
+    """As Python and TOML write it."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _templates(folder: Traversable, prefix: str = "") -> dict[str, str]:
@@ -150,7 +168,7 @@ def _model_lines(model: Path | None) -> str:
             "# Fresh weights: they run, and will not solve a task. Give a model that can code:\n"
             '# path = "DIR"                 # a Hugging Face directory; `make model` fetches one'
         )
-    return f'path = "{model.resolve()}"'
+    return f"path = {_quoted(str(model.resolve()))}"
 
 
 def _mounts() -> list[str]:
@@ -192,7 +210,7 @@ def _tell(directory: Path, files: list[str], source: str, console: Console) -> N
             f"with what your code needs, or change `mounts` in run.toml",
         )
     if directory.resolve() != Path.cwd():
-        console.print(f"  cd {directory}", highlight=False)
+        say(console, f"  cd {shlex.quote(str(directory))}")
     if _mounts() == [".venv"]:
         console.print("  python -m venv .venv && .venv/bin/pip install pytest", highlight=False)
     for line in ("etude try run.toml", f"{_pytest()} test_environment.py", "etude run run.toml"):

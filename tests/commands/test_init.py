@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -310,12 +311,35 @@ def test_a_module_that_is_not_found_is_told_apart(
 
 
 def test_a_model_is_named_by_its_own_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_model(tmp_path / "model")
+    write_model(tmp_path / 'my "model"')
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    assert main(["init", "mine", "--model", "../model"]) == 0
+    assert main(["init", "mine", "--model", '../my "model"']) == 0
     named = tomllib.loads(Path("mine/run.toml").read_text())["model"]["path"]
-    assert named == str((tmp_path / "model").resolve())
+    assert named == str((tmp_path / 'my "model"').resolve())
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("prémier pas", "premier-pas"), ("_shop.v2", "shop-v2"), ("仓库", "mine")],
+)
+def test_a_run_is_named_after_its_folder_in_letters_that_it_may_have(
+    folder: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", str(tmp_path / folder)]) == 0
+    assert read_run_file(tmp_path / folder / "run.toml").name == name
+    commands = [line.split() for line in capsys.readouterr().out.splitlines() if line[:4] == "  cd"]
+    assert shlex.split(" ".join(commands[0])) == ["cd", str(tmp_path / folder)]
+
+
+def test_a_place_that_cannot_be_written_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["init", str(tmp_path / "file")]) == 2
+    assert "is a file: give the folder to write to" in capsys.readouterr().err
+    assert main(["init", str(tmp_path / "file" / "mine")]) == 2
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_its_test_is_run_where_etude_is(
