@@ -432,9 +432,9 @@ def _existing(run: str) -> RunPlace:
 
 def _console(json_wanted: bool) -> Console:
     """For people; with --json standard output belongs to programs."""
-    from rich.console import Console
+    from etude.commands.terminal import PipeConsole
 
-    return Console(stderr=json_wanted)
+    return PipeConsole(stderr=json_wanted)
 
 
 def doctor(args: argparse.Namespace) -> int:

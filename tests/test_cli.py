@@ -340,10 +340,11 @@ def test_the_audit_says_what_the_reasons_of_a_drop_stand_for(etude: Etude, tmp_p
     assert get_args(Reason) == tuple(MEANINGS)
 
 
-def test_a_reader_that_has_read_enough_is_no_error() -> None:
+@pytest.mark.parametrize("option", ["--markdown", "stage.rl"])
+def test_a_reader_that_has_read_enough_is_no_error(option: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    argv = [sys.executable, "-m", "etude", "keys", "--markdown"]
+    argv = [sys.executable, "-m", "etude", "keys", option]
     try:
         ended = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
     finally:

@@ -10,9 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from etude.commands.terminal import say
+from etude.commands.terminal import PipeConsole, say
 from etude.core.errors import EtudeError
 
 if TYPE_CHECKING:
@@ -77,7 +75,7 @@ def doctor(*, as_json: bool) -> int:
             json.dumps({"tier": _highest(found), "findings": [asdict(each) for each in findings]})
         )
     else:
-        console = Console()
+        console = PipeConsole()
         commands = {f"          {each.fix}" for each in findings}
         for line in page(found, findings):
             if line in commands:

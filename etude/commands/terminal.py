@@ -21,6 +21,15 @@ HowFar = Callable[[int, int, str], None]
 """Told how much is done, of how much, and what is being done."""
 
 
+class PipeConsole(Console):
+    """A console that raises BrokenPipeError when its reader goes away, and is silent from then on.
+    rich's own raises SystemExit."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError
+
+
 def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
     """Print it. What a line is wrapped into begins `indent` columns further in than the line."""
     whole = Text(text) if isinstance(text, str) else text

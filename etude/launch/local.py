@@ -434,8 +434,9 @@ async def on_screen(
     run: Run, launcher: Launcher, console: Console, *, title: str, lag_bound: int
 ) -> AsyncIterator[None]:
     """Shows the run while the block works."""
+    watching = screen.watch(run, console, title=title, lag_bound=lag_bound)
     async with (
-        in_background(screen.watch(run, console, title=title, lag_bound=lag_bound)),
+        in_background(screen.while_read(watching, asyncio.current_task())),
         event_writer(run, "launcher") as tell,
         in_background(launcher.watch(tell)),
     ):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -72,6 +73,16 @@ async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> No
             _tell_damage(events, console)
             live.update(draw(view, title, lag_bound, console.width, console.height), refresh=True)
             await asyncio.sleep(flush_s(run))
+
+
+async def while_read(watching: Awaitable[None], block: asyncio.Task[Any] | None) -> None:
+    """Watch; a pipe that nobody reads any more ends the block, as it ends any program."""
+    try:
+        await watching
+    except BrokenPipeError:
+        assert block is not None
+        block.cancel()
+        raise
 
 
 def _tell_damage(events: EventReader, console: Console) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from etude.commands.terminal import PipeConsole
 from etude.core.config import parse
 from etude.core.errors import EtudeError
 from etude.core.events import Event, Launched, WeightsLive
@@ -312,6 +313,30 @@ def test_a_run_that_is_told_to_stop_ends_as_by_a_key(
     with pytest.raises(KeyboardInterrupt):
         place = RunPlace.of(tmp_path / "r")
         local.execute(parse(TOML), place, Console(quiet=True), resume="")
+
+
+def test_a_run_whose_lines_nobody_reads_any_more_is_stopped(
+    tmp_path: Path, started: list[Started], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = []
+
+    async def working(self: Started, programs: Sequence[Program], *, until: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.told["say"]("stopping")  # which nobody reads, and which breaks nothing
+            stopped.append(until)
+
+    monkeypatch.setattr(Started, "run_all", working)
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe, pytest.raises(BrokenPipeError):
+        place, console = RunPlace.of(tmp_path / "r"), PipeConsole(file=pipe)
+        try:
+            local.execute(parse(TOML), place, console, resume="")
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # for what is still to be flushed
+    assert stopped == ["controller"]
 
 
 def test_a_model_is_made_or_taken_from_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
