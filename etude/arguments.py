@@ -49,9 +49,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are wrapped at the width of the terminal."""
+    """Its errors are wrapped at the width of the terminal. Where no command is named, its help says
+    which there are."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith((": COMMAND", ": ACTION")):
+            self.print_help(sys.stderr)
+            self.exit(2)
         if sys.stderr.isatty():
             width = shutil.get_terminal_size().columns
             message = textwrap.fill(f"{self.prog}: error: {message}", width, break_long_words=False)
@@ -79,14 +83,16 @@ def _build_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
     add_gateway(add("gateway", "one URL before the workers of a run, for a product's users"))
     text = "sandboxes for other machines"
     add_sandboxes(commands.add_parser("sandboxes", help=text, description=text))
-    add_production(commands.add_parser("production", help="what was recorded of users"))
+    text = "what was recorded of users"
+    add_production(commands.add_parser("production", help=text, description=text))
     add_realtime(add("realtime", "users teach the model: train, try and deploy what they say"))
 
     _add_mismatch(add)
     text = "the weights of runs and models"
     _add_weights(commands.add_parser("weights", help=text, description=text))
 
-    add_tasks(commands.add_parser("tasks", help="tasks from repositories: build, check, look at"))
+    text = "tasks from repositories: build, check, look at"
+    add_tasks(commands.add_parser("tasks", help=text, description=text))
     text = "images for sandboxes: systems, packages and repositories, built once"
     add_images(commands.add_parser("images", help=text, description=text))
     _add_inspection(add)

@@ -9,9 +9,9 @@ from etude.core.sampling import CHAT_MAX_TOKENS, CHAT_TEMPERATURE, DEFAULT_MAX_T
 
 
 def at_least_one(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError("at least 1")
-    return value
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:

@@ -83,6 +83,23 @@ def test_a_command_that_is_not_there(
     assert ended.value.code == 2 and told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("argv", "there"), [([], "weights"), (["weights"], "export")])
+def test_a_command_that_is_not_named_is_answered_by_the_list(
+    argv: list[str], there: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "") and f"\n    {there} " in said.err
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "x", "1.5"])
+def test_a_count_that_is_none(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["run", "r.toml", "--workers", count])
+    assert f"{count!r} is not a whole number of at least 1" in capsys.readouterr().err
+
+
 def test_what_cannot_go_on_is_not_said_to(etude: Etude, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*args: object) -> None:
         raise KeyboardInterrupt

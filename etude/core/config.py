@@ -443,7 +443,8 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
                 return f"unknown key {path} in {table}: it is called {renamed} now"
             return f"unknown key {path} in {table}: {_hint(str(loc[-1]), _table(loc[:-1]), tree)}"
         case "missing":
-            return f"{path} is missing: it has no default"
+            why = "a run has at least one [[stage]]" if path == "stage" else "it has no default"
+            return f"{path} is missing: {why}"
         case "union_tag_invalid" | "union_tag_not_found":
             kind = given.get("kind") if isinstance(given, dict) else given
             near = difflib.get_close_matches(str(kind), STAGES)
@@ -455,6 +456,9 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
         case "value_error":
             what = str(error["ctx"]["error"])
             return f"{path}: {what}" if path else what
+        case "tuple_type" if isinstance(given, dict):
+            table = ".".join(part for part in loc if isinstance(part, str) and part not in STAGES)
+            return f"{path}: write [[{table}]], not [{table}]: there may be several"
         case "tuple_type":
             example = f", such as [{given!r}]" if isinstance(given, str) else ""
             if path == "stage":

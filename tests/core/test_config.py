@@ -323,7 +323,7 @@ def test_bad_overrides(override: str, message: str) -> None:
 
 
 def test_no_stage_at_all() -> None:
-    with pytest.raises(EtudeError, match="stage is missing"):
+    with pytest.raises(EtudeError, match="stage is missing: a run has at least one"):
         parse('name = "x"')
     told = r"stage = .*: it must be a list: begin each stage with \[\[stage\]\]"
     for text in ("stage = 3", "stage = 3\nlr = 1", '[stage]\nkind = "rl"\nsteps = 1'):
@@ -331,6 +331,13 @@ def test_no_stage_at_all() -> None:
             parse(f'name = "x"\n{text}')
     with pytest.raises(EtudeError, match=r"has the stages \(none\)"):
         parse('name = "x"\nstage = 3', ["stage.rl.steps=1"])
+
+
+def test_a_table_that_should_be_a_list_of_tables() -> None:
+    with pytest.raises(EtudeError, match=r"stage: write \[\[stage\]\], not \[stage\]"):
+        parse('name = "x"\n[stage]\nkind = "rl"')
+    with pytest.raises(EtudeError, match=r"sources: write \[\[stage.sources\]\], not"):
+        parse('name = "x"\n[[stage]]\nkind = "midtrain"\nsteps = 1\n[stage.sources]\npath = "a"')
 
 
 def test_every_mistake_is_told_at_once() -> None:
