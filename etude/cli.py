@@ -51,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return NOBODY_READS
     except KeyboardInterrupt as e:
-        from etude.commands.terminal import print_error
+        from etude.commands.terminal import print_stopped
 
         resumes = args.command in RESUMABLE and not getattr(args, "dry_run", False)
         first = f"stopped; resume with: {_again(argv)}" if resumes else "stopped"
-        print_error("\n".join([first, *getattr(e, "__notes__", ())]))
+        print_stopped("\n".join([first, *getattr(e, "__notes__", ())]))
         return INTERRUPTED
     except (EtudeError, ExceptionGroup) as e:
         from etude.commands.terminal import print_error

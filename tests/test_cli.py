@@ -107,8 +107,10 @@ def test_what_cannot_go_on_is_not_said_to(etude: Etude, monkeypatch: pytest.Monk
     monkeypatch.setattr("etude.commands.run_file.read_run_file", stopped)
     assert etude("plan", "r.toml", "--gpus", "2") == (130, "", "stopped\n")
     assert etude("run", "r.toml", "--fresh", "--dry-run") == (130, "", "stopped\n")
-    again = "stopped; resume with: etude run r.toml\n"
-    assert etude("run", "r.toml", "--fresh") == (130, "", again)
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    again = "stopped; resume with: etude run r.toml --set 'name=[x]'\n"  # whole, on any terminal
+    assert etude("run", "r.toml", "--fresh", "--set", "name=[x]") == (130, "", again)
 
 
 def test_an_error_is_wrapped_between_words(etude: Etude, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,11 @@ def print_error(text: str) -> None:
     say(Console(stderr=True), text, indent=2)
 
 
+def print_stopped(text: str) -> None:
+    """On standard error. Its lines stay whole: what goes on with the work can be copied."""
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def _breaks(line: str, width: int, margin: int) -> list[int]:
     """Where the line is broken. A word that is too long, such as a path, stays whole, so that it
     can be copied."""
