@@ -57,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         first = f"stopped; resume with: {_again(argv)}" if resumes else "stopped"
         print_stopped("\n".join([first, *getattr(e, "__notes__", ())]))
         return INTERRUPTED
-    except (EtudeError, ExceptionGroup) as e:
-        from etude.commands.terminal import print_error
+    except (EtudeError, OSError, ExceptionGroup) as e:
+        from etude.commands.terminal import file_error, print_error
         from etude.run.process import error_message
 
-        if (told := error_message(e)) is None:
+        if (told := file_error(e) or error_message(e)) is None:
             raise
         print_error(f"error: {told}")
         return 2

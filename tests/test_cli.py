@@ -113,6 +113,12 @@ def test_what_cannot_go_on_is_not_said_to(etude: Etude, monkeypatch: pytest.Monk
     assert etude("run", "r.toml", "--fresh", "--set", "name=[x]") == (130, "", again)
 
 
+def test_a_place_that_cannot_be_written(etude: Etude, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    build = etude("tasks", "build", tmp_path, "--out", "file/tasks")
+    assert build == (2, "", "error: cannot use file/tasks: Not a directory\n")
+
+
 def test_an_error_is_wrapped_between_words(etude: Etude, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")

@@ -90,11 +90,8 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
     for path, text in files.items():
         for name, value in values.items():
             text = text.replace(f"@{name}@", value)
-        try:
-            (directory / path).parent.mkdir(parents=True, exist_ok=True)
-            (directory / path).write_text(text)
-        except OSError as e:
-            raise EtudeError(f"cannot write {directory / path}: {e.strerror}") from e
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text)
     if is_made:
         _commit(directory / POCKET)
     source = repo or (directory / POCKET if is_made else "the git repository around it")

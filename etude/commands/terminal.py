@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from rich.text import Text
 LINE_EVERY_S = 60.0
 """Where there is no terminal, such as in a log file, a line at most so often says how far it is."""
 DOING_WIDTH = 48
+OF_THE_PLACE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 HowFar = Callable[[int, int, str], None]
 """Told how much is done, of how much, and what is being done."""
@@ -72,6 +75,13 @@ def showing_progress(
 def print_error(text: str) -> None:
     """On standard error."""
     say(Console(stderr=True), text, indent=2)
+
+
+def file_error(e: BaseException) -> str | None:
+    """The message for an error that says more of where a file lies than of the program."""
+    if isinstance(e, OSError) and e.errno in OF_THE_PLACE and e.filename is not None:
+        return f"cannot use {os.fsdecode(e.filename)}: {os.strerror(e.errno)}"
+    return None
 
 
 def print_stopped(text: str) -> None:
