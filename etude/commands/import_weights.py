@@ -16,7 +16,8 @@ def import_model(source: Path, target: Path, console: Console) -> None:
     if target.exists():
         raise EtudeError(f"{target} is there already: give another directory, or remove it first")
     if not source.is_file():
-        raise EtudeError(f"{source} is not there: give the path of a GGUF file")
+        why = "is a folder" if source.is_dir() else "is not there"
+        raise EtudeError(f"{source} {why}: give the path of a GGUF file")
     from etude.model.files import write_directory
     from etude.model.from_gguf import convert
 

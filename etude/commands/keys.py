@@ -64,7 +64,8 @@ def show(path: str | None, console: Console) -> None:
             if _path(table, key) == path:
                 return _print(table, [key], console)
     known = [*(t.path for t in found if t.path), *(_path(t, k) for t in found for k in t.keys)]
-    near = difflib.get_close_matches(path, known, n=3, cutoff=0.4)
+    within = [name for name in known if name.rpartition(".")[0] == path]
+    near = within or difflib.get_close_matches(path, set(known), n=3, cutoff=0.4)
     near += [name for name in known if name.rpartition(".")[2] == path and name not in near]
     hint = f"did you mean {', '.join(near)}?" if near else "`etude keys` lists all of them"
     raise EtudeError(f"there is no key or table {path}: {hint}")

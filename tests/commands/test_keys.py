@@ -66,5 +66,10 @@ def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "weight" in capsys.readouterr().out
     assert main(["keys", "max_lagg"]) == 2
     assert "did you mean" in capsys.readouterr().err
+    assert main(["keys", "stage"]) == 2
+    said = capsys.readouterr().err
+    assert all(f"stage.{kind}" in said for kind in STAGES)
+    assert main(["keys", "harness.code.foo"]) == 2  # both a key and a table
+    assert capsys.readouterr().err.count("harness.code.tool,") == 1
     assert main(["keys", "lr"]) == 2
     assert "stage.rl.lr" in capsys.readouterr().err

@@ -195,6 +195,8 @@ def test_what_cannot_be_imported_is_named(
     write(tmp_path / "m.gguf", CONFIG, **change)
     with pytest.raises(EtudeError, match=said):
         import_model(tmp_path / "m.gguf", tmp_path / "m", Console(file=io.StringIO()))
+    with pytest.raises(EtudeError, match="is a folder: give the path of a GGUF file"):
+        import_model(tmp_path, tmp_path / "m", Console(file=io.StringIO()))
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
 
