@@ -40,9 +40,10 @@ class Options:
 def export(config: RunConfig, file: Path, kind: str, options: Options, console: Console) -> None:
     """Write the files into a directory that is not there yet."""
     if config.store is None or (kind == "k8s" and not is_bucket(config.store)):
+        folder_too = "" if kind == "k8s" else ", or file:/PATH, which all nodes see,"
         raise EtudeError(
-            "a run on several machines needs a store that all of them reach: set "
-            'store = "s3://BUCKET/RUN" (or gs://, az://) in its file'
+            f"a run on several machines needs a store that all of them reach: set "
+            f'store = "s3://BUCKET/RUN" (or gs://, az://){folder_too} in its file'
         )
     _check_devices(config, options)
     folder = options.folder

@@ -301,7 +301,16 @@ def test_a_store_that_others_do_not_reach_is_refused(
 ) -> None:
     toml.write_text(TOML.replace('store = "s3://bucket/runs/mine"', store))
     assert main(["export", "k8s", str(toml), str(toml.parent / "out")]) == 2
-    assert "a store that all of them reach" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "a store that all of them reach" in said and "file:" not in said
+
+
+def test_a_folder_that_all_nodes_see_is_offered_for_slurm(
+    toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml.write_text(TOML.replace('store = "s3://bucket/runs/mine"', ""))
+    assert main(["export", "slurm", str(toml), str(toml.parent / "out")]) == 2
+    assert "file:/PATH" in capsys.readouterr().err
 
 
 def test_yaml_is_what_it_was() -> None:
