@@ -141,7 +141,7 @@ class Waits:
         """`behind`: the oldest group under way, and the first slot that may not overtake it."""
         if stopped:
             whole = each.step is not None or not running
-            return "the run to be resumed" + ("" if whole else ": its task is then issued again")
+            return "the run to be resumed" + ("" if whole else ", which issues the task again")
         if each.step is not None:
             return f"the trainer, for step {each.step}"
         if each.is_of_user:

@@ -91,7 +91,7 @@ def test_a_run_that_has_stopped_says_so() -> None:
     assert waits.advice(1.0 + STOPPED_S) is None
     late = 2.0 + STOPPED_S
     assert "nothing was told for 1:01" in (waits.advice(late) or "")
-    again = "the run to be resumed: its task is then issued again"
+    again = "the run to be resumed, which issues the task again"
     assert [each.waits_for for each in waits.waiting(late)] == [again, again]
     for sample in ("a.0", "a.1"):
         waits.apply(1.0, attempt(sample))
