@@ -90,9 +90,9 @@ def check_stage_files(config: RunConfig) -> None:
                 stage.heldout_path,
                 *(source.path for source in stage.sources if source.path != BUILT_IN),
             ]
-        for pattern in patterns:
-            if pattern is not None:
-                sources.files(pattern)
+        for path in (path for pattern in patterns if pattern for path in sources.files(pattern)):
+            if isinstance(stage, SftConfig | DpoConfig):
+                next(sources.records(path), None)  # the rest is read when the stage begins
 
 
 def check_training(config: RunConfig, *, resumed: bool) -> None:

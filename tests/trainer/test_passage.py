@@ -199,6 +199,22 @@ def test_a_file_that_is_missing_in_any_stage_is_found_before_the_first(
         check_stage_files(config)
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_file_that_is_no_json_lines_is_found_before_the_first_stage(
+    tmp_path: Path, kind: str
+) -> None:
+    file = tmp_path / "data.jsonl"
+    config = parse(
+        f'name = "a"\n[[stage]]\nkind = "midtrain"\nsteps = 1\n'
+        f'[[stage]]\nkind = "{kind}"\npath = "{file}"\n'
+    )
+    file.write_text("{}\n")
+    check_stage_files(config)
+    file.write_text("name,text\n")
+    with pytest.raises(EtudeError, match=f"{file}:1: the line is no JSON"):
+        check_stage_files(config)
+
+
 def test_no_file_is_asked_for_where_none_is_needed() -> None:
     kinds: dict[str, Any] = {
         "midtrain": "steps = 1",
