@@ -106,6 +106,7 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
     from etude.launch import local
     from etude.launch.check import check_start
     from etude.launch.place import RunPlace
+    from etude.launch.plan import Standing, plan
     from etude.run.audit import is_finished
 
     place = RunPlace.of(args.dir or config.store or f"runs/{config.name}")
@@ -114,8 +115,8 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
     anew = place.begins_anew(config.name, folder, fresh=args.fresh)
     if getattr(args, "dry_run", False):
         findings = check_start(config, place, fresh=args.fresh, look=True)
-        standing = None if args.fresh else local.Standing.of(place, config)
-        planned = local.plan(config, place, findings, standing)
+        standing = None if args.fresh else Standing.of(place, config)
+        planned = plan(config, place, findings, standing)
         say(_console(False), f"{planned}\n  look: {anew}" if anew else planned, indent=2)
         return 0
     if anew:

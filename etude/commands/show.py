@@ -22,8 +22,8 @@ from etude.dash.reader import RunView, StoreCost
 from etude.dash.session import said
 from etude.launch import screen
 from etude.launch.launcher import is_stopped
-from etude.launch.local import plan
 from etude.launch.place import RunPlace
+from etude.launch.plan import plan
 from etude.model.directory import MODEL_FILES
 from etude.run.audit import Audit, audit, evaluated_versions, is_finished
 from etude.run.evaluate import Report, reports

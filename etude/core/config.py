@@ -461,8 +461,6 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
             return f"{path}: write [[{table}]], not [{table}]: there may be several"
         case "tuple_type":
             example = f", such as [{given!r}]" if isinstance(given, str) else ""
-            if path == "stage":
-                example = ": begin each stage with [[stage]]"
             return f"{path} = {given!r}: it must be a list{example}"
         case _:
             return f"{path} = {given!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

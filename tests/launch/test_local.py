@@ -24,9 +24,8 @@ from etude.core.events import Event, Launched, WeightsLive
 from etude.core.ledger import Dropped, Issued
 from etude.core.stages import RopeScalingConfig
 from etude.launch import check, local, screen
-from etude.launch.check import Findings
 from etude.launch.launcher import Program
-from etude.launch.local import Standing, seconds_at_work
+from etude.launch.local import seconds_at_work
 from etude.launch.place import RunPlace
 from etude.model.directory import MODEL_FILES, cut_context
 from etude.model.files import hf_state_dict, write_directory
@@ -384,123 +383,6 @@ def test_a_run_without_a_loop_has_no_lag(
         place = RunPlace.of(tmp_path / str(number))
         local.execute(parse(text), place, Console(quiet=True), resume="")
     assert bounds == [0, 3]
-
-
-def test_a_plan_says_what_would_run(tmp_path: Path) -> None:
-    place = RunPlace.of(tmp_path / "r")
-    lines = local.plan(parse(TOML, ["tasks.novel=0", *NO_WARMUP]), place).splitlines()
-    first, model, environment, agent, midtrain, rl, workers, sandboxes = lines
-    assert first == f"run a, seed 0, in {tmp_path}/r"
-    assert model == "  model: fresh weights, sessions of 512 tokens at most"
-    assert environment.endswith("CodeRepair; tasks: at most 4096 to train on, at most 400 held out")
-    assert "CodingAgent, 8 turns of 64 tokens at most, within 60 s" in agent
-    assert midtrain.startswith("  midtrain: version 0 -> 1 (") and "steps 1" in midtrain
-    assert rl.startswith("  rl: version 1 -> 2 (") and "max_lag 3" in rl and "kind" not in rl
-    assert "router_" not in rl, "its defaults are for sparse models"
-    sparse = local.plan(parse(TOML, ["stage.rl.router_replay=false"]), place)
-    assert "router_replay False" in sparse and "router_balance" not in sparse
-    assert workers.startswith("  workers: here, there, ")
-    assert sandboxes.startswith("  sandboxes: ")
-    assert not place.directory.exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["harness.code={}"], "etude.harness.code.agent:CodeAgent, 8 turns of 64 tokens at most"),
-        (["harness.agent=mine.py:A"], "  agent: mine.py:A, answers of 64 tokens at most, within"),
-        (["harness.agent=mine.py:A", "harness.max_turns=8"], "mine.py:A, 8 turns of 64 tokens"),
-        (["harness.command=['mine']", "harness.max_turns=5"], "  agent: mine, answers of 64"),
-    ],
-)
-def test_turns_are_told_where_somebody_counts_them(
-    overrides: list[str], told: str, tmp_path: Path
-) -> None:
-    assert told in local.plan(parse(TOML, overrides), RunPlace.of(tmp_path / "r"))
-
-
-FOUND = Findings(
-    tasks={},
-    parameters=1,
-    model_context=8,
-    seconds={},
-    disk_bytes=1,
-    memory_bytes=7 * 10**9,
-    activation_bytes=2 * 10**9,
-    memory_free=20 * 10**9,
-)
-
-
-def test_a_plan_says_that_answers_cannot_be_so_long(tmp_path: Path) -> None:
-    def looks(tokens: int, found: Findings | None = None) -> list[str]:
-        config = parse(TOML, [f"harness.max_tokens={tokens}", *NO_WARMUP])
-        told = local.plan(config, RunPlace.of(tmp_path / "r"), found)
-        return [line for line in told.splitlines() if line.startswith("  look: ")]
-
-    assert looks(512) == []
-    (line,) = looks(513)
-    assert "harness.max_tokens = 513" in line and "512 tokens" in line
-    small = replace(FOUND, model_context=256)
-    (line,) = looks(512, small)
-    assert "256 tokens" in line
-
-
-def test_a_plan_says_that_nothing_is_held_out(tmp_path: Path) -> None:
-    def told(*changes: str) -> str:
-        return local.plan(parse(TOML, changes), RunPlace.of(tmp_path / "r"))
-
-    assert "look: no task is held out" in told("tasks.heldout=0", "tasks.novel=0")
-    assert "no task is held out" not in told("tasks.heldout=0", "tasks.novel=1")
-
-
-def test_a_plan_says_that_a_rate_is_never_reached(tmp_path: Path) -> None:
-    def told(steps: int) -> str:
-        changes = [f"stage.rl.steps={steps}", "stage.rl.warmup_steps=10", "stage.rl.lr=1e-5"]
-        return local.plan(parse(TOML, NO_WARMUP + changes), RunPlace.of(tmp_path / "r"))
-
-    assert "look:" not in told(11)
-    assert "the stage has 10 steps: lr = 1e-05 is never reached, only 9.1e-06" in told(10)
-
-
-def test_a_plan_says_what_was_found(tmp_path: Path) -> None:
-    findings = replace(
-        FOUND,
-        tasks={"train": 12, "heldout": 400, "novel": 200},
-        parameters=134_500_000,
-        model_context=8192,
-        seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0},
-        disk_bytes=10**18,
-    )
-    told = local.plan(parse(TOML), RunPlace.of(tmp_path / "r"), findings)
-    assert "; 134.5 M parameters, context 8192" in told
-    assert "tasks: 12 to train on (4096 asked for), 400 held out, 200 novel" in told
-    later = local.plan(parse(TOML), RunPlace.of(tmp_path / "r"), recorded={"train": 12})
-    assert "tasks: 12 to train on (4096 asked for), at most 400 held out" in later
-    assert "some 2.5 h of computing (midtrain 30 s, rl 2.5 h, evaluations 1.7 min)" in told
-    assert "GB are free, which is too little" in told
-    memory = "some 7 GB of the trainer (2 GB are activations), beside the engines', and 20 GB are"
-    assert f"expected memory: {memory} free" in told and "microbatch_tokens," not in told
-    short = local.plan(parse(TOML), RunPlace.of(tmp_path / "r"), replace(findings, memory_free=1))
-    assert "too little: lower stage.rl.microbatch_tokens, or set trainer.gradient_check" in short
-
-
-def test_a_plan_of_an_interrupted_run_is_that_of_the_rest(tmp_path: Path) -> None:
-    config = parse(TOML, ["stage.rl.steps=4", "tasks.novel=0"])
-    findings = replace(FOUND, seconds={"midtrain": 30.0, "rl": 9000.0, "evaluations": 100.0})
-    place = RunPlace.of(tmp_path / "r")
-    assert Standing.of(place, config) is None
-    run = Run.open(place.store)
-    assert Standing.of(place, config) is None
-    run.put_checkpoint("000003.000000", b"")
-    run.put_eval(report_name(1, "heldout"), {})
-    standing = Standing.of(place, config)
-    assert standing == Standing(version=3, evaluations_left=0.5, finished=False)
-    told = local.plan(config, place, findings, standing)
-    assert "\n  resumes at version 3\n  rl: version 3 -> 5 (" in told and "midtrain" not in told
-    assert "some 1.3 h of computing (rl 1.2 h, evaluations 50 s)" in told
-    over = local.plan(config, place, findings, Standing(5, 0.0, True))
-    assert "finished at version 5: nothing is left to do" in over
-    assert "expected" not in over and "->" not in over
 
 
 def test_scores_within_a_stage_are_not_said_to_be_those_after_it() -> None:
