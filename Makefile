@@ -7,7 +7,9 @@ PYTHON ?= python3
 # Not `?=`: `make clean` removes it, and a variable VENV of the shell names something else.
 VENV = .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile
+# pip compiles on one core, this on all. Some packages bring templates that are not Python.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 
 # A stamp is named after the content it stands for, so a checkout that only moves file times
 # installs nothing.
@@ -190,10 +192,12 @@ $(RUNTIME):
 	@$(PIP) -r requirements.txt
 	@echo "  Etude and its C libraries"
 	@$(PIP) --no-deps --editable .
+	@$(COMPILE)
 	@rm -f $(VENV)/.runtime-* && touch $@
 
 $(DEV): $(RUNTIME)
 	@$(PIP) -r requirements-dev.txt
+	@$(COMPILE)
 	@rm -f $(VENV)/.dev-* && touch $@
 
 .PHONY: help demo test test-slow test-realtime test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean

@@ -134,12 +134,12 @@ def test_as_in_float64(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "invariant", "fp8_kv"),
     [
-        ("qwen3", False, False),
+        slow("qwen3", False, False),
         slow("qwen2", False, False),
         slow("qwen3_moe", False, False),
         ("gpt_oss", False, False),
         ("qwen3_next", False, False),
-        ("qwen3_moe", True, False),
+        slow("qwen3_moe", True, False),
         ("qwen3", False, True),
         slow("gpt_oss", False, True),
         ("qwen3_moe", True, True),
@@ -249,7 +249,7 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:native.c")
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [slow(False), True])
 def test_adapters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rank 8, which is stored as that, and of less; requests of one adapter are not neighbours.
     Answers are those of torch's operators, and where kernels are batch-invariant, to the bit those
