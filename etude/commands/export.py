@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,7 +79,8 @@ def export(config: RunConfig, file: Path, kind: str, options: Options, console: 
         ) from e
     for name, content in files.items():
         (options.target / name).write_text(content)
-    told = f"{SECRETS}{options.target}" if kind == "k8s" else f"bash {options.target}/submit.sh"
+    target = shlex.quote(str(options.target))
+    told = f"{SECRETS}{target}" if kind == "k8s" else f"bash {target}/submit.sh"
     console.print(
         f"{len(files)} files in {options.target}\n{told}", highlight=False, markup=False,
         soft_wrap=True,

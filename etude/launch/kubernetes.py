@@ -39,8 +39,10 @@ class Names:
     run: str
 
     def of(self, *part: str) -> str:
-        """A name that is too long keeps its part, and a digest for what is cut off."""
+        """A name that is too long keeps its part, and a digest for what is cut off. That of a
+        Service begins with a letter."""
         run, role = (re.sub("[_.]", "-", text.lower()) for text in (self.run, "-".join(part)))
+        run = run if run[0].isalpha() else f"run-{run}"
         name = f"{run}-{role}"
         if len(name) <= MAX_NAME:
             return name.strip("-")
@@ -205,17 +207,28 @@ def _service(names: Names, part: Part, *, headless: bool = False) -> Manifest:
 
 
 def to_yaml(value: object, indent: int = 0) -> str:
-    """Plain data as YAML. Texts and numbers are written as in JSON, which YAML contains."""
+    """Plain data as YAML."""
     pad = "  " * indent
     if isinstance(value, Mapping) and value:
         return "\n".join(f"{pad}{key}:{_nested(each, indent + 1)}" for key, each in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str) and value:
         return "\n".join(f"{pad}- {to_yaml(each, indent + 1).lstrip()}" for each in value)
     assert not isinstance(value, float) or math.isfinite(value)
-    return pad + json.dumps(value)
+    return pad + _scalar(value)
 
 
 def _nested(value: object, indent: int) -> str:
     if isinstance(value, Mapping | list | tuple) and value:
         return "\n" + to_yaml(value, indent)
-    return f" {json.dumps(value)}"
+    return f" {_scalar(value)}"
+
+
+def _scalar(value: object) -> str:
+    """As in JSON, but for characters of more than 16 bits: of the two escapes that JSON has for
+    each, Kubernetes' own reader says that they are invalid."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    written = (
+        f"\\U{ord(each):08x}" if each > "\uffff" else json.dumps(each)[1:-1] for each in value
+    )
+    return f'"{"".join(written)}"'

@@ -276,8 +276,9 @@ def test_no_two_objects_of_a_long_name_are_one(length: int) -> None:
     parts.append(f"relay-{'x' * 19}-{'y' * 60}")  # is cut off behind a hyphen
     names = [Names("r" * length).of(part) for part in parts]
     names += [Names("r" * length + "s").of(part) for part in parts]
-    assert len(set(names)) == 2 * len(parts)
-    assert all(re.fullmatch("[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", name) for name in names)
+    names += [Names("7" * length).of(part) for part in parts]
+    assert len(set(names)) == 3 * len(parts)
+    assert all(re.fullmatch("[a-z]([a-z0-9-]{0,50}[a-z0-9])?", name) for name in names)
     assert names[0].endswith("-gateway") and names[1].endswith("-relay-us")
 
 
@@ -288,6 +289,17 @@ def test_workers_find_the_relay_of_a_run_with_a_long_name(toml: Path) -> None:
     assert set(names) and all(
         f'"http://{name}:8200"' in files["04-worker-east.yaml"] for name in names
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [("k8s", "kubectl apply -f '{}'\n"), ("slurm", "bash '{}'/submit.sh\n")]
+)
+def test_the_command_that_starts_it_can_be_copied(
+    kind: str, told: str, toml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = toml.parent / "two words"
+    assert main(["export", kind, str(toml), str(target)]) == 0
+    assert told.format(target) in capsys.readouterr().out
 
 
 def test_no_secret_is_written(toml: Path) -> None:
@@ -318,10 +330,10 @@ def test_yaml_is_what_it_was() -> None:
     data = {
         "a": [{"b": 1, "c": ["x", {"d": "on: off # no\n---\n"}]}, "y", [], {}],
         "e": {"f": None, "g": True, "h": {}},
-        "i": 'quote " and ü',
+        "i": 'quote " and ü, 🚀 and \\ud83d\\ude80, \\🚀',
     }
     assert yaml.safe_load(to_yaml(data)) == data
-    assert json.loads(json.dumps(data)) == data
+    assert not re.search(r"(?<!\\)\\u[dD][89a-fA-F]", to_yaml("🚀")), "libyaml refuses halves"
 
 
 def test_a_run_is_put_into_its_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
