@@ -73,7 +73,7 @@ def purge(place: Place, targets: Iterable[Path], console: Console) -> int:
             gone = len(read_trajectories(target)) - len(kept)
             _write_trajectories(target, kept)
         else:
-            lines = [json.loads(line) for line in target.read_text().splitlines()]
+            lines = [json.loads(line) for line in target.read_bytes().splitlines()]
             left = [line for line in lines if not _is_gone(line, tombstones)]
             gone = len(lines) - len(left)
             _write_lines(target, left)

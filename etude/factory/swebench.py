@@ -8,6 +8,7 @@ history; `setup_patch`, which others do not look at, leads from the commit, or f
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import subprocess
 import tempfile
@@ -102,7 +103,7 @@ def write_rows(path: Path, tasks: Iterable[RepositoryTask]) -> int:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a .jsonl file."""
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if line.strip():
             try:
                 record = json.loads(line)
@@ -121,8 +122,8 @@ def diff(before: Files, after: Files) -> str:
         if old == new:
             continue
         lines = difflib.unified_diff(
-            old.decode(errors="surrogateescape").splitlines(keepends=True),
-            new.decode(errors="surrogateescape").splitlines(keepends=True),
+            _lines(old),
+            _lines(new),
             f"a/{path}" if path in before else "/dev/null",
             f"b/{path}",
         )
@@ -132,6 +133,11 @@ def diff(before: Files, after: Files) -> str:
         for line in lines:
             told.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return "".join(told)
+
+
+def _lines(content: bytes) -> list[str]:
+    """As git has them: a form feed, say, ends none."""
+    return [line.decode(errors="surrogateescape") for line in io.BytesIO(content)]
 
 
 def patched(files: Files, patch: str) -> Files:
@@ -159,4 +165,4 @@ def patched(files: Files, patch: str) -> Files:
 
 
 def patched_paths(patch: str) -> list[str]:
-    return [line[6:].rstrip() for line in patch.splitlines() if line.startswith("+++ b/")]
+    return [line[6:].rstrip() for line in patch.split("\n") if line.startswith("+++ b/")]

@@ -92,7 +92,8 @@ def read_probes(text: str, suite: str, where: str) -> list[Probe]:
     """A product's own, of one suite. A line each: {suite, prompt, forbidden, files?}. Each has
     its id from what it says, wherever it stands."""
     found: dict[str, Probe] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    # texts in JSON may have other ends of lines
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -145,7 +145,7 @@ def parse_script(text: str, *, lines_of_json: bool) -> list[dict[str, Json]]:
             else:
                 part.append(line)
         return answers
-    lines = enumerate(text.splitlines(), start=1)
+    lines = enumerate(text.split("\n"), start=1)  # texts in JSON may have other ends of lines
     return [_parse_line(line, number) for number, line in lines if line.strip()]
 
 

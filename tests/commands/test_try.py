@@ -297,9 +297,9 @@ def test_scripts() -> None:
         {"content": "a\nb\n"},
         {"content": "c"},
     ]
-    lines = '"a"\n\n{"content": null, "tool_calls": []}\n'
+    lines = '"a\u2028b"\n\n{"content": null, "tool_calls": []}\n'
     assert parse_script(lines, lines_of_json=True) == [
-        {"content": "a"},
+        {"content": "a\u2028b"},
         {"content": None, "tool_calls": []},
     ]
     with pytest.raises(ValueError, match="line 1 must be a text or a message"):

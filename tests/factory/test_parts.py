@@ -271,6 +271,9 @@ def test_patches_apply() -> None:
     before = {"a.py": b"x = 1\ny = 2", "b.py": b"z\n"}
     after = {"a.py": b"x = 1\ny = 3", "new.py": b"n\n"}
     assert patched(before, diff(before, after)) == after
+    before = {"a.py": b"x = 1\n\f\ny\r = 2\n# \xc2\x85\xff\n", "b.py": b"z\n"}
+    after = {"a.py": before["a.py"].replace(b"2", b"3"), "b.py": b"z\n\f\n"}
+    assert patched(before, diff(before, after)) == after
     with pytest.raises(EtudeError, match="does not apply"):
         patched({"a.py": b"other\n"}, diff(before, after))
 

@@ -357,6 +357,9 @@ def test_rows_are_written_and_read_as_they_are(tmp_path: Path) -> None:
     assert "+    return sum(items)\n" in first.patch and "+# hidden" in first.test_patch
     assert "-    return sum(items)\n" in first.setup_patch
     assert first.problem_statement == "Mend it.\n"
+    written = replace(first, problem_statement="a\u2028b").to_json().replace(r"\u2028", "\u2028")
+    (tmp_path / "rows.jsonl").write_text(written)
+    assert [row.problem_statement for row in read_rows(tmp_path / "rows.jsonl")] == ["a\u2028b"]
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{oh\n')
     with pytest.raises(EtudeError, match=r"rows.jsonl:1: no row .* 'instance_id'"):
         read_rows(tmp_path / "rows.jsonl")

@@ -106,6 +106,7 @@ def test_what_is_no_probe_is_named_with_its_line(given: dict[str, Json], why: st
 
 def test_a_probe_is_known_by_what_it_says_and_not_by_its_line() -> None:
     one, other = (f'{{"suite": "safety", "prompt": "{p}", "forbidden": ["y"]}}\n' for p in "ab")
+    other = other.replace('"b"', '"b\u2028c"')  # which ends no line
     ids = [p.id for p in read_probes(one + other, "safety", "probes")]
     assert len(set(ids)) == 2
     moved = read_probes("\n" + other + one + one, "safety", "probes")
