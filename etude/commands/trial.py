@@ -181,7 +181,7 @@ def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
             found.append(f"{name} earns {rewards[name]:g}, {means}; read its evidence")
             if "ModuleNotFoundError" in _evidence(by_name[name]):
                 found.append(NO_MODULE)
-    if len(rewards) > 1 and len(set(rewards.values())) == 1:
+    if paid is not None and len(rewards) > 1 and len(set(rewards.values())) == 1:
         found.append(f"everything earns {paid:g}: where no two attempts differ, nothing is learned")
     if has_files and REFERENCE not in by_name and GIVEN not in by_name:
         found.append(

@@ -258,6 +258,10 @@ def trial(name: str, reward: float | None, **more: Any) -> Trial:
             ["reference solution earns 0,", "everything earns 0:"],
         ),
         (
+            [trial(UNTOUCHED, None), trial(REFERENCE, 1.0), trial(GIVEN, 1.0)],
+            ["untouched has failed"],
+        ),
+        (
             [trial(UNTOUCHED, None), trial(REFERENCE, None)],
             ["untouched has failed", "reference solution has failed"],
         ),
