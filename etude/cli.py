@@ -219,7 +219,7 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.contamination:
         from etude.commands.contamination import contamination
 
-        found = contamination(place.directory, args.version, console)
+        found = contamination(place, args.version, console)
         if args.json:
             print(json.dumps(found))
         return 0

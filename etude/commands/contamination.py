@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +14,7 @@ from etude.core.contamination import Completion, Kind, Probe, count, find_probes
 from etude.core.errors import EtudeError
 from etude.core.sampling import Request, SamplingParams
 from etude.core.types import Task
+from etude.launch.place import RunPlace
 from etude.run.controller import open_environment, read_tasks
 from etude.store.runs import Run
 from etude.weights.manifest import find_newest, read_manifest
@@ -24,12 +24,12 @@ SPLITS = ("train", "heldout", "novel")
 Found = dict[str, Mapping[Kind, Completion]]
 
 
-def contamination(directory: Path, version: int | None, console: Console) -> dict[str, Any]:
+def contamination(place: RunPlace, version: int | None, console: Console) -> dict[str, Any]:
     """As JSON says it; a table for people."""
-    run = Run.open(f"file:{directory.absolute()}", create=False)
+    run = place.open()
     config, newest = run.config(), find_newest(run.objects)
     if newest is None:
-        raise EtudeError(f"{directory} has no published weights yet: run its first stage first")
+        raise EtudeError(f"{place} has no published weights yet: run its first stage first")
     version = newest.version if version is None else read_manifest(run.objects, version).version
     found = asyncio.run(_probe(run, config, version))
     console.print(_table(found, version))

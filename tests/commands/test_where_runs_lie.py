@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from obstore.store import MemoryStore
 from rich.console import Console
 
 from etude.arguments import parse_arguments
@@ -21,6 +22,7 @@ from etude.launch.launcher import locked
 from etude.launch.place import RunPlace
 from etude.launch.screen import draw
 from etude.run.evaluate import Report
+from etude.store.objects import Objects
 from etude.store.runs import Run
 
 TOML = 'name = "x"\n[tasks]\nnovel = 0\n[[stage]]\nkind = "rl"\nsteps = 3\n'
@@ -160,3 +162,17 @@ def test_the_screen_names_the_place(width: int) -> None:
     assert len(line) == width and line.startswith("etude · x · …")
     assert "/folder/runs/x " in line and line.endswith("Ctrl-C stops")
     assert first_line("etude · x").endswith("Ctrl-C stops, the same command resumes")
+
+
+def test_contamination_is_asked_of_a_run_in_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    objects, of_disk = Objects(MemoryStore(), "s3://bucket/run"), Objects.open
+    monkeypatch.setattr(
+        Objects, "open",
+        lambda url, create=True: objects if url.startswith("s3:") else of_disk(url, create=create),
+    )  # fmt: skip
+    Run(objects).put_config(parse(TOML))
+    assert main(["eval", "s3://bucket/run", "--contamination"]) == 2
+    assert "s3://bucket/run has no published weights yet" in capsys.readouterr().err
