@@ -49,7 +49,7 @@ def build(
             for source, why in status.discarded.items():
                 if source not in told:
                     told.add(source)
-                    console.print(f"{source}: discarded: {why}", highlight=False, soft_wrap=True)
+                    say(console, f"{source}: discarded: {why}")
             tell(status.kept, status.limit, status.doing)
 
         status = asyncio.run(build_tasks(sources, out, options, changed))
@@ -110,11 +110,11 @@ def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Cons
     with showing_progress(console) as tell:
         found = asyncio.run(run())
     for name, why in found.broken.items():
-        console.print(f"{name}: {why}", highlight=False, soft_wrap=True)
+        console.print(f"{name}: {why}", highlight=False, markup=False, soft_wrap=True)
     flaky = counted(found.flaky, "is flaky", "are flaky")
     console.print(f"{found.ok} of {found.tasks} tasks hold; {flaky}", highlight=False)
     if json:
-        told = {"tasks": found.tasks, "ok": found.ok, "flaky": found.flaky}
+        told = {name: getattr(found, name) for name in ("tasks", "ok", "flaky", "broken")}
         print(json_format.dumps(told), flush=True)
     return 0 if found.ok == found.tasks else 1
 
@@ -157,17 +157,19 @@ def stats(*, dir: Path, json: bool, console: Console) -> int:
 def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
     folders = [dir] if (dir / "task.toml").is_file() else checking.task_folders(dir)
     if task is None and folders != [dir]:
-        for folder in folders:
-            first = (folder / "instruction.md").read_text().strip().partition("\n")[0]
-            say(console, f"{folder.name}  {first[:70]}", indent=4)
+        asked = {folder.name: (folder / "instruction.md").read_text() for folder in folders}
+        for name, text in asked.items():
+            first = text.strip().partition("\n")[0]
+            say(console, f"{name}  {first[:70]}", indent=4)
+        if json:
+            listed = [{"id": name, "instruction": text} for name, text in asked.items()]
+            print(json_format.dumps(listed), flush=True)
         return 0
     chosen = [folder for folder in folders if task in (None, folder.name)]
     if not chosen:
         raise EtudeError(f"{dir} has no task {task}: etude tasks show {dir} lists them")
     if not is_ours(chosen[0]):
-        console.print((chosen[0] / "instruction.md").read_text(), highlight=False, markup=False)
-        _print_verdict(chosen[0], console)
-        return 0
+        return _show_harbor(chosen[0], json, console)
     found = read_task(chosen[0])
     console.print(f"{found.id}: {found.kind} in {found.origin}", highlight=False, markup=False)
     console.print(f"\n{found.instruction}", highlight=False, markup=False)
@@ -184,12 +186,18 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
     return 0
 
 
-def _print_verdict(folder: Path, console: Console) -> None:
-    """Whether a task that others made can be run here."""
+def _show_harbor(folder: Path, json: bool, console: Console) -> int:
+    """A task that others made, and whether it can be run here."""
+    instruction, refused = (folder / "instruction.md").read_text(), ""
     places = (folder.parent, folder.parent.parent)  # of the tasks, or of their folder
     try:
         read_harbor_task(folder, [line for each in places for line in read_provided(each)])
     except EtudeError as e:
-        console.print(f"cannot be run here: {e}", highlight=False, markup=False, soft_wrap=True)
-    else:
-        console.print("runs with etude.run.harbor_tasks:HarborTasks", highlight=False)
+        refused = str(e)
+    runs = "runs with etude.run.harbor_tasks:HarborTasks"
+    console.print(instruction, highlight=False, markup=False)
+    say(console, f"cannot be run here: {refused}" if refused else runs)
+    if json:
+        told = {"id": folder.absolute().name, "instruction": instruction, "refused": refused}
+        print(json_format.dumps(told), flush=True)
+    return 0

@@ -165,11 +165,15 @@ def test_a_check_says_how_many_are_flaky(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     async def found(*_: object, **__: object) -> Checked:
-        return Checked(tasks=5, ok=5 - flaky, flaky=flaky)
+        broken = {f"[/{n}]": "flaky" for n in range(flaky)}
+        return Checked(tasks=5, ok=5 - flaky, flaky=flaky, broken=broken)
 
     monkeypatch.setattr(checking, "check", found)
     assert main(["tasks", "check", str(built[0])]) == (1 if flaky else 0)
     assert f"{5 - flaky} of 5 tasks hold; {said} flaky" in capsys.readouterr().out
+    main(["tasks", "check", str(built[0]), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert list(told["broken"]) == [f"[/{n}]" for n in range(flaky)]
 
 
 async def test_a_run_can_be_made_of_it(built: tuple[Path, Status]) -> None:
@@ -256,6 +260,10 @@ def test_the_commands_say_what_there_is(
     said = capsys.readouterr().out
     assert one.name in said and "+++ b/" in said
     assert main(["tasks", "show", str(folder), "nothing-of-the-kind"]) == 2
+    assert main(["tasks", "show", str(folder), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["id"] for each in listed] == [each.name for each in task_folders(folder)]
+    assert listed[0]["instruction"] == read_task(one).instruction
 
 
 def test_a_build_that_falls_short_says_so(

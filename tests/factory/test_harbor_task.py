@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -442,6 +443,9 @@ def test_show_says_whether_it_can_be_run(folder: Path, capsys: pytest.CaptureFix
     (folder / "task.toml").write_text("metadata = 3\n")
     assert main(["tasks", "show", str(folder)]) == 0
     assert "metadata is 3 in task.toml: it must be a table" in capsys.readouterr().out
+    assert main(["tasks", "show", str(folder), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["id"] == folder.name and "metadata is 3" in told["refused"]
 
 
 def test_programs_are_made_executable_in_an_order_of_their_own(tmp_path: Path) -> None:
