@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -273,6 +274,7 @@ def export(
     _say(console, f"writing version {manifest.version} to {target}")
     small = Run(chain.objects).model_files()
     staging = target.with_name(f".{target.name}.part")
+    shutil.rmtree(staging, ignore_errors=True)  # of an export that was stopped
     if adapter:
         told = _write_adapter(staging, manifest, small, tensors, url)
         staging.rename(target)

@@ -181,6 +181,13 @@ def test_a_time_of_grace_is_a_time(
     assert not Objects.open(url).list("weights/gc")
 
 
+def test_nothing_of_an_export_that_was_stopped_is_in_the_next(url: str, tmp_path: Path) -> None:
+    (tmp_path / ".out.part").mkdir()
+    (tmp_path / ".out.part" / "model.safetensors.index.json").write_text("{}")
+    assert main(["weights", "export", url, str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
 def test_exported_files_may_be_read_by_whom_the_umask_says(url: str, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
