@@ -141,7 +141,8 @@ class Rollouts:
         self._runner.trace = []
         before, began = self._engine.stats(), time.perf_counter()
         ended = self.until(self.layout.batch)
-        seconds = (time.perf_counter() - began) * self.layout.batch / len(ended)
+        taken = time.perf_counter() - began
+        seconds = taken * self.layout.batch / len(ended)
         after = self._engine.stats()
         with_prompts = sum(
             start.elapsed_time(end)
@@ -152,7 +153,7 @@ class Rollouts:
         drawn = self.layout.batch * self.layout.turns * self.layout.drawn_tokens
         return ended[: self.layout.batch], {
             "rollout_s": seconds,
-            "rollout_prompt_share": with_prompts / 1e3 / seconds,
+            "rollout_prompt_share": with_prompts / 1e3 / taken,
             "drawn_per_s": drawn / seconds,
             "cached_share": (after.cached_tokens - before.cached_tokens) / asked,
         }
