@@ -39,7 +39,7 @@ async def _serve(options: Options) -> None:
 async def serve_beside(store: str, listener: socket.socket) -> None:
     """For the run in that store, which may have nothing in its store yet, on a port that its
     launcher has opened."""
-    run = RecordedRun(Path(store).name, Run.open(store, create=False))
+    run = RecordedRun(_name(store), Run.open(store, create=False))
     await _answer([run], listener, Access(host="127.0.0.1", token=process.token()))
 
 
@@ -51,6 +51,11 @@ async def _answer(runs: Sequence[RecordedRun], listener: socket.socket, access: 
         await running
 
 
+def _name(url: str) -> str:
+    """The last part of a URL. Addresses of the page name several runs with commas between them."""
+    return url.rstrip("/").rpartition("/")[2].replace(",", "_") or "run"
+
+
 def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
     """Each under the last part of its URL, with a number where two have the same."""
     found: dict[str, RecordedRun] = {}
@@ -58,8 +63,7 @@ def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
         run = Run.open(url, create=False)
         if not run.processes() and not run.objects.exists("config.json"):
             run.check_is_run()
-        # addresses of the page name several runs with commas between them
-        stem = url.rstrip("/").rpartition("/")[2].replace(",", "_") or "run"
+        stem = _name(url)
         names = [stem, *(f"{stem}-{number}" for number in range(2, len(urls) + 1))]
         name = next(name for name in names if name not in found)
         found[name] = RecordedRun(name, run)

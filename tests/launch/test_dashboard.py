@@ -34,14 +34,14 @@ def visit(link: str, token: str) -> object:
 
 
 async def test_it_starts_with_its_first_visitor_and_ends_with_the_run(tmp_path: Path) -> None:
-    write_run(Run.open(f"file:{tmp_path}/x"))
+    write_run(Run.open(f"file:{tmp_path}/lr=1,seed=2"))
     before = children()
-    async with dashboard(f"file:{tmp_path / 'x'}", tmp_path / "new" / "logs") as whole:
+    async with dashboard(f"file:{tmp_path}/lr=1,seed=2", tmp_path / "new" / "logs") as whole:
         link, _, token = whole.partition("/#token=")
         await asyncio.sleep(0)
         assert children() == before
         found = await asyncio.to_thread(visit, link, f"Bearer {token}")
-        assert isinstance(found, dict) and found["runs"][0]["name"] == "x"
+        assert isinstance(found, dict) and found["runs"][0]["name"] == "lr=1_seed=2"
         started = children() - before
         assert len(started) == 1
         with pytest.raises(urllib.error.HTTPError, match="401"):
