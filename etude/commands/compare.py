@@ -74,7 +74,8 @@ def compare(
 
 def find_report(side: str, split: str, turns: int | None = None) -> Report:
     """The evaluation with the most attempts of the version that `RUN[@VERSION]` names."""
-    path, _, wanted = side.rpartition("@") if "@" in side else (side, "", "")
+    # folders above it may have an @ too, as the home of ada@example.com has
+    path, _, wanted = side.rpartition("@") if "@" in side.rpartition("/")[2] else (side, "", "")
     run = RunPlace.of(path).open()
     found = [report for report in reports(run) if report.split == split]
     if wanted:

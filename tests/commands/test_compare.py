@@ -20,7 +20,8 @@ SOLVED = {0: {"a": 0, "b": 0, "c": 1, "d": 0}, 6: {"a": 1, "b": 1, "c": 1, "d": 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    run = Run.open(f"file:{tmp_path}")
+    place = tmp_path / "ada@example.com" / "runs"
+    run = Run.open(f"file:{place}")
     run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 6\n'))
     for version, solved in SOLVED.items():
         report = Report(
@@ -29,7 +30,7 @@ def directory(tmp_path: Path) -> Path:
             cost=Cost(sampled_tokens=100, seconds=8.0, calls=12),
         )  # fmt: skip
         run.put_eval(report.name, report)
-    return tmp_path
+    return place
 
 
 def test_two_versions_of_a_run(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
