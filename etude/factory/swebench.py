@@ -72,7 +72,9 @@ def _names(value: object, where: str) -> tuple[str, ...]:
 
 def row_of(task: RepositoryTask) -> Row:
     """A task as a row."""
-    origin, _, commit = task.origin.partition("@")
+    origin, _, commit = (  # a URL may have an @ of its own
+        task.origin.rpartition("@") if "@" in task.origin else (task.origin, "", "")
+    )
     shown = {path: task.opening.get(path, b"") for path in (*task.changes, *task.tests)}
     return Row(
         instance_id=task.id,

@@ -353,6 +353,10 @@ def test_rows_are_written_and_read_as_they_are(tmp_path: Path) -> None:
     first = rows[0]
     assert (first.instance_id, first.repo, first.version) == ("shop-bug-1", "shop==1.2", "1.2")
     assert (first.base_commit, rows[1].base_commit) == ("0" * 40, "abc")
+    by_ssh = row_of(task_of(origin=f"git@host:shop.git@{'a' * 40}"))
+    assert (by_ssh.repo, by_ssh.base_commit) == ("git@host:shop.git", "a" * 40)
+    of_folder = row_of(task_of(origin="shop"))
+    assert (of_folder.repo, of_folder.base_commit) == ("shop", "")
     assert (first.fail_to_pass, first.pass_to_pass) == ((TOTAL,), (OTHER,))
     assert "+    return sum(items)\n" in first.patch and "+# hidden" in first.test_patch
     assert "-    return sum(items)\n" in first.setup_patch
