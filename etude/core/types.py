@@ -337,6 +337,11 @@ class Batch:
     never saw, or that was taken back, is not built on."""
 
     @property
+    def begins_with(self) -> int:
+        """The version that the step begins with."""
+        return self.step - 1 if self.base is None else self.base
+
+    @property
     def lag(self) -> int:
         """Steps between the weights that sampled the oldest token and the weights that train on
         it."""

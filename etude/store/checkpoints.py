@@ -104,8 +104,8 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self._given_up = threading.Event()
-        self.kept: str | None = None
-        """One that stays, however old."""
+        self.kept: frozenset[str] = frozenset()
+        """Those that stay, however old."""
 
     def clean(self) -> None:
         """Removes what was never committed. For rank 0, before any rank saves."""
@@ -141,7 +141,7 @@ class CheckpointWriter:
             if self.rank == 0:
                 self.run.put_checkpoint(name, to_json(replace(checkpoint, parts=self._parts(name))))
                 for old in self.run.checkpoints()[:-KEEP_CHECKPOINTS]:
-                    if old != self.kept:
+                    if old not in self.kept:
                         self.run.delete_checkpoint(old)
         then()
 

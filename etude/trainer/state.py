@@ -212,16 +212,23 @@ class TrainerState:
         # A user may be deleted between the reads of two ranks: then all read it again.
         while not self.world.agrees(digest):
             batch, digest = self.run.wait_batch(step)
-        base = step - 1 if batch.base is None else batch.base
+        base = batch.begins_with
         if base != self.version:
             self.rewind(base, span)
-        self.saver.kept = version_name(base)
+        self.saver.kept = frozenset(map(version_name, self._needed(base, span)))
         self.world.activity = f"step {step} of {self.stage}"
         self.batches_digest = hashlib.sha256(
             f"{self.batches_digest} {digest.hex()}".encode()
         ).hexdigest()
         self.record_data(f"batches {span.start + 1} to {step}, sha256 {self.batches_digest}")
         return batch
+
+    def _needed(self, base: int, span: StageSpan) -> list[int]:
+        """The versions that a later step may begin with, beside the newest: this step's, if it is
+        refused; and if users go back, the one that they had before."""
+        if self.config.realtime is None or base == span.start:
+            return [base]
+        return [base, self.run.batch(base).begins_with]
 
     def report_mismatch(self, batch: Batch, found: tuple[RecomputedRow, ...]) -> None:
         """Measure the train/inference mismatch of a batch, for the store and as an event."""

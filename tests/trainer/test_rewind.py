@@ -69,6 +69,20 @@ production = "production.toml"
 """
 
 
+def test_users_may_go_back_to_the_version_before_the_live_one() -> None:
+    """Version 2 went live, 3 and 4 were made from it and refused; then 2 is taken back."""
+    of_version_2 = replace(batch(4), oldest=1, base=2)
+    batches = (batch(1), batch(2), batch(3), of_version_2, of_version_1(batch(5)))
+    run = Run.open("memory:")
+    store_files(run, small_files())
+    for made in batches:
+        run.put_batch(made)
+        config = parse(TOML.replace("STEPS", str(made.step)) + REALTIME)
+        Trainer(run, config, emit=lambda event: None).train()
+    plain = run_with(batch(1), replace(of_version_1(batch(5)), base=None), steps=2)
+    assert read_manifest(run.objects, 5).root == read_manifest(plain.objects, 2).root
+
+
 def test_a_batch_of_deleted_users_is_passed_over() -> None:
     run, told = Run.open("memory:"), list[Event]()
     store_files(run, small_files())
