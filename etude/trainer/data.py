@@ -115,12 +115,14 @@ def read_sessions(
                 json.dumps(messages, sort_keys=True).encode(), digest_size=8
             ).digest()
             found.append((int.from_bytes(digest), rows))
-    if len({digest for digest, _ in found}) < 2:
+    digests = {digest for digest, _ in found}
+    if len(digests) < 2:
         raise EtudeError(
             f"{pattern}: sft needs two different sessions that fit, one of them to tell when to "
             f"stop"
         )
-    border = max(2**64 // HELDOUT_ONE_IN, 1 + min(digest for digest, _ in found))
+    # of a few, chance may put all on one side
+    border = min(max(2**64 // HELDOUT_ONE_IN, 1 + min(digests)), max(digests))
     shown, heldout = (
         [row for digest, rows in found if (digest < border) == held for row in rows]
         for held in (0, 1)

@@ -142,6 +142,15 @@ def test_sessions_from_files_and_those_held_back(tmp_path: Path) -> None:
     assert len(two.train) == len(two.heldout) == 1
 
 
+def test_some_sessions_are_shown_whatever_their_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "HELDOUT_ONE_IN", 1)  # every digest is among the held-out ones
+    path = write(tmp_path / "a.jsonl", session(1), session(2), session(3))
+    found = read_sessions(path, TOKENIZER, 256, "error")
+    assert (len(found.train), len(found.heldout)) == (1, 2)
+
+
 def test_what_is_too_long_is_named_and_dropped_or_an_error(tmp_path: Path) -> None:
     long = {"messages": [{"role": "user", "content": "edit " * 99}, SESSION[1]]}
     path = write(tmp_path / "a.jsonl", session(1), session(2), long)
