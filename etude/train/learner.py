@@ -89,6 +89,8 @@ class Learner:
     ) -> None:
         self.model = model
         self.world = world
+        self.num_shares = world.world_size // context_parallel
+        """The number of shares of a batch, one for each rank or context group."""
         self._context_group: ContextGroup | None = None
         if context_parallel > 1:
             check_context_parallel(model.config, invariant=model.invariant)
@@ -431,17 +433,12 @@ class Learner:
         limit = (
             MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
         )
-        together = self._context_group.size if self._context_group else 1
         plans = plan_microbatches(
-            [item.length for item in items],
-            limit,
-            self.world.world_size // together,
-            self._sequence_cost,
+            [item.length for item in items], limit, self.num_shares, self._sequence_cost
         )
-        packed = (
-            pack([items[index] for index in some]).to(self.device)
-            for some in plans[self.world.rank // together]
-        )
+        # the ranks of a context group are consecutive
+        share = self.world.rank * self.num_shares // self.world.world_size
+        packed = (pack([items[index] for index in some]).to(self.device) for some in plans[share])
         return (replace(micro, context_group=self._context_group) for micro in packed)
 
     @property

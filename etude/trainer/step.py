@@ -91,7 +91,7 @@ class StepReporter:
     def __init__(self, learner: Learner, emit: Emit = lambda event: None) -> None:
         self._emit = emit
         self._done = self._total = self._step = 0
-        self._ranks = learner.world.world_size
+        self._num_shares = learner.num_shares
         learner.on_rows = self._progress
         self._config = learner.model.config
         self._peak = learner.world.world_size * peak_flops(learner.device, learner.compute_dtype)
@@ -111,8 +111,8 @@ class StepReporter:
         return batch
 
     def _progress(self, rows: int) -> None:
-        """The other ranks are about as far."""
-        self._done = min(self._total, self._done + rows * self._ranks)
+        """The other shares are about as far."""
+        self._done = min(self._total, self._done + rows * self._num_shares)
         if time.monotonic() - self._told > PROGRESS_S:
             self._told = time.monotonic()
             self._emit(StepProgress(step=self._step, done=self._done, total=self._total))

@@ -70,6 +70,7 @@ class SparseRun:
     """What the rank publishes in the end, what is under an adapter too, and the number of its first
     row."""
     state: Arrays
+    num_shares: int
 
 
 class GradientRecorder:
@@ -147,7 +148,8 @@ def run_sparse(world: World, layout: Layout) -> SparseRun:
         name: (first, rows.float().numpy().copy())
         for name, (rows, first, _, _) in (learner.base_rows() if layout.adapted else {}).items()
     }
-    return SparseRun(steps, loss, recorder.gradients, rows, arrays(learner.state()))
+    state = arrays(learner.state())
+    return SparseRun(steps, loss, recorder.gradients, rows, state, learner.num_shares)
 
 
 def run_layouts(world: World, layouts: Sequence[Layout]) -> dict[Layout, SparseRun]:

@@ -66,6 +66,7 @@ def test_ranks_take_the_step_of_one_and_route_as_one(
                 assert other.router_mismatch == own.router_mismatch
                 assert other.logprobs == pytest.approx(own.logprobs, abs=1e-5)
         assert run.loss == pytest.approx(one.loss, rel=1e-5)
+        assert run.num_shares == 4 // layout.context_parallel
     # later ones are at weights that an optimizer has moved, which can make rounding large
     for step, error in enumerate((1e-5, 1e-4, 1e-4)):
         union = whole([run.gradients[step] for run in runs])

@@ -199,3 +199,14 @@ def test_a_long_step_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(step, "PROGRESS_S", -1.0)
     learner.rl_step(reporter.check(BATCH, "here"), lr=1e-3, microbatch_tokens=1)
     assert told == [StepProgress(step=3, done=done, total=2) for done in (1, 2)]
+
+
+def test_ranks_that_compute_rows_together_are_not_counted_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learner, told = Learner(init_from_scratch(config(), 0)), list[Event]()
+    learner.num_shares = 2
+    monkeypatch.setattr(step, "PROGRESS_S", -1.0)
+    StepReporter(learner, told.append).check(replace(BATCH, rows=(ROW,) * 6), "here")
+    learner.on_rows(1)
+    assert told == [StepProgress(step=3, done=2, total=6)]
