@@ -8,25 +8,39 @@ costs a download from the store and nothing else.
 from __future__ import annotations
 
 import http.client
+import math
 import os
-import urllib.error
+import time
 import urllib.request
+from collections.abc import Callable
 
 from etude.core.types import VersionRef
 from etude.weights.records import hash_of
 
 TIMEOUT_S = 60.0
 """Without a byte from it. It downloads what it does not have first."""
+PAUSE_S = 300.0
+"""How long a relay that let a reader wait in vain is not asked again: to wait for every object anew
+would hold each version back for minutes."""
 TOKEN_VARIABLE = "ETUDE_TOKEN"
 
 
 class Relay:
-    def __init__(self, url: str, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float = TIMEOUT_S,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._url = url.rstrip("/")
         self._timeout_s = timeout_s
+        self._now = now
+        self._paused_until = -math.inf
 
     def shard(self, target: VersionRef, hash: str) -> bytes | None:
         """Its bytes, checked; None if they cannot be had here."""
+        if self._now() < self._paused_until:
+            return None
         request = urllib.request.Request(
             f"{self._url}/shards/{target.epoch}/{target.version}/{hash}"
         )
@@ -35,6 +49,8 @@ class Relay:
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 data: bytes = answer.read()
-        except (urllib.error.URLError, http.client.HTTPException, OSError):
+        except (OSError, http.client.HTTPException) as e:
+            if isinstance(getattr(e, "reason", e), TimeoutError):  # urllib wraps that of connecting
+                self._paused_until = self._now() + PAUSE_S
             return None
         return data if hash_of(data) == hash else None

@@ -4,6 +4,8 @@ together."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -22,7 +24,7 @@ from etude.weights.cache import HostCache
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher
-from etude.weights.relay import TOKEN_VARIABLE, Relay
+from etude.weights.relay import PAUSE_S, TOKEN_VARIABLE, Relay
 from tests.serve.conftest import served
 from tests.weights.test_weights import Tensors, bits, larger, run
 
@@ -98,6 +100,34 @@ async def test_whatever_is_wrong_with_a_relay_costs_a_download(
             follower = Follower(Chain(Counted(store)), relay=Relay(url))
             got = await asyncio.to_thread(follower.fetch, VERSIONS)
             assert bits(got) == bits(made[VERSIONS]), url
+
+
+def test_a_relay_that_does_not_answer_is_waited_for_once(
+    published: tuple[MemoryStore, dict[int, Tensors]],
+) -> None:
+    store, made = published
+    now = 0.0
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        silent.setblocking(False)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        relay = Relay(url, timeout_s=0.2, now=lambda: now)
+        follower = Follower(Chain(Counted(store)), relay=relay)
+        for version, tensors in made.items():
+            assert bits(follower.fetch(version)) == bits(tensors)
+        assert calls(silent) == 1
+        now = PAUSE_S
+        assert bits(Follower(Chain(Counted(store)), relay=relay).fetch(1)) == bits(made[1])
+        assert calls(silent) == 1
+
+
+def calls(listener: socket.socket) -> int:
+    """The number of connections since the last call."""
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+            count += 1
+    return count
 
 
 async def test_a_relay_is_for_workers(
