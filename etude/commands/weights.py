@@ -28,6 +28,7 @@ from etude.model.lora import (
 )
 from etude.model.to_fp8 import to_fp8
 from etude.store.objects import Missing, Objects
+from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
 from etude.weights import compact as compacting
 from etude.weights.cache import HostCache
@@ -252,7 +253,11 @@ def compact(url: str, skip: int, every: float | None, console: Console) -> int:
 
 
 def gc(url: str, keep: int, grace: float, console: Console) -> int:
-    done = collect(open_chain(url), keep=keep, grace_s=grace)
+    chain = open_chain(url)
+    change = TrafficLog(chain.objects).newest()
+    # a pool's worker that starts again needs what its users are answered by, however old
+    served = change.traffic.pools.values() if change is not None else ()
+    done = collect(chain, keep=keep, served=served, grace_s=grace)
     _say(
         console,
         f"{len(done.deleted)} objects deleted, {len(done.pending)} to go after the time of grace",

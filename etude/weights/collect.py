@@ -1,11 +1,11 @@
 """Garbage collection of weight versions.
 
-The newest `keep` versions stay, and all that a reader with a lease still needs, the versions that
-these are adapters to, and everything from the last whole version before those on: so every version
-that is there can be built. What is older goes, together with what trainers left behind that died or
-were succeeded. Two rounds: the first writes down what is to go; a later one, after a time of grace,
-looks again and deletes what still nobody needs. Manifests go before their shards, so no route
-starts that does not end.
+The newest `keep` versions stay, those that are `served`, and all that a reader with a lease still
+needs, the versions that these are adapters to, and everything from the last whole version before
+those on: so every version that is there can be built. What is older goes, together with what
+trainers left behind that died or were succeeded. Two rounds: the first writes down what is to go; a
+later one, after a time of grace, looks again and deletes what still nobody needs. Manifests go
+before their shards, so no route starts that does not end.
 
 Objects of a version that the living trainer has not committed yet are never touched: they are the
 next version.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from etude.core.types import Manifest, Route, VersionRef
@@ -47,10 +47,11 @@ def collect(
     chain: Chain,
     *,
     keep: int = KEEP,
+    served: Collection[int] = (),
     grace_s: float = GRACE_S,
     now: Callable[[], float] = time.time,
 ) -> Collected:
-    doomed = find_garbage(chain, keep=keep, now=now())
+    doomed = find_garbage(chain, keep=keep, served=served, now=now())
     deleted: list[str] = []
     pending: set[str] = set()
     for key in filter(
@@ -81,13 +82,14 @@ def _tombstone(chain: Chain, key: str) -> Tombstone:
         raise Corrupt(f"{e}; delete it: what it names is found again") from e
 
 
-def find_garbage(chain: Chain, *, keep: int, now: float) -> list[str]:
+def find_garbage(chain: Chain, *, keep: int, served: Collection[int] = (), now: float) -> list[str]:
     """Keys that nobody needs, in the order in which they may be deleted."""
     lineage = chain.lineage()
     if not lineage:
         return []
     newest_epoch = chain.epochs()[-1].epoch
-    floor = _floor(chain, lineage, keep=keep, now=now)
+    wanted = min([*sorted(lineage)[-keep:], *(v for v in served if v in lineage)])
+    floor = _floor(chain, lineage, wanted=wanted, now=now)
     kept = {(epoch, version) for version, epoch in lineage.items() if version >= floor}
     needed = {key for epoch, version in kept for key in _shards(chain, *chain.at(epoch, version))}
     newest = max(lineage)
@@ -113,10 +115,9 @@ def find_garbage(chain: Chain, *, keep: int, now: float) -> list[str]:
     ]
 
 
-def _floor(chain: Chain, lineage: dict[int, int], *, keep: int, now: float) -> int:
-    """The oldest version to keep: one that is there whole, and not newer than anything that is
-    needed."""
-    wanted = sorted(lineage)[-keep:][0]
+def _floor(chain: Chain, lineage: dict[int, int], *, wanted: int, now: float) -> int:
+    """The oldest version to keep: one that is there whole, and not newer than `wanted` or anything
+    else that is needed."""
     for lease in chain.leases().values():
         if isinstance(lease, Corrupt):
             raise lease  # whoever wrote it may need anything

@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from etude.cli import main
 from etude.core.config import parse
+from etude.core.traffic import start
 from etude.store.objects import Objects
+from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher, SnapshotPolicy
@@ -96,6 +98,14 @@ def test_gc(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["weights", "show", url, "--version", "2"]) == 2
     assert "was deleted by `etude weights gc`" in capsys.readouterr().err
+
+
+def test_gc_keeps_what_the_pools_of_users_serve(url: str) -> None:
+    objects = Objects.open(url)
+    assert TrafficLog(objects).append(start(3, 0.0, heldout_share=0.1))
+    for _ in range(2):
+        assert main(["weights", "gc", url, "--keep", "2", "--grace", "0"]) == 0
+    assert min(Chain(objects).lineage()) <= 3
 
 
 def test_a_store_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
