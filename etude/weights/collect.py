@@ -116,8 +116,8 @@ def find_garbage(chain: Chain, *, keep: int, served: Collection[int] = (), now: 
 
 
 def _floor(chain: Chain, lineage: dict[int, int], *, wanted: int, now: float) -> int:
-    """The oldest version to keep: one that is there whole, and not newer than `wanted` or anything
-    else that is needed."""
+    """The oldest version to keep: one that is there whole, with all shards, and not newer than
+    `wanted` or anything else that is needed."""
     for lease in chain.leases().values():
         if isinstance(lease, Corrupt):
             raise lease  # whoever wrote it may need anything
@@ -128,16 +128,27 @@ def _floor(chain: Chain, lineage: dict[int, int], *, wanted: int, now: float) ->
         wanted = wanted if base is None else min(wanted, base.version)
     for version in sorted((v for v in lineage if v <= wanted), reverse=True):
         link, manifest = chain.at(lineage[version], version)
-        if any(route.base is None for route in (manifest.route, *chain.extra_routes(link))):
+        whole = [r for r in (manifest.route, *chain.extra_routes(link)) if r.base is None]
+        # a snapshot that lost a shard is no reason to delete what the version is still built from
+        if any(_named(link, manifest, route) <= _there(chain, link) for route in whole):
             return version
     return min(lineage)
+
+
+def _there(chain: Chain, link: VersionRef) -> set[str]:
+    return set(chain.keys(f"weights/shards/{link.epoch:06d}/{link.version:06d}"))
+
+
+def _named(link: VersionRef, manifest: Manifest, *routes: Route) -> set[str]:
+    hashes = {manifest.root, *(shard.hash for route in routes for shard in route.shards)}
+    return {shard_key(link.epoch, link.version, hash) for hash in hashes}
 
 
 def _shards(chain: Chain, link: VersionRef, manifest: Manifest) -> set[str]:
     further = chain.check_extra_routes(link).values()
     # it may be restored, and then needs what it names
     if any(isinstance(route, Corrupt) for route in further):
-        return set(chain.keys(f"weights/shards/{link.epoch:06d}/{link.version:06d}"))
-    routes = [manifest.route, *(route for route in further if isinstance(route, Route))]
-    hashes = {manifest.root, *(shard.hash for route in routes for shard in route.shards)}
-    return {shard_key(link.epoch, link.version, hash) for hash in hashes}
+        return _there(chain, link)
+    return _named(
+        link, manifest, manifest.route, *(route for route in further if isinstance(route, Route))
+    )

@@ -15,6 +15,7 @@ from etude.core.traffic import start
 from etude.store.objects import Objects
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
+from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher, SnapshotPolicy
 from etude.weights.records import manifest_key, route_key, shard_key
@@ -98,6 +99,17 @@ def test_gc(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["weights", "show", url, "--version", "2"]) == 2
     assert "was deleted by `etude weights gc`" in capsys.readouterr().err
+
+
+def test_gc_keeps_what_a_version_is_built_from_without_a_damaged_snapshot(url: str) -> None:
+    objects = Objects.open(url)
+    link, _ = Chain(objects).find(5)
+    (snapshot,) = Chain(objects).extra_routes(link)
+    objects.delete(shard_key(1, 5, snapshot.shards[0].hash))
+    for _ in range(2):
+        assert main(["weights", "gc", url, "--keep", "2", "--grace", "0"]) == 0
+    built = Follower(Chain(objects)).fetch(7)
+    assert torch.equal(built["model.layers.0.up_proj.weight"], weights(7))
 
 
 def test_gc_keeps_what_the_pools_of_users_serve(url: str) -> None:
