@@ -235,9 +235,7 @@ def demonstrate(inventory: Inventory, random: Random) -> Iterator[list[Message]]
                 summary = focused_summary(known, inventory.kind, is_over=is_over)
             else:
                 summary = general_summary(known, random, is_over=is_over)
-            talk.request_summary()
-            talk.add({"role": "assistant", "content": summary})
-            yield talk.window
+            yield [*talk.summary_request, {"role": "assistant", "content": summary}]
             talk.reopen(summary, CarriedState())
             known = [word for word in re.findall(r"\w+", summary) if word in KIND_OF]
     answer = goods_of(" ".join(known), inventory.kind) or [random.choice(GOODS[inventory.kind])]

@@ -21,14 +21,8 @@ from etude.core.patience import when_back
 from etude.core.sandbox import Sandbox
 from etude.core.seeds import derive
 from etude.core.types import Json, Limit, PromptPart, Task, Transcript
+from etude.harness.summary import REQUEST, SUMMARISE, CarriedState, Conversation, Message
 from etude.harness.summary import SCHEMA as SUMMARY_SCHEMA
-from etude.harness.summary import (
-    SUMMARISE,
-    CarriedState,
-    Conversation,
-    Message,
-    summary_of,
-)
 from etude.harness.tools import Tools
 
 NUDGE = "call a tool"
@@ -136,11 +130,17 @@ class CodingAgent:
         return Opening(messages=task.opening, tools=Tools(task, sandbox))
 
     async def _summarise(self, ask: Ask, talk: Conversation, tools: AgentTools, seed: int) -> None:
-        talk.request_summary()
+        """Of the window, or of as much of it as leaves room for the request."""
         own_seed = derive(seed, SUMMARISE, talk.num_summaries)
-        answer, _ = await ask(talk.window, own_seed, kind="summary")
-        talk.add(answer)
-        talk.reopen(summary_of(answer), tools.carried())
+        try:
+            answer, _ = await ask(talk.summary_request, own_seed, kind="summary")
+        except OutOfContext:
+            if not talk.step_back():
+                raise
+            await self._summarise(ask, talk, tools, seed)
+        else:
+            talk.add({"role": "user", "content": REQUEST}, answer)
+            talk.reopen(self._summary_of(answer), tools.carried())
 
     async def _ask(
         self,
@@ -179,6 +179,14 @@ class CodingAgent:
             if tools.ends(name):
                 return True
         return False
+
+    def _summary_of(self, answer: Message) -> str:
+        """The text of an answer to `REQUEST`, or of its call of the tool that is meant for it."""
+        for call in answer.get("tool_calls") or []:
+            arguments = parse_arguments(call["function"]["arguments"])
+            if (text := self._own_summary(call["function"]["name"], arguments)) is not None:
+                return text
+        return str(answer.get("content") or "").strip()
 
     def _own_summary(self, name: str, arguments: Json) -> str | None:
         """The text of a call that is one."""

@@ -62,7 +62,7 @@ class Conversation:
         self._opening = tuple(opening)
         self._summarise_at = summarise_at
         self._num_tokens = 0
-        self._num_fitted = len(self.window)
+        self._fitted: list[int] = []  # messages of each window that the model could read
 
     def add(self, *messages: Message) -> None:
         self.said += messages
@@ -70,7 +70,8 @@ class Conversation:
 
     def answered(self, answer: Message, num_tokens: int) -> None:
         """The model has read the window, and said this. `num_tokens`: of both."""
-        self._num_fitted, self._num_tokens = len(self.window), num_tokens
+        self._fitted.append(len(self.window))
+        self._num_tokens = num_tokens
         self.add(answer)
 
     @property
@@ -80,15 +81,17 @@ class Conversation:
 
     def step_back(self) -> bool:
         """Go back to what the model could still read, if a summary can follow: what came behind it
-        was too long. False if there is nothing to go back to."""
-        if self._summarise_at is None or self._num_tokens == 0:
+        was too long. Called again, to what it could read before that. False if there is nothing to
+        go back to."""
+        if self._summarise_at is None or not self._fitted:
             return False
-        del self.window[self._num_fitted :]
+        del self.window[self._fitted.pop() :]
         return True
 
-    def request_summary(self) -> None:
-        self.said.append({"role": "user", "content": REQUEST})
-        self.window = _followed(self.window, REQUEST)
+    @property
+    def summary_request(self) -> list[Message]:
+        """The window, and the request for a summary of it."""
+        return _followed(self.window, REQUEST)
 
     def reopen(self, summary: str, carried: CarriedState) -> None:
         """Begin the next window."""
@@ -98,6 +101,7 @@ class Conversation:
         self.window = _followed(self._opening, text)
         self.said.append({"role": "user", "content": text})
         self._num_tokens = 0
+        self._fitted.clear()
 
 
 def _followed(messages: Sequence[Message], text: str) -> list[Message]:
@@ -107,8 +111,3 @@ def _followed(messages: Sequence[Message], text: str) -> list[Message]:
     if last["role"] == "user" and isinstance(last["content"], str):
         return [*before, last | {"content": f"{last['content']}\n\n{text}"}]
     return [*messages, {"role": "user", "content": text}]
-
-
-def summary_of(answer: Message) -> str:
-    """The text of an answer to `REQUEST`."""
-    return str(answer.get("content") or "").strip()

@@ -194,6 +194,33 @@ async def test_what_is_too_long_for_the_window_is_left_out_of_the_summary(
     assert ended.status == "truncated", "without summaries it ends as it stands"
 
 
+async def test_where_there_is_no_room_for_a_summary_that_is_due_it_goes_back_too(
+    network: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window was full before the answer of the tool was added."""
+    _, policy = await attempt([call("submit")], network)
+    num_opening = len(policy.asked[0].prompt)
+    monkeypatch.setitem(globals(), "OUTPUT", "x " * 500)
+    texts = [call("test"), "the tests say too much", call("submit")]
+    trajectory, policy = await attempt(
+        texts, network, max_context=num_opening + 250, summarise_at=num_opening
+    )
+    assert trajectory.status == "done"
+    assert f"fix area\n\n{REQUEST}" in TOKENIZER.decode(policy.asked[1].prompt)
+    assert "the tests say too much" in TOKENIZER.decode(trajectory.segments[-1].prompt)
+    assert [message["content"] for message in trajectory.messages].count(REQUEST) == 1
+    with_request = len(policy.asked[1].prompt)
+    ended, _ = await attempt(texts, network, max_context=with_request, summarise_at=num_opening)
+    assert ended.status == "truncated", "there is no room for it behind the task either"
+
+
+async def test_a_summary_may_be_a_call_of_the_tool(network: Transformer) -> None:
+    texts = [call("test"), call("summarise", text="area adds"), call("submit")]
+    trajectory, _ = await attempt(texts, network, summarise_at=1, summarise_tool=True)
+    opening = TOKENIZER.decode(trajectory.segments[1].prompt)
+    assert "Your summary 1 of the session so far:\narea adds" in opening
+
+
 async def test_a_summary_is_asked_for_within_the_reminder_to_call_a_tool(
     network: Transformer,
 ) -> None:
@@ -240,4 +267,8 @@ def test_going_back_needs_something_to_go_back_to() -> None:
     assert not talk.step_back(), "the task itself is too long"
     talk.answered({"role": "assistant", "content": "read"}, 5)
     talk.add({"role": "tool", "content": "x" * 999})
+    read = list(talk.window)
+    talk.answered({"role": "assistant", "content": "read on"}, 9)
+    assert talk.step_back() and talk.window == read
     assert talk.step_back() and talk.window == [opening]
+    assert not talk.step_back()
