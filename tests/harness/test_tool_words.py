@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from operator import length_hint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ import pytest
 
 from etude.core.harness_config import CodeConfig
 from etude.core.sandbox import CommandResult
+from etude.harness.code import testing
 from etude.harness.code.files import READ_LINES, Read, _where
 from etude.harness.code.output import clip, plain
+from etude.harness.code.terminal import KEPT_BYTES
 from etude.harness.code.tool import ToolError, Workspace, check_arguments
 from etude.harness.code.toolset import TOOLS, Toolset
 from etude.harness.tools import SCHEMAS as BUILT_IN
@@ -180,6 +183,31 @@ def test_what_a_terminal_would_hide_is_not_shown() -> None:
     assert (
         plain("a\x1b[31mb\x1b[0m\r\nc\rd\r\n10%\r20%\rdone\n\x1b]0;title\x07e") == "ab\nd\ndone\ne"
     )
+
+
+def test_a_mark_of_a_terminal_hides_nothing_behind_it() -> None:
+    link = "\x1b]8;;http://x\x1b\\a link\x1b]8;;\x1b\\"
+    assert plain(f"{link}, an error\nand a bell\x07") == "a link, an error\nand a bell\x07"
+    assert plain("\x1b]0;no end\nan error\x07") == "\x1b]0;no end\nan error\x07"
+
+
+def test_lines_that_are_shown_are_those_that_are_numbered() -> None:
+    assert clip("1\ta\f\n2\tb\u2028c\n", 99) == "1\ta\f\n2\tb\u2028c"
+
+
+async def test_of_a_program_that_prints_without_an_end_both_ends_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    news = iter(["first", *["x" * KEPT_BYTES] * 9, "last"])
+
+    async def ended(wait_s: float) -> bool:
+        return length_hint(news) == 1
+
+    job = SimpleNamespace(ended=ended, news=lambda: next(news))
+    monkeypatch.setattr(testing, "Job", lambda process: job)
+    said = await testing._Pdb(None, 600.0).answer(600.0)  # type: ignore[arg-type]
+    assert said.startswith("firstx") and said.endswith("xlast\n(the program has ended)")
+    assert len(said) < KEPT_BYTES + 100
 
 
 def test_a_long_output_keeps_both_ends_and_what_tells_of_errors() -> None:

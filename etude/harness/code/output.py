@@ -9,14 +9,17 @@ _TELLING = re.compile(
     r"(error|exception|warning)s?\b|\b(traceback|fail(ed|ures?)?|assert\w*|panic|fatal)\b|^E  ",
     re.IGNORECASE,
 )
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07|\x1b[=>()][A-Z0-9]?")
+_ESCAPES = re.compile(
+    r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07\x1b\n]*(\x07|\x1b\\)|\x1b[=>()][A-Z0-9]?"
+)
 _LINE_CHARS = 500
 _HEAD, _TELLING_SHARE = 0.25, 0.25
 
 
 def clip(text: str, limit: int) -> str:
     """At most about `limit` characters of a text."""
-    lines = [_short(line) for line in plain(text).splitlines()]
+    # only at "\n", as they are numbered
+    lines = [_short(line) for line in plain(text).removesuffix("\n").split("\n")]
     if sum(len(line) + 1 for line in lines) <= limit:
         return "\n".join(lines)
     head = _taken(lines, limit * _HEAD)

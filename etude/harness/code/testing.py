@@ -7,7 +7,7 @@ import re
 import shlex
 
 from etude.core.sandbox import Process
-from etude.harness.code.terminal import Job
+from etude.harness.code.terminal import KEPT_BYTES, Job
 from etude.harness.code.tool import Tool, ToolError, Workspace, boolean, string, strings
 
 _PROMPT = re.compile(r"\(Pdb\+*\) $")
@@ -104,7 +104,7 @@ class _Pdb:
         deadline = loop.time() + timeout_s
         while not _PROMPT.search(said):
             ended = await self._job.ended(0.02)
-            said += self._job.news().replace("\r\n", "\n")
+            said = _ends(said + self._job.news().replace("\r\n", "\n"))
             if ended:
                 return f"{said.rstrip()}\n(the program has ended)"
             if loop.time() > deadline:
@@ -113,3 +113,10 @@ class _Pdb:
 
     async def kill(self) -> None:
         await self._job.kill()
+
+
+def _ends(said: str) -> str:
+    """As much as is kept of any output, half of it of its beginning: a program may print without
+    an end."""
+    half = KEPT_BYTES // 2
+    return said if len(said) <= 2 * half else said[:half] + said[-half:]
