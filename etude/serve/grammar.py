@@ -24,7 +24,9 @@ Schema = Mapping[str, Any]
 
 def hermes_call(function: Mapping[str, Any]) -> str:
     start = json.dumps('{"name": ' + json.dumps(function["name"]) + ', "arguments": ')
-    return f'{start} {_json_rule(function.get("parameters") or NO_ARGUMENTS)} "}}"'
+    # arguments are an object, also where the schema does not say so
+    arguments = {**(function.get("parameters") or NO_ARGUMENTS), "type": "object"}
+    return f'{start} {_json_rule(arguments)} "}}"'
 
 
 def compact_call(function: Mapping[str, Any]) -> str:

@@ -136,6 +136,19 @@ def test_calls_can_be_read(syntax: str, tokens: bool) -> None:
     assert -1 in counts and min(counts) == -1 and max(counts) > 1
 
 
+@pytest.mark.parametrize(
+    "parameters", [{"properties": {}}, {"description": "any"}, {"type": ["object", "null"]}]
+)
+def test_arguments_are_an_object_whatever_the_schema_says(parameters: dict[str, Any]) -> None:
+    small = files("hermes", tokens=True)
+    tools = [{"type": "function", "function": {"name": "edit", "parameters": parameters}}]
+    texts = [wander(small, GrammarBuilder(small).calls(tools, parallel=False), n) for n in range(9)]
+    tokenizer = ChatTokenizer(small)
+    for text in filter(None, texts):
+        (call,) = tokenizer.parse(tokenizer.encode(text), tools, str)["tool_calls"]
+        assert call["function"]["name"] == "edit"
+
+
 @pytest.mark.parametrize("tokens", [True, False])
 def test_at_most_one_call(tokens: bool) -> None:
     small = files("hermes", tokens=tokens)
