@@ -211,6 +211,15 @@ async def test_the_terminal_remembers(call: Session) -> None:
     assert await call("terminal", command="basename $PWD") == "etude"
 
 
+async def test_a_path_without_a_shell_can_be_mended(call: Session) -> None:
+    path = (await call("terminal", command="echo $PATH")).strip()
+    for broken in ("export PATH=/nowhere", "unset PATH"):
+        await call("terminal", command=broken)
+        assert "exit code 127" in await call("terminal", command="ls"), "and it is remembered"
+        assert await call("terminal", command=f"PATH={path}; export PATH") == "(no output)"
+        assert await call("terminal", command="ls etude/__init__.py") == "etude/__init__.py"
+
+
 async def test_a_shell_that_holds_much_goes_on(call: Session) -> None:
     for name in "fg":
         await call("terminal", command=f"{name}() {{ echo {'a' * 70_000}; }}")

@@ -98,8 +98,11 @@ class Shell:
 
     async def start(self, command: str, *, remember: bool) -> Job:
         """`remember`: say at the end what it leaves behind (`left`)."""
+        env = dict(self._env)
         lines = [f"cd -- {shlex.quote(self._directory)}"] if self._directory else []
-        lines += [f"unset {name}" for name in sorted(self._known - self._env.keys())]
+        lines += [f"unset {name}" for name in sorted(self._known - env.keys())]
+        if (path := env.pop("PATH", None)) is not None:  # it may lead to no shell
+            lines.append(f"export PATH={shlex.quote(path)}")
         lines += [self._functions] if self._functions else []
         if remember:
             lines.append(
@@ -111,7 +114,7 @@ class Shell:
         script = "\n".join(lines).encode()
         # The script is no argument: those have at most 128 KiB.
         argv = ["sh", "-c", 'exec "$(command -v bash || echo sh)" -c \'eval "$(cat)"\'']
-        job = Job(await self._sandbox.start(argv, env=self._env), f"\n{self._mark}\0")
+        job = Job(await self._sandbox.start(argv, env=env), f"\n{self._mark}\0")
         await job.write(script)
         await job.write(b"")
         return job
