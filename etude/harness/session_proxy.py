@@ -25,6 +25,8 @@ _FORWARDED = ("Content-Type", "Accept", "anthropic-version", "anthropic-beta", "
 _MAX_BODY_BYTES = 64 << 20
 _NOTED_BYTES = 1 << 20
 _REFUSAL_CHARS = 200
+_OUT_OF_CONTEXT = (b"context_length_exceeded", b"prompt is too long")
+"""As OpenAI's API says it, and as Anthropic's does."""
 
 
 class SessionProxy:
@@ -129,7 +131,8 @@ class SessionProxy:
     def _note(self, asked: dict[str, Json], answer: aiohttp.ClientResponse, said: bytes) -> None:
         told = " ".join(said.decode(errors="replace").split())[:_REFUSAL_CHARS]
         self.refusal = "" if answer.status == 200 else f"{answer.status} {told}"
-        self.out_of_context |= answer.status == 400 and b"context_length_exceeded" in said
+        is_too_long = any(words in said for words in _OUT_OF_CONTEXT)
+        self.out_of_context |= answer.status == 400 and is_too_long
         messages = asked.get("messages")
         if answer.status != 200 or not isinstance(messages, list):
             return

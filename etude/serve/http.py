@@ -144,7 +144,10 @@ def error_body(error: ApiError, path: str) -> ErrorResponse | AnthropicErrorResp
     if ANTHROPIC_ROUTES in path:
         usual = "invalid_request_error" if error.status < 500 else "api_error"
         kind = ANTHROPIC_TYPES.get(error.status, usual)
-        return AnthropicErrorResponse(AnthropicError(kind, str(error)))
+        # there is no code for it: clients look for these words
+        is_too_long = error.code == "context_length_exceeded"
+        message = f"prompt is too long: {error}" if is_too_long else str(error)
+        return AnthropicErrorResponse(AnthropicError(kind, message))
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return ErrorResponse(Error(str(error), kind, error.code, error.param))
 

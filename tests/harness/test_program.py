@@ -25,8 +25,11 @@ from etude.harness.program import CommandAgent, ProgramAgent
 from etude.harness.session_proxy import SessionProxy
 from etude.run.controller import build_agent
 from etude.sandbox.pool import open_sandbox_pool
+from etude.serve.fake import Scripted
 from tests.harness.test_agent import Answer, model, says
 from tests.namespaces import need_namespaces
+from tests.serve.conftest import served
+from tests.serve.scripted import scripted_app
 
 ROOT = Path(__file__).parents[2]
 TASK = Task(id="t", prompt="sing", meta={"path": "song.txt"})
@@ -248,6 +251,20 @@ async def test_a_conversation_that_is_too_long_ends_as_it_stands() -> None:
     async with opened("process") as sandbox:
         full = web.Response(status=400, text="context_length_exceeded")
         transcript, _ = await play("ask(messages=[]); 1 / 0", sandbox, full)
+    assert (transcript.finished, transcript.limit) == (False, "context")
+
+
+@pytest.mark.parametrize("dialect", ["/chat/completions", "/messages"])
+async def test_it_may_ask_in_any_dialect_what_is_too_long(dialect: str) -> None:
+    text = f'ask("{dialect}", max_tokens=9, messages=[{{"role": "user", "content": "a " * 5000}}])'
+    async with (
+        opened("process") as sandbox,
+        served(scripted_app(Scripted(()), token="secret")) as url,
+        aiohttp.ClientSession() as http,
+    ):
+        agent = Script(http, max_tokens=9, timeout_s=600.0, temperature=0.5)
+        agent.text = f"{text}; 1 / 0"
+        transcript = await agent.run(TASK, sandbox, base_url=f"{url}/v1", api_key="secret", seed=0)
     assert (transcript.finished, transcript.limit) == (False, "context")
 
 
