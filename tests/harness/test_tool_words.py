@@ -8,6 +8,7 @@ has changed in it:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from operator import length_hint
@@ -22,7 +23,7 @@ from etude.core.sandbox import CommandResult
 from etude.harness.code import testing
 from etude.harness.code.files import READ_LINES, Read, _where
 from etude.harness.code.output import clip, plain
-from etude.harness.code.terminal import KEPT_BYTES
+from etude.harness.code.terminal import KEPT_BYTES, Job
 from etude.harness.code.tool import ToolError, Workspace, check_arguments
 from etude.harness.code.toolset import TOOLS, Toolset
 from etude.harness.tools import SCHEMAS as BUILT_IN
@@ -208,6 +209,32 @@ async def test_of_a_program_that_prints_without_an_end_both_ends_are_kept(
     said = await testing._Pdb(None, 600.0).answer(600.0)  # type: ignore[arg-type]
     assert said.startswith("firstx") and said.endswith("xlast\n(the program has ended)")
     assert len(said) < KEPT_BYTES + 100
+
+
+@pytest.mark.parametrize("first", [9, KEPT_BYTES // 2, KEPT_BYTES // 2 + 9, KEPT_BYTES])
+async def test_news_of_a_job_say_nothing_twice(first: int) -> None:
+    script = [b"a" * first, b"b" * KEPT_BYTES, b"c" * 9]
+    may_read, is_read = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def read() -> bytes:
+        is_read.release()
+        await may_read.acquire()
+        return script.pop(0) if script else b""
+
+    async def wait() -> int:
+        return 0
+
+    job = Job(SimpleNamespace(read=read, wait=wait))  # type: ignore[arg-type]
+    told = []
+    await is_read.acquire()
+    for _ in range(3):
+        may_read.release()
+        await is_read.acquire()
+        told.append(job.news())
+    assert told[0] == "a" * first
+    assert set(told[1]) == {"b"} and told[2] == "c" * 9
+    may_read.release()
+    assert await job.ended(600.0) and job.news() == ""
 
 
 def test_a_long_output_keeps_both_ends_and_what_tells_of_errors() -> None:

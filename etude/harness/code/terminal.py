@@ -71,9 +71,11 @@ class Job:
         return output.decode(errors="replace"), left.decode(errors="replace")
 
     def news(self) -> str:
-        """The output since the last call."""
+        """The output since the last call, as far as it is kept."""
         output, _ = self._split()
-        new = output[max(self._seen - self._dropped, 0) :]
+        half = KEPT_BYTES // 2  # nothing is dropped of the first half
+        start = self._seen if self._seen <= half else max(self._seen - self._dropped, half)
+        new = output[start:]
         self._seen = len(output) + self._dropped
         return new.decode(errors="replace")
 
