@@ -96,7 +96,7 @@ async def _measure(
         found = await source.check("shop/module_7.py", bad if number % 2 else good)
         took.append(1000 * (time.perf_counter() - began))
         counts.append(len(found))
-    absent = {f"without.{reason.partition(':')[0]}": 1.0 for reason in source.missing()}
+    absent = {f"without.{name}": 1.0 for name in source.missing()}
     if len(absent) == len(servers):
         raise EtudeError("no language server is installed: pip install 'etude[diagnostics]'")
     first, *rest = took

@@ -179,5 +179,5 @@ async def test_what_is_gone_is_told_once_and_not_asked_again() -> None:
         found = await source.check("a.py", "x")
         assert [each.source for each in found] == ["good"]
     assert count == [2]
-    assert source.missing() == ["dies: it has ended"] and source.missing() == []
+    assert source.missing() == {"dies": "it has ended"} and source.missing() == {}
     assert (played["dies"].killed, played["good"].killed) == (1, 0)

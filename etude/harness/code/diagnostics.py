@@ -8,7 +8,7 @@ real language servers in the sandbox, `FakeDiagnostics` a function.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,8 +39,9 @@ class DiagnosticSource(Protocol):
     async def check(self, path: str, text: str) -> Sequence[Diagnostic]:
         """Complaints about a file of the working copy, if this were its text."""
 
-    def missing(self) -> Sequence[str]:
-        """Those that cannot be asked, each with the reason, and once only."""
+    def missing(self) -> Mapping[str, str]:
+        """Those that cannot be asked any more, as `Diagnostic.source` names them, each with the
+        reason, and once only."""
 
 
 class FakeDiagnostics:
@@ -55,8 +56,8 @@ class FakeDiagnostics:
     async def check(self, path: str, text: str) -> Sequence[Diagnostic]:
         return self._check(path, text)
 
-    def missing(self) -> Sequence[str]:
-        return ()
+    def missing(self) -> Mapping[str, str]:
+        return {}
 
 
 class Diagnostics:
@@ -65,6 +66,7 @@ class Diagnostics:
     def __init__(self, source: DiagnosticSource) -> None:
         self._source = source
         self._last: dict[str, tuple[str, Sequence[Diagnostic]]] = {}
+        self._lost: set[str] = set()
 
     async def changed(self, path: str, before: str | None, after: str) -> str:
         """In lines for the model; empty if nothing changed."""
@@ -73,7 +75,11 @@ class Diagnostics:
         old = [] if before is None else await self._of(path, before)
         new = await self._of(path, after)
         self._last[path] = (after, new)
-        absent = [f"(no diagnostics of {reason})" for reason in self._source.missing()]
+        missing = self._source.missing()
+        self._lost |= missing.keys()
+        # what nobody says any more is not mended
+        old = [each for each in old if each.source not in self._lost]
+        absent = [f"(no diagnostics of {name}: {reason})" for name, reason in missing.items()]
         return "\n".join([*_told(old, new), *absent])
 
     async def _of(self, path: str, text: str) -> Sequence[Diagnostic]:

@@ -49,14 +49,14 @@ class LanguageServers:
         self._commands = dict(servers)
         self._timeout_s = timeout_s
         self._running: dict[str, LanguageServer] = {}
-        self._missing: list[str] = []
+        self._missing: dict[str, str] = {}
 
     async def check(self, path: str, text: str) -> Sequence[Diagnostic]:
         answers = await asyncio.gather(*(self._ask(name, path, text) for name in self._commands))
         return [each for answer in answers for each in answer]
 
-    def missing(self) -> Sequence[str]:
-        told, self._missing = self._missing, []
+    def missing(self) -> Mapping[str, str]:
+        told, self._missing = self._missing, {}
         return told
 
     async def _ask(self, name: str, path: str, text: str) -> Sequence[Diagnostic]:
@@ -67,7 +67,7 @@ class LanguageServers:
                 return await self._running[name].check(path, text)
         except (ServerGone, TimeoutError) as e:
             reason = str(e) or f"it did not answer within {self._timeout_s:g} s"
-            self._missing.append(f"{name}: {reason}")
+            self._missing[name] = reason
             del self._commands[name]
             if server := self._running.pop(name, None):
                 await server.kill()
