@@ -24,6 +24,7 @@ from etude.harness.code.prompt import collect_parts, counter, render, system_tex
 from etude.harness.code.tool import TestCache, Workspace
 from etude.run.controller import build_agent, server_mounts
 from etude.sandbox.fake import FakeSandbox, Files
+from etude.sandbox.pool import open_sandbox_pool
 from tests.harness.test_agent import model, says
 
 RUN = 'name = "r"\n[[stage]]\nkind = "rl"\nsteps = 1\n[harness.code]\n'
@@ -260,3 +261,14 @@ async def test_parts_of_a_working_copy_without_anything() -> None:
     sandbox = FakeSandbox({}, lambda files, argv: CommandResult(127, "python: not found"))
     parts = await collect_parts(TASK, sandbox, CodeConfig())
     assert [part.name for part in parts] == ["system", "task"]
+
+
+async def test_levels_of_the_tree_are_told_as_far_as_an_output_is_kept() -> None:
+    folders = "/".join(f"level{n}-{'x' * 30}" for n in range(5))
+    files = {f"{folders}/module_{n}.py": "" for n in range(100)} | {"a.py": ""}
+    pool = open_sandbox_pool("process")
+    async with pool.open(SandboxSpec(files=files)) as sandbox:
+        parts = await collect_parts(TASK, sandbox, CodeConfig(prompt=PromptConfig(depth=6)))
+    await pool.close()
+    told = [part.name for part in parts if part.name.startswith("files")]
+    assert told == [f"files {n}" for n in range(1, 6)], "but for the one that is too much"

@@ -32,8 +32,13 @@ for folder, folders, names in os.walk("."):
         levels[depth] += [place + n for n in [*(n + "/" for n in folders), *sorted(names)]]
     else:
         folders[:] = []
-print(json.dumps([level[:100] + ["..."] * (len(level) > 100) for level in levels]))
+shown = [level[:100] + ["..."] * (len(level) > 100) for level in levels]
+while len(json.dumps(shown)) > int(sys.argv[2]):
+    shown.pop()
+print(json.dumps(shown))
 """
+_TREE_ROOM = 16_000
+"""Bytes of the levels that are told: a sandbox keeps the last 16 KiB of an output."""
 
 DEFAULT_SYSTEM = """\
 You are a coding agent. You work on a repository, in a sandbox without a network, until the task is
@@ -131,7 +136,7 @@ def _part(name: str, text: str, role: str, priority: int) -> PromptPart:
 async def _levels(sandbox: Sandbox, config: CodeConfig) -> Sequence[Sequence[str]]:
     if not config.prompt.depth:
         return []
-    argv = ["python", "-c", _TREE, str(config.prompt.depth)]
+    argv = ["python", "-c", _TREE, str(config.prompt.depth), str(_TREE_ROOM)]
     ran = await sandbox.run(argv, timeout_s=config.command_timeout_s)
     try:
         levels = json.loads(ran.output)
