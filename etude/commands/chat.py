@@ -42,6 +42,8 @@ anything else is said to the model, with all that was said before"""
 ANSWER_S = 10.0
 """For a server to be there."""
 _PORTS = {"http": 80, "https": 443}
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+"""What would work the terminal: a model clears no screen, and writes to no clipboard."""
 ALWAYS_REFUSED = (401, 403, 404, 405)
 """Another turn would not be answered either."""
 
@@ -136,7 +138,7 @@ def _answer(url: str, request: dict[str, Any], console: Console) -> str:
                 reason = choice.get("finish_reason") or reason
                 piece = choice["delta"].get("content") or ""
                 said += piece
-                console.out(piece, end="", highlight=False)
+                console.out(_CONTROL.sub("\ufffd", piece), end="", highlight=False)
     except KeyboardInterrupt:
         console.print(" (stopped)", style="dim")
         return said

@@ -83,6 +83,17 @@ def test_an_answer_that_was_cut_says_so(
     assert ("cut there: --max-tokens" in console.export_text()) is is_told
 
 
+def test_what_would_work_the_terminal_is_shown_and_sent_back_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "a\x1b]52;c;eA==\x07b\x9b2J\nc 中文\u3000é"
+    chunks = [{"choices": [{"delta": {"content": piece}}]} for piece in said]
+    monkeypatch.setattr(chat, "_stream", lambda url, request: iter(chunks))
+    assert chat._answer("http://x", {}, Console(width=100)) == said
+    shown = capsys.readouterr().out
+    assert shown == "a\ufffd]52;c;eA==\ufffdb\ufffd2J\nc 中文\u3000é\n"
+
+
 def test_a_server_that_is_not_there_is_told_before_anything_is_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
