@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 import sysconfig
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -330,32 +330,6 @@ async def test_an_edit_tells_what_it_broke_and_mended_and_nothing_else(call: Ses
         "ok: lines were removed after line 0\ndiagnostics: 0 new, 1 gone"
     )
     assert await call("write", path="a.txt", content="bad") == "ok: wrote a.txt, 1 lines"
-
-
-async def test_what_a_lost_server_had_said_is_not_gone(call: Session) -> None:
-    class Losing(FakeDiagnostics):
-        lost: dict[str, str] = {}
-        told = False
-
-        def missing(self) -> Mapping[str, str]:
-            said = {} if self.told else self.lost
-            self.told = bool(said) or self.told
-            return said
-
-    def check(path: str, text: str) -> list[Diagnostic]:
-        known = [name for name in ("quick", "late") if name not in source.lost]
-        return [Diagnostic(1, "X1", "bad", name) for name in known if "bad" in text]
-
-    source = Losing(check)
-    call.use(source)
-    for path in ("a.py", "b.py"):
-        await call("write", path=path, content="bad = 1\n")
-    source.lost = {"late": "it has ended"}
-    assert await call("edit", path="a.py", old="1", new="2") == (
-        "ok: line 1\n(no diagnostics of late: it has ended)"
-    )
-    said = await call("edit", path="b.py", old="bad = 1", new="good = 1")
-    assert said == "ok: line 1\ndiagnostics: 0 new, 1 gone"
 
 
 @pytest.mark.parametrize(("server", "code"), [("ruff", "F821"), ("ty", "unresolved-reference")])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from etude.harness.code import servers
-from etude.harness.code.diagnostics import Diagnostic
+from etude.harness.code.diagnostics import Diagnostic, Diagnostics, FakeDiagnostics
 from etude.harness.code.servers import LanguageServer, LanguageServers, ServerGone, start_server
 
 Answer = Callable[[dict[str, Any]], list[Any]]
@@ -181,3 +181,26 @@ async def test_what_is_gone_is_told_once_and_not_asked_again() -> None:
     assert count == [2]
     assert source.missing() == {"dies": "it has ended"} and source.missing() == {}
     assert (played["dies"].killed, played["good"].killed) == (1, 0)
+
+
+async def test_what_a_lost_server_had_said_is_not_gone() -> None:
+    class Losing(FakeDiagnostics):
+        def missing(self) -> Mapping[str, str]:
+            told = dict(news)
+            news.clear()
+            return told
+
+    def check(path: str, text: str) -> list[Diagnostic]:
+        return [Diagnostic(1, "X1", "bad", name) for name in asked if "bad" in text]
+
+    asked, news = ["quick", "late"], dict[str, str]()
+    diagnostics = Diagnostics(Losing(check))
+    for path in ("a.py", "b.py"):
+        assert "2 new" in await diagnostics.changed(path, None, "bad = 1")
+    asked.remove("late")
+    news["late"] = "it has ended"
+    assert await diagnostics.changed("a.py", "bad = 1", "bad = 2") == (
+        "(no diagnostics of late: it has ended)"
+    )
+    said = await diagnostics.changed("b.py", "bad = 1", "good = 1")
+    assert said == "diagnostics: 0 new, 1 gone", "of those who can still say so"
