@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from etude.core.consent import Consent, pseudonym
+from etude.core.errors import EtudeError
 from etude.core.recorded import RecordedSession, RecordedTurn
 from etude.serve.access import SignedTokens
 from etude.serve.production.routes import CLOCK_SKEW_S
@@ -154,6 +155,25 @@ async def test_a_word_to_another_gateway_is_heard_although_its_clock_is_behind(
         await made.call("POST", "/v1/chat/completions", body, user)
         (session,) = made.store.sessions().sessions
     assert [turn.sampled for turn in session.turns] == [tuple(one) for one in answers(["Two."])]
+
+
+async def test_a_refusal_is_heard_although_the_store_could_not_be_read_for_long(
+    http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(since: float) -> Any:
+        raise EtudeError("unreachable")
+
+    async with production(http, f"file:{tmp_path}", ["One."]) as made:
+        begun, other = time.time(), ProductionStore(made.store.objects)
+        subject = pseudonym("alice@example.com", KEY)
+        other.put_consent(Consent(subject=subject, granted=False, time=begun))
+        made.store.now = lambda: begun + 2 * CLOCK_SKEW_S
+        with monkeypatch.context() as m, pytest.raises(EtudeError):
+            m.setattr(made.store, "consents", unreachable)
+            await made.mode.refresh()
+        await made.mode.refresh()
+        await made.say("read")
+        assert b"/turns/" not in bytes_of(tmp_path)
 
 
 def events(stream: str) -> Iterator[Any]:
@@ -358,6 +378,21 @@ async def test_a_deleted_user_is_gone(http: aiohttp.ClientSession, tmp_path: Pat
         # who comes back is somebody new
         await made.say("read")
         assert len(made.store.sessions().sessions) == 2
+
+
+async def test_what_a_deleted_user_had_consented_to_holds_no_longer(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    user = {"X-Etude-User": "alice@example.com"}
+    body = {"messages": [{"role": "user", "content": "read"}]}
+    async with production(http, f"file:{tmp_path}", ["One.", "Two."]) as made:
+        await made.call("POST", "/v1/consent", {"granted": True}, user)
+        await made.call("DELETE", "/v1/users", headers=user)
+        await made.call("POST", "/v1/chat/completions", body, user)
+        assert not made.store.users()
+        await made.call("POST", "/v1/consent", {"granted": True}, user)
+        await made.call("POST", "/v1/chat/completions", body, user)
+        assert len(made.store.users()) == 1
 
 
 async def test_an_answer_that_comes_after_its_user_was_deleted_is_in_no_memory(

@@ -257,7 +257,10 @@ class Production:
             async with session.lock:
                 session.known.clear()
         self._model.conversations.forget(user)
-        return respond(UserDeleted(await asyncio.to_thread(self._store.delete_user, user)))
+        deleted = await asyncio.to_thread(self._store.delete_user, user)
+        if user in self._said and self._said[user].granted:
+            del self._said[user]  # as in the store: who comes back is asked anew
+        return respond(UserDeleted(deleted))
 
     async def openapi(self, http: HttpRequest) -> Response:
         return respond(production_document())
@@ -283,8 +286,10 @@ class Production:
 
     async def refresh(self) -> None:
         """Learns what was said to other gateways, or to this one before."""
-        since, self._heard = self._heard - CLOCK_SKEW_S, self._store.now()
-        for subject, word in (await asyncio.to_thread(self._store.consents, since)).items():
+        now = self._store.now()
+        heard = await asyncio.to_thread(self._store.consents, self._heard - CLOCK_SKEW_S)
+        self._heard = now  # only now: what could not be read is asked for again
+        for subject, word in heard.items():
             self._said[subject] = word.newer(self._said.get(subject))
 
     def forget_idle(self) -> None:
