@@ -139,6 +139,19 @@ async def test_a_deleted_user_is_taken_out_of_copies(
     assert etude("sweep", recorded) == 0
 
 
+async def test_a_copy_with_line_ends_in_its_texts_is_purged(recorded: Path, tmp_path: Path) -> None:
+    """Those of Unicode, which JSON leaves as they are."""
+    sft = tmp_path / "sft.jsonl"
+    etude("export", recorded, "--for", "sft", sft)
+    text = sft.read_text().replace("fix it", "fix\u2028it\x85now")
+    sft.write_text(text)
+    assert etude("purge", recorded, sft) == 0
+    assert sft.read_text() == text
+    assert etude("delete", recorded, "--user", "alice@example.com") == 0
+    assert etude("purge", recorded, sft) == 0
+    assert "fix" in text and "fix" not in sft.read_text()
+
+
 async def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "production.toml"
 

@@ -104,6 +104,12 @@ def test_what_is_no_probe_is_named_with_its_line(given: dict[str, Json], why: st
         read_probes("\n" + json.dumps(line), "safety", "probes")
 
 
+def test_a_probe_may_say_any_line_end_of_unicode() -> None:
+    line = {"suite": "safety", "prompt": "a\u2028b\x85c", "forbidden": ["y"]}
+    (found,) = read_probes(json.dumps(line, ensure_ascii=False) + "\r\n", "safety", "probes")
+    assert found.prompt == line["prompt"]
+
+
 def test_a_probe_is_known_by_what_it_says_and_not_by_its_line() -> None:
     one, other = (f'{{"suite": "safety", "prompt": "{p}", "forbidden": ["y"]}}\n' for p in "ab")
     other = other.replace('"b"', '"b\u2028c"')  # which ends no line
