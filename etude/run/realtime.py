@@ -332,14 +332,14 @@ class RealtimeLoop:
             self._forgotten[stone.user] = stone.time
             if (told := forgotten(self.run, stone.user)) is not None and told.time >= stone.time:
                 continue
-            held = [
+            held = {
                 step
                 for step, record in records.items()
                 if any(one.sample.startswith(f"{stone.user}.") for one in record.answers)
-            ]
-            steps = tuple(sorted({*held, *(told.steps if told else ())}))
+            }
+            steps = tuple(sorted(held.union(told.steps if told else ())))
             record = Forgotten(user=stone.user, time=stone.time, steps=steps)
-            forget_user(self.run, record, held)
+            forget_user(self.run, record)
             seen = ", ".join(map(str, versions_that_saw(steps, bases))) or "none"
             self._tell(f"user {stone.user} is deleted; versions that have seen them: {seen}")
 

@@ -108,10 +108,13 @@ def updates(run: Run) -> dict[int, UpdateRecord]:
     return UpdateLog(run).records()
 
 
-def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
-    """Takes a user's tokens and rewards out of the batches of these steps, which are trained, then
-    says what weights have seen them."""
-    for step in trained:
+def forget_user(run: Run, forgotten: Forgotten) -> None:
+    """Takes a user's tokens and rewards out of the batches of these steps, which are trained, and
+    says what weights have seen them. That is said first, of no time yet: whoever begins again after
+    a death in the middle of it can no longer tell the steps from what is left."""
+    key = f"{FORGOTTEN}/{forgotten.user}.json"
+    run.objects.put_sealed(key, to_json(replace(forgotten, time=0.0)))
+    for step in forgotten.steps:
         batch = run.batch(step)
         rows = tuple(row for row in batch.rows if not _is_of(row.sample, forgotten.user))
         oldest = oldest_version(rows) if rows else batch.oldest
@@ -120,7 +123,7 @@ def forget_user(run: Run, forgotten: Forgotten, trained: list[int]) -> None:
         left = tuple(one for one in record.answers if not _is_of(one.sample, forgotten.user))
         run.objects.put_sealed(_update_key(step), to_json(replace(record, answers=left)))
         run.delete_recomputed(step)
-    run.objects.put_sealed(f"{FORGOTTEN}/{forgotten.user}.json", to_json(forgotten))
+    run.objects.put_sealed(key, to_json(forgotten))
 
 
 def forgotten(run: Run, user: str) -> Forgotten | None:

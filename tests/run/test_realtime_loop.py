@@ -213,6 +213,27 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
     assert told == [f"user {user} is deleted; versions that have seen them: 1"]
 
 
+@pytest.mark.parametrize("writes", range(4))
+def test_a_death_while_a_user_is_forgotten_leaves_nothing_of_them(writes: int) -> None:
+    """After each of the writes that it takes."""
+    world = World(Objects.open("memory:"))
+    mortal = Mortal(world.objects, None)
+    loop = world.loop(mortal)
+    world.follow(loop, until=Compare(new=1, old=0))
+    user = world.run.batch(1).rows[0].sample.partition(".")[0]
+    world.run.put_recomputed(1, ())
+    world.delete(user)
+    mortal.writes = writes
+    with pytest.raises(EtudeError, match="the store is gone"):
+        asyncio.run(loop.step())
+    asyncio.run(world.loop().step())
+    assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
+    assert not any(one.sample.startswith(user) for one in updates(world.run)[1].answers)
+    assert not world.objects.list("recomputed")
+    record = forgotten(world.run, user)
+    assert record is not None and record.steps == (1,) and record.time > 0
+
+
 def test_an_update_that_nobody_is_left_of_is_passed_over() -> None:
     world = World(Objects.open("memory:"))
     loop = world.loop()
@@ -240,7 +261,7 @@ def test_a_batch_says_of_what_is_left_how_old_it_is() -> None:
     user = batch.rows[0].sample.partition(".")[0]
     newer = replace(batch.rows[1], versions=(VersionSpan(5, 2),))
     world.objects.put("batches/000001", seal(pack(replace(batch, rows=(batch.rows[0], newer)))))
-    forget_user(world.run, Forgotten(user=user, time=1.0, steps=(1,)), [1])
+    forget_user(world.run, Forgotten(user=user, time=1.0, steps=(1,)))
     left = world.run.batch(1)
     assert left.rows == (newer,) and left.oldest == 5
 

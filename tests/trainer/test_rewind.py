@@ -117,11 +117,11 @@ def test_nothing_of_a_user_who_is_deleted_during_a_step_stays() -> None:
 
     def emit(event: Event) -> None:
         if isinstance(event, StepDone) and event.step == 1:
-            forget_user(run, Forgotten(user=user, time=1.0, steps=(1,)), [1])
+            forget_user(run, Forgotten(user=user, time=1.0, steps=(1,)))
 
     Trainer(run, parse(TOML.replace("STEPS", "2") + REALTIME), emit).train()
     assert run.objects.list("recomputed") == ["recomputed/000002"]
-    forget_user(run, Forgotten(user=other, time=1.0, steps=(2,)), [2])
+    forget_user(run, Forgotten(user=other, time=1.0, steps=(2,)))
     assert run.objects.list("recomputed") == []
 
 
@@ -136,7 +136,7 @@ def read_by_rank(world: World, store: str) -> tuple[list[str], str]:
             if world.rank == 1 and not self.is_deleted:
                 while not self.objects.exists("read by rank 0"):
                     time.sleep(0.01)
-                forget_user(self, Forgotten(user=USER, time=1.0, steps=(1,)), [1])
+                forget_user(self, Forgotten(user=USER, time=1.0, steps=(1,)))
                 self.is_deleted = True
             found = super().wait_batch(step)
             self.objects.put(f"read by rank {world.rank}", b"")
