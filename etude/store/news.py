@@ -18,6 +18,8 @@ from etude.store.objects import Objects
 NEWS = "production/news"
 KEPT_S = 7200.0
 """Older entries are swept."""
+ALL_S = 3600.0
+"""After so long a reader lists all users: some news may never have been told."""
 CLOCK_SKEW_S = 300.0
 """How far the clocks of two writers may be apart."""
 _FOLDER_MS = 600_000
@@ -31,6 +33,8 @@ class News:
         self._objects = objects
         self._now = now
         self._read_until = 0.0
+        self._all_until = 0.0
+        """When all users were listed last."""
         self._seen: set[str] = set()
 
     def tell(self, user: str) -> None:
@@ -39,11 +43,13 @@ class News:
         self._objects.put(f"{NEWS}/{time_ms // _FOLDER_MS}/{name}", b"")
 
     def read(self) -> set[str] | None:
-        """The users who did something since the last call; None if that is too long ago to say."""
+        """The users who did something since the last call; None if all are to be listed: at the
+        first call, and whenever that was long ago."""
         since, now = self._read_until, self._now()
         listed = self._keys(max(since, now - KEPT_S) - CLOCK_SKEW_S, now + CLOCK_SKEW_S)
         new, self._seen, self._read_until = listed - self._seen, listed, now
-        if now - since > KEPT_S / 2:
+        if not 0 <= now - self._all_until <= ALL_S:  # a clock may be put back, too
+            self._all_until = now
             return None
         return {match[1] for key in new if (match := _ENTRY.fullmatch(key))}
 
