@@ -42,7 +42,7 @@ class CanaryConfig(Config):
 
     ramp: Annotated[tuple[float, ...], Field(min_length=2, strict=False)] = (0.01, 0.05, 0.25, 1.0)
     """Shares of the users that see it, one after the other; the last is 1."""
-    confidence: Confidence = 0.95
+    confidence: Annotated[float, Field(gt=0.5, lt=1, allow_inf_nan=False)] = 0.95
     """One-sided, at each stage of the ramp, however often it is looked at."""
     false_alarms: Margin = 0.02
     """The chance that a version which is not worse is taken back for being so."""

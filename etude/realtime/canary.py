@@ -182,7 +182,8 @@ def _compare(
     (candidate, candidate_variance), (control, live_variance) = (a.mean(slope) for a in arms)
     variance = max(candidate_variance + live_variance, 1e-12)
     tuned = (metric.margin / 4) ** 2
-    looks = len(plan.metrics) * (len(plan.ramp) - 1)
+    # in any metric and stage; the last stage is the watch, when the candidate is live
+    false_alarms = plan.false_alarms / (len(plan.metrics) * len(plan.ramp))
     gain = sign * (candidate - control)
     return MetricFigures(
         metric=metric,
@@ -190,7 +191,7 @@ def _compare(
         candidate=candidate,
         gain=gain,
         low=gain - mixture_radius(variance, 2 * (1 - plan.confidence), tuned),
-        high=gain + mixture_radius(variance, 2 * plan.false_alarms / looks, tuned),
+        high=gain + mixture_radius(variance, 2 * false_alarms, tuned),
     )
 
 

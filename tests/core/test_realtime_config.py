@@ -45,6 +45,13 @@ def test_it_trains_in_the_last_stage() -> None:
     parse(RUN.format(top=last))
 
 
+def test_half_a_confidence_is_enough_for_the_gate_alone() -> None:
+    """A sequence that may be looked at any time has no width there."""
+    parse(RUN.format(top=""), ["realtime.gate.confidence=0.5"])
+    with pytest.raises(EtudeError, match="confidence"):
+        parse(RUN.format(top=""), ["realtime.canary.confidence=0.5"])
+
+
 @pytest.mark.parametrize("ramp", ["[0.2, 0.5]", "[0.5, 0.2, 1.0]", "[0.2, 0.2, 1.0]", "[0.0, 1.0]"])
 def test_a_canary_grows_until_it_is_everybody(ramp: str) -> None:
     with pytest.raises(EtudeError, match="growing shares that end with 1"):

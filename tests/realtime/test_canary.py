@@ -206,6 +206,17 @@ def test_false_alarms_are_rare_however_often_it_is_looked_at() -> None:
     assert alarms <= 3 < naive
 
 
+def test_all_false_alarms_together_are_as_rare_as_stated() -> None:
+    """Of two metrics at two looks, the only stage of the ramp and the watch: each has a quarter."""
+    other = replace(KEPT, name="other")
+    plan = CanaryPlan(
+        metrics=(KEPT, other), ramp=(0.5, 1.0), confidence=0.95, false_alarms=4 * 0.05
+    )
+    found = [replace(u, totals={**u.totals, "other": 0.0}) for u in users(0.6, 0.6)]
+    figures = decide(plan, 0, found).figures[0]
+    assert figures.high - figures.gain == pytest.approx(figures.gain - figures.low)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"metrics": ()}, {"ramp": (0.05, 0.01, 1.0)}, {"ramp": (0.1, 0.5)}, {"ramp": (0.0, 1.0)}],
