@@ -384,7 +384,8 @@ def _is_password(found: re.Match[str]) -> bool:
 
 _PASSWORD = re.compile(
     r"(?P<name>(?i:password|passwd|passphrase|passcode|pwd|secret(?:[_-]?access)?(?:[_-]?key)?"
-    r"|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?key|credentials?|token))_?\d{0,3}"
+    r"|(?:api|access|private|auth|account|encryption|signing|master)[_-]?key|credentials?"
+    r"|(?:(?:access|auth|refresh|session)[_-]?)?token)|_PASS(?==))_?\d{0,3}"
     r"(?:(?:\\?[\"'`])?\s{0,3}(?P<sep>=>|:=|={1,2}|:|>|\b(?:is|was|to)\b)\s{0,3}"
     r"|(?P<gap>[ =]))"
     r"(?:(?P<q>\\?[\"'`])(?P<s>(?:(?!(?P=q))[^\r\n]){4,200})(?P=q)"
@@ -393,15 +394,24 @@ _PASSWORD = re.compile(
 )
 
 _PASSWORD_WORDS = (
-    *("password", "passwd", "passphrase", "passcode", "pwd", "secret", "api_key", "api-key"),
-    *("apikey", "access_key", "access-key", "accesskey", "private_key", "private-key"),
-    *("privatekey", "auth_key", "auth-key", "authkey", "credential", "token"),
+    *("password", "passwd", "passphrase", "passcode", "pwd", "secret", "credential", "token"),
+    "_pass=",
+    *(
+        f"{first}{between}{last}"
+        for last, firsts in {
+            "key": "api access private auth account encryption signing master",
+            "token": "access auth refresh session",
+        }.items()
+        for first in firsts.split()
+        for between in ("_", "-", "")
+    ),
 )
 _KEY_BEGINNINGS = (
     *("sk-", "sk_", "rk_", "pk_", "whsec_", "akia", "asia", "ghp_", "gho_", "ghu_", "ghs_"),
     *("ghr_", "github_pat_", "glpat-", "xox", "xapp-", "aiza", "ya29.", "gocspx-", "hf_", "npm_"),
     *("pypi-", "dop_v1_", "sg.", "gsk", "fw", "r8", "fo1", "nvapi", "lin_api", "shpat", "shpss"),
-    *("tskey", "dckr_pat", "pat_", "pat-", "dapi", "age-secret-key-1"),
+    *("tskey", "dckr_pat", "pat_", "pat-", "dapi", "age-secret-key-1", "hooks.slack.com"),
+    *("discord.com", "discordapp.com"),
 )
 
 KINDS: dict[str, Kind] = {
@@ -424,7 +434,9 @@ KINDS: dict[str, Kind] = {
             r"|hf_[A-Za-z0-9]{20,}|npm_[A-Za-z0-9]{30,}|pypi-[A-Za-z0-9_-]{40,}"
             r"|dop_v1_[a-f0-9]{40,}|SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}"
             r"|(?:gsk|fw|r8|fo1|nvapi|lin_api|shpat|shpss|tskey|dckr_pat|pat)[_-]"
-            r"[A-Za-z0-9_-]{20,}|dapi[a-f0-9]{32}|AGE-SECRET-KEY-1[A-Z0-9]{50,})"
+            r"[A-Za-z0-9_-]{20,}|dapi[a-f0-9]{32}|AGE-SECRET-KEY-1[A-Z0-9]{50,}"
+            r"|hooks\.slack\.com/[a-z]{1,20}/[A-Za-z0-9/]{20,}"
+            r"|discord(?:app)?\.com/api/webhooks/\d{10,}/[A-Za-z0-9_-]{20,})"
         ),
         _KEY_BEGINNINGS,
     ),
@@ -436,14 +448,21 @@ KINDS: dict[str, Kind] = {
     ),
     "authorization": Kind(
         re.compile(
-            r"(?i:\b(?:bearer|basic))\s{1,3}(?P<s>(?=[A-Za-z._~+/=-]{0,200}\d)"
+            r"(?i:\b(?:bearer|basic|authorization[\"']?\s{0,3}[:=]\s{0,3}[\"']?token))"
+            r"\s{1,3}(?P<s>(?=[A-Za-z._~+/=-]{0,200}\d)"
             r"[A-Za-z0-9._~+/=-]{12,})"
         ),
-        ("bearer", "basic"),
+        ("bearer", "basic", "authorization"),
         remembered=True,
     ),
     "url_password": Kind(
-        re.compile(r"://[^\s/@:]{0,256}:(?P<s>[^\s/@]{1,256})@"), ("://",), remembered=True
+        re.compile(
+            r"://[^\s/@:]{0,256}:(?P<s>[^\s/@]{1,256})@"
+            r"|(?i:curl)\b[^\r\n|;]{0,500}?\s(?:-u|--user)[ =]{0,2}[\"']?[^\s:\"']{1,256}:"
+            r"(?P<u>(?![$<{%])[^\s\"']{1,256})"
+        ),
+        ("://", "curl"),
+        remembered=True,
     ),
     "password": Kind(_PASSWORD, _PASSWORD_WORDS, _is_password, remembered=True),
     "card": Kind(re.compile(r"(?<!\d)(?<!\d\.)\d(?:[ -]?\d){12,}(?!\.?\d)"), check=_is_card),

@@ -23,6 +23,7 @@ SECRETS = {
     "ghp_16C7e42F292c6912E7710c838347Ae178B4a": "api_key",
     "AKIAIOSFODNN7EXAMPLE": "api_key",
     "xoxb-123456789012-abcdefghij": "api_key",
+    "hooks.slack.com/services/T0123ABCD/B0123ABCD/abcdefghijklmnop": "api_key",
     "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl": "jwt",
     "bob.smith+x@mail.example.com": "email",
     "4111 1111 1111 1111": "card",
@@ -65,6 +66,13 @@ def test_secrets_are_found_in_every_spelling(secret: str, spelling: str) -> None
         ("<password>hunter2</password>", "hunter2"),
         ("pay with passcode: 4711x8 please", "4711x8"),
         ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG", "wJalrXUtnFEMI/K7MDENG"),
+        ("SMTP_PASS=correcthorse", "correcthorse"),
+        ("https://x.example/y?access_token=abcd1234efgh", "abcd1234efgh"),
+        ("//registry.example/:_authToken=abcd1234-ef56", "abcd1234-ef56"),
+        ("ENCRYPTION_KEY=correcthorse", "correcthorse"),
+        ("AccountName=x;AccountKey=Zm9vYmFyYmF6+/8=;Suffix=y", "Zm9vYmFyYmF6+/8="),
+        ("Authorization: Token 9944b09199c62bcf9418", "9944b09199c62bcf9418"),
+        ("curl -s -u admin:hunter2x https://x.example", "hunter2x"),
     ],
 )
 def test_what_is_called_a_secret_is_one_from_then_on(text: str, value: str) -> None:
@@ -96,6 +104,12 @@ def test_what_is_called_a_secret_is_one_from_then_on(text: str, value: str) -> N
         "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 and 1794824191640 and 0.1234567890123456",
         "@app.route('/v1/users') 10.0.0.1:8100 2026-11-16T10:00:00Z",
         "password = '<your password>'  # or ${PASSWORD}",
+        "FIRST_PASS = first_pass(tokens)",
+        "self.access_token = response.access_token",
+        "account_key = accounts[0].key; session_token: str",
+        "docker run --user 1000:1000 image && curl -fsSL https://x.example/a:b",
+        "the authorization token is refused",
+        'curl -u "$USER:$TOKEN" https://x.example',
     ],
 )
 def test_code_is_left_alone(text: str) -> None:
