@@ -91,10 +91,14 @@ class ProductionStore:
         key = _turn_key(turn)
         self.objects.put_sealed(key, pack(turn))
         self._announce(turn.user)
-        tombstone = self.tombstone(turn.user)
-        if tombstone is not None and turn.started <= tombstone.time:
+        self._delete_if_gone(key, turn.user, turn.started)
+
+    def _delete_if_gone(self, key: str, user: str, time: float) -> None:
+        """Whoever deletes a user may have listed what to delete before this was written."""
+        tombstone = self.tombstone(user)
+        if tombstone is not None and time <= tombstone.time:
             self.objects.delete(key)
-            self.news.forget(turn.user)
+            self.news.forget(user)
 
     def delete_session(self, user: str, session: str) -> None:
         for key in self.objects.list(f"{USERS}/{user}/turns/{session}"):
@@ -146,11 +150,13 @@ class ProductionStore:
     # Feedback
 
     def put_feedback(self, event: FeedbackEvent) -> bool:
-        """True if it is new, False if it was there already; `Conflict` if another one was."""
+        """True if it is new, False if it was there already; `Conflict` if another one was. If its
+        user was deleted meanwhile, it is not there afterwards."""
         key = f"{USERS}/{event.user}/feedback/{event.event}"
         is_new = self.objects.create(key, seal(to_json(event)))
         self._announce(event.user)  # also of one that is there: its writer may have died at this
         if is_new:
+            self._delete_if_gone(key, event.user, event.received)
             return True
         there = self._get(key, FeedbackEvent)
         if there is not None and _said(there) != _said(event):

@@ -95,6 +95,7 @@ def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
     assert not half_written.exists()
     # a gateway that has not heard of it writes what was begun before: it is not there afterwards
     store.put_turn(turn(0, 0, user=ALICE, started=clock.now))
+    store.put_feedback(event(received=clock.now))
     assert store.users() == [BOB]
     # a copy that is brought back is not read, and the sweep takes it
     key = f"production/users/{ALICE}/feedback/{'e' * 32}"
