@@ -209,14 +209,16 @@ class Fleet:
         """Whether requests may be limited to this version and newer ones: at once when all workers
         have it; else when a quorum has had it for as long as a worker may be silent. Nobody waits
         for those that cannot load it (`refused`), nor, while there are others, for those that have
-        no weights yet: they are started just now, and load a model whole. To be asked often while
-        they load."""
+        no weights yet: they are started just now, and load a model whole. Only when all of them
+        start are they waited for like others: sessions stay where they begin, and the first to be
+        ready would have them all. To be asked often while they load."""
         able = [
             worker
             for worker in self._workers.values()
             if self._is_wanted(worker) and worker not in refused
         ]
-        wanted = [worker for worker in able if worker.version >= 0] or able
+        loaded = [worker for worker in able if worker.version >= 0]
+        wanted = able if self._awaits_floor else loaded or able
         ready = sum(worker.version >= version for worker in wanted)
         if ready == len(wanted):
             return True

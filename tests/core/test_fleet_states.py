@@ -182,6 +182,21 @@ def test_nobody_waits_for_one_that_has_just_begun() -> None:
     assert not fleet.may_raise_floor(1, 0.0), "nobody else could serve"
 
 
+def test_those_that_start_together_are_waited_for() -> None:
+    """Else all sessions begin at the first that is ready, and stay there."""
+    fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S, awaits_floor=True)
+    first, second, third = (fleet.join(url, "r", -1, 0.0) for url in "abc")
+    first.version = 0
+    assert not fleet.may_raise_floor(0, 0.0)
+    second.version = 0
+    assert not fleet.may_raise_floor(0, 0.0) and fleet.may_raise_floor(0, TIMEOUT_S)
+    third.version = 0
+    assert fleet.may_raise_floor(0, 0.0)
+    fleet.raise_floor(0)
+    fleet.join("d", "r", -1, 0.0)
+    assert fleet.may_raise_floor(0, 0.0), "the others can go on"
+
+
 def test_nobody_waits_for_who_refuses() -> None:
     fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
     ready, refusing = fleet.join("a", "r", 1, 0.0), fleet.join("b", "r", 0, 0.0)
