@@ -305,6 +305,11 @@ class ChatTokenizer:
         )
         return guarded
 
+    def begins_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends in the mark behind which the model reasons."""
+        end = self.decode(prompt[-_TAIL:]).rstrip()
+        return self._reasons and end.endswith(self._format.think[0])
+
     def answer_parser(
         self,
         prompt: Sequence[int] = (),
@@ -315,11 +320,10 @@ class ChatTokenizer:
     ) -> AnswerParser:
         """What reads the answer to a prompt, token by token. `tools`: None if what looks like a
         call is text."""
-        begun = self._reasons and self.decode(prompt[-_TAIL:]).rstrip().endswith(
-            self._format.think[0]
-        )
         parser = self._format.parser(
-            None if tools is None else schemas_of(tools), reasons=self._reasons, reasoning=begun
+            None if tools is None else schemas_of(tools),
+            reasons=self._reasons,
+            reasoning=self.begins_reasoning(prompt),
         )
         return AnswerParser(
             PieceStream(self.decode, self._controls, stop),

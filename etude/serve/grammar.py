@@ -12,7 +12,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etude.model.output_parser import TOOL_CALL_END, TOOL_CALL_START, detect_format
+from etude.model.output_parser import (
+    FORMATS,
+    TOOL_CALL_END,
+    TOOL_CALL_START,
+    detect_format,
+    with_think_marks_of,
+)
 from etude.model.tokenizer import Tool, chat_template
 
 JSON_SPACE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,16}"}
@@ -54,12 +60,19 @@ class GrammarBuilder:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
         added = {
-            token["content"]
+            token["content"]: token["id"]
             for token in json.loads(files["tokenizer.json"]).get("added_tokens") or ()
         }
         template = files.get("chat_template.jinja", b"").decode() or chat_template(config) or ""
-        self._call = CALLS.get(config.get("tool_syntax") or detect_format(template))
-        self._marks_are_tokens = {TOOL_CALL_START, TOOL_CALL_END} <= added
+        syntax = config.get("tool_syntax") or detect_format(template)
+        self._call = CALLS.get(syntax)
+        self._marks_are_tokens = {TOOL_CALL_START, TOOL_CALL_END} <= added.keys()
+        _, mark = with_think_marks_of(template, FORMATS[syntax]).think
+        self._thought = (
+            rf"thought: /(.|\n)*/ <[{added[mark]}]>"
+            if mark in added
+            else rf"thought[suffix={json.dumps(mark)}]: /(.|\n)*/"
+        )
 
     @property
     def enforces_calls(self) -> bool:
@@ -93,6 +106,14 @@ class GrammarBuilder:
                 rf"upto[suffix={json.dumps(TOOL_CALL_START)}]: /(.|\n)*/",
             ]
         return _lark([*rules, self._body(tools)])
+
+    def after_reasoning(self, grammar: str) -> str:
+        """The grammar of an answer that first ends the reasoning which the prompt has begun."""
+        (answer,) = json.loads(grammar)["grammars"]
+        rules = ["start: thought SPACE @answer", self._thought, r"SPACE: /\n{0,2}/"]
+        return json.dumps(
+            {"grammars": [{"lark_grammar": "\n".join(rules)}, {"name": "answer", **answer}]}
+        )
 
     def _body(self, tools: Sequence[Tool]) -> str:
         assert self._call is not None

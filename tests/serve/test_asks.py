@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 
 from etude.core.sampling import Request, Sample, Token
-from etude.serve.answerer import ConcurrencyLimit
+from etude.model.tokenizer import ChatTokenizer
+from etude.serve.answerer import ConcurrencyLimit, ServedModel
 from etude.serve.fake import Scripted
+from etude.serve.grammar import GrammarBuilder
 from etude.serve.http import ApiError, Unavailable
 from tests.serve.conftest import served
-from tests.serve.test_api import ASK, TOKENIZER, TOOLS, app, post, said, served_model
+from tests.serve.test_api import ASK, FILES, TOKENIZER, TOOLS, app, post, said, served_model
 
 GRAMMAR = '%llguidance {}\nstart: "yes"'
 PROMPT = len(TOKENIZER.encode("<|user|>read<|end|><|assistant|>"))
@@ -136,7 +138,7 @@ async def test_a_completion(
     assert {name: said_of(ask)[name] for name in expected} == expected
 
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "json_schema",
     "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "null"}}}},
 }
@@ -167,6 +169,24 @@ async def test_each_way_to_restrict_an_answer_is_a_grammar_of_its_own(
     assert (await asks(http, ASK | plain))[0].params.grammar == grammars[1], (
         "tools that may not be called change nothing"
     )
+
+
+async def test_what_restricts_an_answer_comes_after_reasoning_that_the_prompt_has_begun(
+    http: aiohttp.ClientSession,
+) -> None:
+    files = FILES | {"chat_template.jinja": b"{{ messages[0].content }}<think>"}
+    grammars = GrammarBuilder(files)
+    model = ServedModel(tokenizer=ChatTokenizer(files), grammars=grammars, max_context=64)
+    policy = Scripted([said('so</think>{"a": null}')] * 2)
+    async with served(app(policy, None, model)) as url:
+        ask = ASK | {"response_format": SCHEMA}
+        _, answer = await post(http, f"{url}/v1/chat/completions", ask)
+        await post(http, f"{url}/v1/chat/completions", ASK)
+    restricted, free = (request.params.grammar for request in policy.asked)
+    wanted = grammars.text(SCHEMA["json_schema"]["schema"])
+    assert free is None and restricted == grammars.after_reasoning(wanted)
+    message = answer["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("so", '{"a": null}')
 
 
 async def test_every_prompt_has_n_answers_of_seeds_of_their_own(

@@ -72,6 +72,22 @@ def files(syntax: str, *, tokens: bool) -> dict[str, bytes]:
     }
 
 
+def reasoning_files(*, tokens: bool) -> dict[str, bytes]:
+    """A model whose prompts begin its reasoning, with or without tokens for the marks around it."""
+    small = files("hermes", tokens=True)
+    tokenizer = json.loads(small["tokenizer.json"])
+    if tokens:
+        marks = {"<tool_call>": "<think>", "</tool_call>": "</think>"}
+        for before, after in marks.items():
+            tokenizer["model"]["vocab"][after] = tokenizer["model"]["vocab"].pop(before)
+        for token in tokenizer["added_tokens"]:
+            token["content"] = marks.get(token["content"], token["content"])
+    return small | {
+        "tokenizer.json": json.dumps(tokenizer).encode(),
+        "chat_template.jinja": b"{% for m in messages %}{{ m.content }}{% endfor %}<think>",
+    }
+
+
 def wander(small: dict[str, bytes], grammar: str, seed: int, limit: int = 300) -> str | None:
     """A text that follows the grammar; None if it does not end within the limit."""
     rng, tokenizer = random.Random(seed), ChatTokenizer(small)
@@ -258,3 +274,26 @@ def test_calls_are_enforced_where_the_template_is_of_a_family_with_a_grammar(whe
         return GrammarBuilder(given).enforces_calls
 
     assert enforced("{{ messages }}<tool_call>") and not enforced("{{ messages }}<|python_tag|>")
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_reasoning_that_the_prompt_has_begun_comes_before_the_answer(tokens: bool) -> None:
+    """Also where it looks like the answer. The parser finds both."""
+    small = reasoning_files(tokens=tokens)
+    grammars, tokenizer = GrammarBuilder(small), ChatTokenizer(small)
+    prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "a"}]))
+    assert tokenizer.begins_reasoning(prompt) and not tokenizer.begins_reasoning(prompt[:1])
+    compiler = GrammarCompiler(small["tokenizer.json"], vocab_size=310, eos=tokenizer.eos_token_id)
+    for grammar in (grammars.text(SCHEMAS[1]), grammars.calls(TOOLS, parallel=True)):
+        guide = compiler.compile(grammars.after_reasoning(grammar))
+        for token in tokenizer.encode('well {"a": 1, "b": "x"}'):
+            assert guide.allowed()[token] and not guide.allowed()[tokenizer.eos_token_id]
+            guide.accept(token)
+    guide = compiler.compile(grammars.after_reasoning(grammars.text(SCHEMAS[1])))
+    answer = tokenizer.encode('well {}</think>\n\n{"a": 3, "b": "x"}')
+    for token in (*answer, tokenizer.eos_token_id):
+        assert guide.allowed()[token]
+        guide.accept(token)
+    assert guide.error is None
+    said = tokenizer.parse([*answer, tokenizer.eos_token_id], None, str, prompt)
+    assert (said["reasoning_content"], said["content"]) == ("well {}", '{"a": 3, "b": "x"}')

@@ -33,9 +33,12 @@ async def chat_requests(
     model: ServedModel, asked: wire.ChatRequest, prompt: Sequence[int], scheduling: Scheduling
 ) -> list[Request]:
     limit = asked.max_completion_tokens or asked.max_tokens or model.default_max_tokens
+    grammar = _chat_grammar(model.grammars, asked)
+    if grammar is not None and model.tokenizer.begins_reasoning(prompt):
+        grammar = model.grammars.after_reasoning(grammar)
     return await _requests(
         model, asked, [prompt], limit, scheduling, stop_token_ids=model.tokenizer.stop_token_ids,
-        grammar=_chat_grammar(model.grammars, asked), top_logprobs=asked.top_logprobs or 0,
+        grammar=grammar, top_logprobs=asked.top_logprobs or 0,
     )  # fmt: skip
 
 
