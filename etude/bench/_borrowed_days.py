@@ -170,7 +170,9 @@ class Day:
 
     def play(self, arrivals: Sequence[float], seconds: float) -> Played:
         """Until the day is over and all users have their answers."""
-        engine, clock, coming = self._engine, self._clock, list(reversed(arrivals))
+        engine = self._engine
+        clock = self._clock
+        coming = list(reversed(arrivals))
         decide_at = 0.0
         for _ in range(self._work.slots * 3 // 2 if self._policy else 0):
             self._sample()

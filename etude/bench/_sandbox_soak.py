@@ -45,7 +45,9 @@ _SCRIPTS = (
 async def soaked(count: int) -> dict[str, float]:
     """Until so many have been opened."""
     rng, done = random.Random(count), Counter[str]()
-    gone_s, swept, began = 0.0, 0, time.monotonic()
+    gone_s = 0.0
+    swept = 0
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="etude.soak.") as directory:
         footprint = Footprint(Path(directory))
         while done["opened"] < count:

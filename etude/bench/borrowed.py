@@ -273,7 +273,8 @@ async def calibrate(folder: Path) -> tuple[float, float]:
     async with served(folder, None) as replay:
         warm, measured = Measured(), Measured()
         await replay.users([(n, 0.0) for n in range(8 * SLOTS)], warm)
-        began, count = time.perf_counter(), 40 * SLOTS
+        began = time.perf_counter()
+        count = 40 * SLOTS
         await replay.users([(n, 0.0) for n in range(count)], warm)
         capacity = count / (time.perf_counter() - began)
         await replay.users(slices(day(capacity, random.Random(1)))[WORST], measured)

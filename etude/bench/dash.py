@@ -111,7 +111,8 @@ def write_run(run: Run) -> None:
 
 
 def _row(number: int, chance: random.Random) -> RolloutRow:
-    group, version = f"g{number // 8:06d}", number // PER_FILE
+    group = f"g{number // 8:06d}"
+    version = number // PER_FILE
     failed = chance.random() < 0.05
     trained = not failed and chance.random() < 0.8
     length = int(chance.lognormvariate(8.5, 1.2))
@@ -181,7 +182,8 @@ def _group(id: str, *, attempts: int, tokens: int) -> Group:
 def _write_groups(run: Run, gigabytes: float) -> dict[str, float]:
     """A group for each of the rows', of different sizes: some are encoded once, and written again
     and again under other ids."""
-    began, count = time.monotonic(), ROLLOUTS // 8
+    began = time.monotonic()
+    count = ROLLOUTS // 8
     per_token = len(pack(_group("g000000", attempts=8, tokens=8000))) / 8000
     mean = gigabytes * 1e9 / count / per_token
     kinds = [
@@ -198,7 +200,8 @@ def _write_groups(run: Run, gigabytes: float) -> dict[str, float]:
 
 
 def _any_sessions(client: Client, base: str) -> dict[str, float]:
-    chance, count = random.Random(2), ROLLOUTS // 8
+    chance = random.Random(2)
+    count = ROLLOUTS // 8
     ids = [f"g{chance.randrange(count):06d}.{chance.randrange(8)}" for _ in range(ANY_SESSIONS)]
     read = sorted(1000 * client.timed(f"{base}/sessions/{id}") for id in ids)
     tokens = sorted(1000 * client.timed(f"{base}/sessions/{id}/tokens?limit=4000") for id in ids)

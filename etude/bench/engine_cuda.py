@@ -276,7 +276,9 @@ def serve(
             add(NEW)
     counting.reset()
     torch.cuda.synchronize()
-    begin, before, first = time.perf_counter(), engine.stats().generation_tokens, added
+    begin = time.perf_counter()
+    before = engine.stats().generation_tokens
+    first = added
     while engine.stats().generation_tokens - before < num_tokens:
         for event in engine.step():
             if isinstance(event, FinishedRequest):
@@ -337,7 +339,8 @@ def engine_figures(
 ) -> dict[str, float]:
     size = max(CudaRunner.block_size, block_size(model.config))
     blocks = 2 * batch * ((prompt_tokens + NEW) // size + 1) + 64
-    batched, window = batch + chunk, model.config.sliding_window
+    batched = batch + chunk
+    window = model.config.sliding_window
     windowed = 0
     if window is not None:
         windowed = num_windowed_blocks(window, size, max_num_seqs=batch, max_batched_tokens=batched)

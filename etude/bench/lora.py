@@ -170,7 +170,8 @@ def _decoded(engine: Engine, batch: int, steps: int, names: Sequence[str]) -> fl
     for _ in range(steps // 2):  # prompts, and what is compiled
         engine.step()
     _wait()
-    began, before = time.perf_counter(), engine.stats().generation_tokens
+    began = time.perf_counter()
+    before = engine.stats().generation_tokens
     for _ in range(steps):
         engine.step()
     _wait()

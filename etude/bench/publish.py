@@ -149,7 +149,8 @@ def metrics(
     manifests: Sequence[Manifest], events: Sequence[Stamped[Event]], seen: Seen
 ) -> dict[str, float]:
     """From the versions in order, the first of them whole."""
-    size, steps = manifests[0].bytes, manifests[1:]
+    size = manifests[0].bytes
+    steps = manifests[1:]
     stalls = [
         e.record.stall_s
         for e in events
@@ -175,7 +176,9 @@ def metrics(
 async def observe(gateway: GatewayClient, chain: Chain, last: int) -> tuple[int, list[float]]:
     """Follows the workers from version to version; at how many of them all held the right bits, and
     all pauses."""
-    equal, version, pauses_s = 0, -1, []
+    equal = 0
+    version = -1
+    pauses_s = []
     while version < last:
         await asyncio.sleep(LOOK_EVERY_S)
         status = await asked(gateway, "status")

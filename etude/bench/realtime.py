@@ -138,7 +138,8 @@ class Product:
             "messages": [{"role": "user", "content": request(self._draw)}],
             "max_tokens": LONGEST,
         }
-        asked, day = time.time(), len(self.liked) / DAY_SESSIONS
+        asked = time.time()
+        day = len(self.liked) / DAY_SESSIONS
         answer = await self._post(http, user, "/v1/chat/completions", body)
         if answer is None:
             return
@@ -243,7 +244,8 @@ def _settled(store: Path) -> int:
 def _figures(folder: Path, product: Product, since: float, until: float) -> dict[str, float]:
     run = Run.open(str(folder / "songs"))
     changes = TrafficLog(run.objects).changes()
-    traffic, key = changes[-1].traffic, read_user_key(folder / "user.key", create=False)
+    traffic = changes[-1].traffic
+    key = read_user_key(folder / "user.key", create=False)
     users = open_loop(run, run.config()).users
     users.look()
     sessions = users.figures()

@@ -162,7 +162,8 @@ def sampled(
         samples |= {
             event.id: event.sample for event in engine.step() if isinstance(event, FinishedRequest)
         }
-    worth, ids = prompts(), [str(number) for number in range(len(asked))]
+    worth = prompts()
+    ids = [str(number) for number in range(len(asked))]
     rewards = [
         float(samples[id].tokens[0] == worth[prompt]) for id, prompt in zip(ids, asked, strict=True)
     ]

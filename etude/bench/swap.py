@@ -67,7 +67,8 @@ class Serving:
 
     def until(self, over: Callable[[], bool]) -> float:
         """Serves until then; the tokens per second meanwhile."""
-        began, before = time.perf_counter(), self.engine.stats().generation_tokens
+        began = time.perf_counter()
+        before = self.engine.stats().generation_tokens
         while not over():
             for event in self.engine.step():
                 if isinstance(event, FinishedRequest):

@@ -98,7 +98,9 @@ def _measured(prepare: Callable[[], Step], rate: float) -> dict[str, float]:
     there = torch.cuda.is_available()
     if there:
         torch.cuda.reset_peak_memory_stats()
-    step, speeds, shares = prepare(), [], []
+    step = prepare()
+    speeds = []
+    shares = []
     for _ in range(STEPS):
         began = time.perf_counter()
         num_tokens, flops = step()
@@ -161,7 +163,8 @@ def _model(shape: str) -> Transformer:
 
 def _batch(step: int, rows: int, length: int, vocab_size: int) -> Batch:
     """Rows of mixed lengths, of `rows * length` tokens in all."""
-    rng, left = random.Random(step), rows * length
+    rng = random.Random(step)
+    left = rows * length
     found: list[Row] = []
     while left:
         size = min(left, rng.randint(length // 4, length))

@@ -130,7 +130,10 @@ def _next_line(console: Console) -> str | None:
 
 def _answer(url: str, request: dict[str, Any], console: Console) -> str:
     """Shows the answer as it comes; returns what there is of it when it ends or is stopped."""
-    said, began, usage, reason = "", time.monotonic(), None, None
+    said = ""
+    began = time.monotonic()
+    usage = None
+    reason = None
     try:
         for chunk in _stream(url, request):
             usage = chunk.get("usage") or usage
@@ -144,7 +147,8 @@ def _answer(url: str, request: dict[str, Any], console: Console) -> str:
         return said
     console.print()
     if usage:
-        count, seconds = usage["completion_tokens"], time.monotonic() - began
+        count = usage["completion_tokens"]
+        seconds = time.monotonic() - began
         cut = "; cut there: --max-tokens sets where" if reason == "length" else ""
         console.print(
             f"{count} tokens, {count / seconds:.1f} a second{cut}", style="dim", highlight=False

@@ -21,7 +21,9 @@ from etude.sandbox.namespaces import NamespaceSandboxPool
 
 
 def build(*, spec: Path, store: Path | None, json: bool, console: Console) -> int:
-    wanted, place, began = read_spec(spec), _store(store), time.monotonic()
+    wanted = read_spec(spec)
+    place = _store(store)
+    began = time.monotonic()
     with console.status(f"building {wanted.name}") as status:
 
         def say(words: str) -> None:

@@ -155,7 +155,9 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
         raise EtudeError(
             f"{run.objects.url} has no published weights yet: run its first stage to the end first"
         )
-    tokenizer, steps, config = ChatTokenizer(files), run.batches(), run.config()
+    tokenizer = ChatTokenizer(files)
+    steps = run.batches()
+    config = run.config()
     version = steps[-1] - 1 if steps else newest.version
     engine = build_model(
         files, whole_model(files, fetch(run.objects, version)), engine_dtype(config)
@@ -171,7 +173,8 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
     )
     if not steps:
         return sides, None
-    rows, temperature = run.batch(steps[-1]).rows, temperature_of(config, steps[-1])
+    rows = run.batch(steps[-1]).rows
+    temperature = temperature_of(config, steps[-1])
     recorded = recorded_mismatch(
         run, trainer, rows, version, temperature, tokenizer, engine_dtype(config), console
     )

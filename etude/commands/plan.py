@@ -88,7 +88,8 @@ def rollout_stage(config: RunConfig) -> RolloutStageConfig:
 
 def workload(config: RunConfig, options: Options) -> Workload:
     """Sessions are taken to be half as long as they may be, as in `etude run --dry-run`."""
-    stage, harness = rollout_stage(config), config.harness
+    stage = rollout_stage(config)
+    harness = config.harness
     turns = max(1, harness.max_turns // 2)
     length = max(2, config.model.max_context // 2)
     sampled = min(turns * harness.max_tokens, length // 2)
@@ -104,7 +105,8 @@ def workload(config: RunConfig, options: Options) -> Workload:
 
 
 def lines(model: ModelSize, work: Workload, found: Placement, options: Options) -> list[str]:
-    name, gpu = options.gpu.upper(), GPUS[options.gpu]
+    name = options.gpu.upper()
+    gpu = GPUS[options.gpu]
     sparse = f", {model.active / 1e9:.3g} B active" if model.active < 0.9 * model.parameters else ""
     split = (
         f"all {found.gpus} in turns (colocated)"

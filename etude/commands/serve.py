@@ -146,7 +146,8 @@ async def _serve(options: Options) -> None:
     adapters = read_adapters(options.adapter)
     inner = make_engine(loaded, adapters, options)
     engine = EngineThread(inner, no_other_version, loaded.files)
-    name, files = options.name or loaded.name, loaded.files
+    name = options.name or loaded.name
+    files = loaded.files
     version = f" (version {loaded.version})" if is_run(options.target) else ""
     del loaded  # what the engine computes with may be a copy
     server = create_server(engine, files, name, token, options, tuple(adapters))

@@ -72,7 +72,9 @@ def show(path: str, console: Console, *, everything: bool = False) -> bool:
 def page(run: Run, place: RunPlace, console: Console, *, everything: bool = False) -> Audit:
     """Print state, scores, what became of the sessions, and alarms; with `everything` also the
     plan, a session, and where the newest weights come from."""
-    config, found, audited = run.config(), reports(run), audit(run)
+    config = run.config()
+    found = reports(run)
+    audited = audit(run)
     newest, saved = find_newest(run.objects), run.checkpoints()
     if everything:
         _print(console, plan(config, place, recorded=recorded_counts(run)) + "\n")

@@ -115,7 +115,8 @@ def scenario_of(
     config: RunConfig, model: ModelSize, work: Workload, placed: Placement, options: Options
 ) -> Scenario:
     """The run of the file at full size, with the faults that such a fleet has."""
-    stage, per_region = rollout_stage(config), placed.engines // options.regions
+    stage = rollout_stage(config)
+    per_region = placed.engines // options.regions
     turns = min(work.turns, MOST_TURNS)
     delta = model.parameters * model.weight_bytes * CHANGED
     is_large = placed.engines > LARGE
@@ -170,7 +171,9 @@ def storm_of(config: RunConfig) -> Scenario:
 
 def play_schedules(config: RunConfig, options: Options, console: Console) -> int:
     """How many violations there are in all."""
-    storm, violations, faults = storm_of(config), 0, Counter[str]()
+    storm = storm_of(config)
+    violations = 0
+    faults = Counter[str]()
     began = time.monotonic()
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         outcome = play(storm, seed)

@@ -188,7 +188,8 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
 
 def _show_harbor(folder: Path, json: bool, console: Console) -> int:
     """A task that others made, and whether it can be run here."""
-    instruction, refused = (folder / "instruction.md").read_text(), ""
+    instruction = (folder / "instruction.md").read_text()
+    refused = ""
     places = (folder.parent, folder.parent.parent)  # of the tasks, or of their folder
     try:
         read_harbor_task(folder, [line for each in places for line in read_provided(each)])

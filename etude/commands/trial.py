@@ -425,7 +425,9 @@ class _Watched:
 
     async def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
         self._answers += 1
-        name, tokens, began = f"answer {self._answers}", 0, time.monotonic()
+        name = f"answer {self._answers}"
+        tokens = 0
+        began = time.monotonic()
         self._status.update(f"{name}: reads {len(request.prompt)} tokens")
         async for event in self._policy.stream(request):
             if isinstance(event, Token):

@@ -151,7 +151,9 @@ def verify(url: str, console: Console) -> int:
         except Missing:
             continue  # deleted since it was listed
         except Corrupt as e:
-            told, is_right, lost = str(e), False, [manifest_key(epoch, version)]
+            told = str(e)
+            is_right = False
+            lost = [manifest_key(epoch, version)]
         else:
             told, is_right, lost = _check_version(chain, follower, link, manifest)
         damaged += not is_right
@@ -316,7 +318,8 @@ def _write_adapter(
             f"version {manifest.version} of {url} is no adapter: it has all weights; leave out "
             f"--adapter"
         )
-    config, own = LoraConfig.from_json(small[CONFIG_FILE]), split_tensors(tensors)[1]
+    config = LoraConfig.from_json(small[CONFIG_FILE])
+    own = split_tensors(tensors)[1]
     base = json.loads(small[CONFIG_FILE])["base_model_name_or_path"]
     write_adapter(target, Adapter(config, own), base)
     return (

@@ -83,7 +83,8 @@ class Alarms:
         self._entropies: list[float] = []
         self._rewards: deque[float] = deque(maxlen=RECENT_GROUPS)
         self._best = -math.inf
-        self._lowest, self._highest = math.inf, -math.inf
+        self._lowest = math.inf
+        self._highest = -math.inf
         self._errors: deque[str | None] = deque(maxlen=RECENT_SESSIONS)
         self._in_vain = 0
         self._earned: set[float] = set()
@@ -175,7 +176,8 @@ class Alarms:
             self._earned |= set(event.rewards)
         if self._in_vain < (IN_VAIN_LATER if self._differed else IN_VAIN):
             return None
-        count, earned = self._in_vain, what_was_earned(self._earned)
+        count = self._in_vain
+        earned = what_was_earned(self._earned)
         what = (
             f"the last {count} groups had no difference ({earned})"
             if self._differed

@@ -72,7 +72,8 @@ class RewardJumps:
         self._read_until(asked.version)
         if not asked.rewards:
             return None
-        now, family = fmean(asked.rewards), self._families[asked.task]
+        now = fmean(asked.rewards)
+        family = self._families[asked.task]
         of_task = self._series.get(("task", asked.task), [])[-MEMORY:]
         if jump := find_jump([*of_task, now], recent=1, at_least=3):
             return f"task {asked.task} earns {jump}"

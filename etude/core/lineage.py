@@ -46,7 +46,8 @@ def stage_spans(stages: Sequence[AnyStage]) -> list[StageSpan]:
 def adapted_spans(config: RunConfig) -> list[StageSpan]:
     """The stages that train an adapter (LoRA). It is one to the version that the first of them
     starts from."""
-    spans, lora = stage_spans(config.stage), config.trainer.lora
+    spans = stage_spans(config.stage)
+    lora = config.trainer.lora
     names = [] if lora is None else lora.stages([span.name for span in spans])
     return [span for span in spans if span.name in names]
 

@@ -18,7 +18,8 @@ async def when_back(ask: Callable[[], Awaitable[T]], lost: type[Exception]) -> T
     """What is answered, asked again for as long as the gateway may be away. Also one that was
     stopped for long closes connections when it wakes, whatever came in over them meanwhile.
     `lost`: what a lost connection raises."""
-    now, since = asyncio.get_running_loop().time, None
+    now = asyncio.get_running_loop().time
+    since = None
     while True:
         try:
             return await ask()

@@ -31,7 +31,8 @@ def clustered_wilson(solved: Sequence[int], attempts: int) -> tuple[float, float
     these tasks do: between the number of tasks (all attempts at a task end alike) and the number
     of attempts.
     """
-    tasks, total = len(solved), len(solved) * attempts
+    tasks = len(solved)
+    total = len(solved) * attempts
     share = sum(solved) / total
     spread = sum((count / attempts - share) ** 2 for count in solved) / max(1, tasks - 1) / tasks
     alike = share * (1 - share) / spread if spread else total

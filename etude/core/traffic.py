@@ -138,7 +138,8 @@ def refuse(last: Change, version: int, time: float, why: str) -> Change:
 def canary(last: Change, version: int, time: float, share: float, why: str = "") -> Change:
     """A share of users is answered by the version, in the pool that is not live; or a larger share
     than before."""
-    traffic, pool = last.traffic, other_pool(last.traffic)
+    traffic = last.traffic
+    pool = other_pool(last.traffic)
     served = traffic.pools.get(pool, -1)
     assert served < version or (last.action == "canary" and served == version), (pool, served)
     beside = replace(
@@ -210,7 +211,8 @@ def resume(last: Change, time: float) -> Change:
 def pin(last: Change, version: int, time: float) -> Change:
     """Users stay with this version until `resume`: the live one, or the one before. ValueError if
     it is neither."""
-    why, traffic = f"pinned to version {version}", last.traffic
+    why = f"pinned to version {version}"
+    traffic = last.traffic
     if version == traffic.version:
         return hold(last, time, why)
     before = traffic.pools.get(other_pool(traffic))

@@ -115,7 +115,8 @@ def tokens(
 def trainer_logprobs(run: Run, step: int, sample: str, segment: Segment) -> list[float] | None:
     """What the trainer found for the sampled tokens of a segment, if it wrote that down."""
     try:
-        rows, found = run.batch(step).rows, run.recomputed(step)
+        rows = run.batch(step).rows
+        found = run.recomputed(step)
     except EtudeError:
         return None
     whole = (*segment.prompt, *segment.tokens)

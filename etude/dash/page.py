@@ -261,7 +261,9 @@ def _few(event: FewTasks) -> str:
 
 def sessions(view: RunView) -> str:
     """How those of training ended."""
-    ended, untrainable, suspects = view.ended, view.groups.untrainable, view.groups.quarantined
+    ended = view.ended
+    untrainable = view.groups.untrainable
+    suspects = view.groups.quarantined
     return (
         f"{ended['done']} finished, {ended['failed']} failed, {ended['timeout']} timed out, "
         + (f"{ended['truncated']} truncated, " if ended["truncated"] else "")
@@ -416,7 +418,8 @@ class Teller:
         yield from (f"alarm: {alarm}" for alarm in begun)
         if isinstance(event, AttemptDone) and event.error and self._is_news(event.error):
             yield f"session {event.id} failed: {error_line(event.error)}"
-        ends, pause_s = view.ended.total(), TELL_SELDOM_S if view.step else TELL_S
+        ends = view.ended.total()
+        pause_s = TELL_SELDOM_S if view.step else TELL_S
         if self._told is None:
             self._told = t if ends else None
         elif t > self._told + pause_s and ends > self._told_ends:

@@ -250,7 +250,8 @@ class RunView:
             case WeightsLive():
                 self.live = event.version
             case FleetStatus():
-                self.regions, self.window_slots = event.regions, (event.active, event.capacity)
+                self.regions = event.regions
+                self.window_slots = (event.active, event.capacity)
                 self.running, self.held = event.sessions, event.held
             case EvalProgress():
                 if self.evaluating is None or event.done == 0:
@@ -323,7 +324,9 @@ class RunView:
         self.steps = event.steps
         self.groups_per_step = event.groups_per_step
         self.stage_began = self._trainer_free = t
-        self.resumed_at, self.loss, self.tokens_per_s = event.done, None, None
+        self.resumed_at = event.done
+        self.loss = None
+        self.tokens_per_s = None
 
     def _fitted(self, event: FitStep) -> None:
         self.store.steps += event.step - self.done if event.step > self.done else 1

@@ -59,7 +59,8 @@ class RealtimePage:
         if not changes:
             return None
         last = changes[-1]
-        traffic, ends = last.traffic, Counter(change.action for change in changes)
+        traffic = last.traffic
+        ends = Counter(change.action for change in changes)
         return {
             "doing": self._doing(last, batched, decided(changes)),
             "since": last.time,

@@ -186,7 +186,8 @@ class RolloutTable:
     def advance(self, trained_step: int) -> None:
         """Steps up to this one are done."""
         self._trained_step = trained_step
-        became, names = self._codes["became"].values, self._names["became"]
+        became = self._codes["became"].values
+        names = self._names["became"]
         done = self._numbers["step"].values <= trained_step
         became[done & (became == names.known(BATCHED))] = names.code(TRAINED)
 

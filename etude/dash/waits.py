@@ -66,7 +66,8 @@ class Waits:
             case Batched():
                 for sample in entry.samples:
                     if (found := self._open.get(sample)) is not None:
-                        found.step, found.since = entry.step, t
+                        found.step = entry.step
+                        found.since = t
             case Dropped():
                 self._settle(entry.samples)
             case Trained():

@@ -130,12 +130,15 @@ class BlockManager:
         """Return a block table with the longest cached prefix of `tokens`, whose blocks it holds
         until `free`. At least the last token is left out: it has to be computed, for what comes
         after it."""
-        table, size = BlockTable(version, adapter), self.block_size
+        table = BlockTable(version, adapter)
+        size = self.block_size
         if not self._prefix_cache:
             table.last_cached = None
             return table
         found: list[int] = []
-        data, width, number = _packed(tokens), _WIDTH * size, 0
+        data = _packed(tokens)
+        width = _WIDTH * size
+        number = 0
         for start in range(0, (len(tokens) - 1) // size * width, width):
             block = self._pool.known.get((version, adapter, number, data[start : start + width]))
             if block is None:

@@ -356,7 +356,8 @@ class CudaRunner:
         )  # fmt: skip
 
     def _decode_attention(self, got: Mapping[str, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        first, rows = self._forward.layers[0].attention_config, len(got["tokens"])
+        first = self._forward.layers[0].attention_config
+        rows = len(got["tokens"])
         decode = (
             batch_invariant.decode
             if self._invariant
@@ -391,7 +392,8 @@ class CudaRunner:
         prefill = batch_invariant.prefill if self._invariant else attention.prefill
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            heads, group = self._forward.layers[number].attention_config, self._group_of[number]
+            heads = self._forward.layers[number].attention_config
+            group = self._group_of[number]
             k, v = self._kv[number]
             attention.write(
                 heads,

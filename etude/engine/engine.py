@@ -204,7 +204,8 @@ class Engine:
         """Raise ValueError for a request that cannot be served. Any thread may call it: it reads
         only constants."""
         self._adapters.find(request.adapter)
-        prompt, room = request.prompt, self.max_context - len(request.prompt)
+        prompt = request.prompt
+        room = self.max_context - len(request.prompt)
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(
                 f"the prompt must be token ids from 0 to {self.vocab_size - 1}, and at least one"
@@ -388,7 +389,8 @@ class Engine:
 
     def _experts(self, sequence: Sequence) -> bytes | None:
         # the last token was sampled, not computed
-        first, num_read = sequence.request.experts_from, len(sequence.tokens) - 1
+        first = sequence.request.experts_from
+        num_read = len(sequence.tokens) - 1
         if first is None or sequence.block_table is None:
             return None
         experts = self._runner.routed_experts(np.array(sequence.block_table.blocks), num_read)
@@ -458,7 +460,9 @@ def sampling_batch(sequences: list[Sequence]) -> SamplingBatch:
     allowed: dict[int, NDArray[np.bool_]] = {}
     histories: dict[int, list[int]] = {}
     for sequence in sequences:
-        first, count, begin = len(params), 1 + len(sequence.draft), sequence.num_sampled_tokens
+        first = len(params)
+        count = 1 + len(sequence.draft)
+        begin = sequence.num_sampled_tokens
         if (constraint := sequence.constraint) is not None:
             # Behind a token that is not allowed nothing need be: it cannot be sampled, so nobody
             # will look there.

@@ -27,7 +27,8 @@ SCALE_BYTES = 4
 def block_size(config: ModelConfig) -> int:
     """Tokens of a block. A model with recurrent layers has larger ones, up to where the keys and
     values of a block weigh as much as the states at its end."""
-    size, state = BLOCK_SIZE, state_bytes(config, 2)
+    size = BLOCK_SIZE
+    state = state_bytes(config, 2)
     while size < MAX_BLOCK_SIZE and size * kv_bytes(config, 2) < state:
         size *= 2
     return size
@@ -164,7 +165,9 @@ class TorchRunner:
 
         def swap() -> None:
             self._spare = self._plain if self._owns_model else None
-            self._plain, self._model, self._owns_model = plain, model, True
+            self._plain = plain
+            self._model = model
+            self._owns_model = True
 
         return swap
 

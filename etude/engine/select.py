@@ -80,7 +80,8 @@ def kv_cache_size(
     c, weight = model.config, model.model.embed_tokens.weight
     if kv_cache_bytes is None:
         kv_cache_bytes = int(KV_MEMORY_FRACTION * _free(model)) if weight.is_cuda else 1 << 30
-    width, context = weight.element_size(), c.max_position_embeddings
+    width = weight.element_size()
+    context = c.max_position_embeddings
     fp8 = model.arithmetic.fp8_kv
     token_bytes = kv_bytes(c, width, fp8=fp8) + state_bytes(c, width) // block_size(c)
 
@@ -89,7 +90,8 @@ def kv_cache_size(
 
     if c.sliding_window is None or not c.windowed_layers or max_batched_tokens is None:
         return KvCacheSize(within(kv_cache_bytes, token_bytes))
-    size, windowed = MAX_PLAIN_BLOCK_SIZE, windowed_bytes(c, width, fp8=fp8)
+    size = MAX_PLAIN_BLOCK_SIZE
+    windowed = windowed_bytes(c, width, fp8=fp8)
     seen = size * num_windowed_blocks(
         c.sliding_window, size, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
     )

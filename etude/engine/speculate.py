@@ -67,7 +67,8 @@ class LookupText:
 
     def find(self, tail: Ints) -> tuple[int, int]:
         """Find the longest match; return its length and the place behind it."""
-        begin, end = self.pointer - len(tail), self.pointer
+        begin = self.pointer - len(tail)
+        end = self.pointer
         if (
             begin >= 0
             and end < len(self.tokens_S)

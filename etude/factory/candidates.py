@@ -204,7 +204,8 @@ class Drafts:
         around = [each for each in file.functions if each.first <= site.line <= each.last]
         if not around or around[0].last - around[0].first >= _LONGEST_TOKEN:
             return None
-        before, after = self._files[path], file.mutated([site])
+        before = self._files[path]
+        after = file.mutated([site])
         covering = self._covered(path, site)
         tests = self._survey.choose(covering, _TOKEN_TESTS, _TOKEN_TESTS_S)
         # and those that run the rest of it, so that no other change of it passes for a repair

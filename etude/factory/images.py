@@ -107,7 +107,8 @@ class _Build:
             self._work = self._step("workdir", workdir, lambda made: _take_out(base, workdir, made))
 
     def check_out(self, source: Source) -> None:
-        clones, lived_in = self._store.root / "clones", self._spec.realism is not None
+        clones = self._store.root / "clones"
+        lived_in = self._spec.realism is not None
 
         def make(made: Path) -> None:
             _checkout(source, clones, made, lived_in=lived_in)

@@ -90,7 +90,8 @@ class CodingAgent:
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
     ) -> Transcript:
         opening = await self.open(task, sandbox, seed)
-        talk, tools = Conversation(opening.messages, self._summarise_at), opening.tools
+        talk = Conversation(opening.messages, self._summarise_at)
+        tools = opening.tools
         own = [SUMMARY_SCHEMA] if self._summarise_tool else []
         ask = partial(self._ask, base_url, api_key, [*tools.schemas, *own])
         finished = False

@@ -206,7 +206,8 @@ def _expected(seconds: dict[str, float], findings: Findings, place: RunPlace) ->
     if not parts:
         return []
     whole = _duration(sum(seconds.values()))
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load = os.getloadavg()[0]
+    cores = len(os.sched_getaffinity(0))
     busy = f"; this machine is busy now, load {load:.0f} on {cores} cores" if load > cores else ""
     return [
         f"  expected time: some {whole} of computing ({parts}), beside tools and tests of yours"

@@ -287,7 +287,8 @@ class RayLauncher:
             while True:
                 count = await actor.heartbeats.remote()
                 if count > known:
-                    known, now = count, self._clock.now()
+                    known = count
+                    now = self._clock.now()
                     self._liveness.heard(name, now)
                     if (died := self._died.pop(name, None)) is not None:
                         self._untold.append(ProcessHeard(process=name, seconds=now - died))

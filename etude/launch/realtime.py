@@ -108,7 +108,8 @@ def realtime_programs(
     """All processes, and the URL that users' requests go to. In every pool there is a worker of
     every region."""
     assert realtime is not None
-    engine, placement = config.engine, placed(config)
+    engine = config.engine
+    placement = placed(config)
     if engine.port:
         check_port(engine.port)
     homes = [(pool, region) for pool in pools_of(realtime) for region in engine.regions]

@@ -90,7 +90,9 @@ class CausalAttention:
         return self._recurrence
 
     def _together(self, q_THD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
-        size, borders, longest = v_TKV.shape[-1], self._borders, self._longest
+        size = v_TKV.shape[-1]
+        borders = self._borders
+        longest = self._longest
         if self._cudnn and cudnn_attention.knows(q_THD, v_TKV):
             return cudnn_attention.attend(
                 q_THD, k_TKD, v_TKV, borders, longest, scale or size**-0.5

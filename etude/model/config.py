@@ -81,7 +81,8 @@ class ModelConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         scaling = self.rope_scaling
         if scaling and scaling.rope_type == "longrope":
-            pairs, told = self.rotary_dim // 2, len(scaling.short_factor)
+            pairs = self.rotary_dim // 2
+            told = len(scaling.short_factor)
             if told != pairs:
                 raise ValueError(
                     f"config.json: short_factor has {told} numbers for the {pairs} pairs of a head "
@@ -120,7 +121,8 @@ class ModelConfig:
         return tuple(n for n in self.cached_layers if n in self.sliding_layers)
 
     def layer_features(self, layer: int) -> LayerFeatures:
-        family, windowed = self.family, layer in self.sliding_layers
+        family = self.family
+        windowed = layer in self.sliding_layers
         local = windowed and self.local_rope_theta is not None
         return LayerFeatures(
             linear=self.linear is not None and layer in self.linear.layers,

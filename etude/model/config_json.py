@@ -404,7 +404,8 @@ def _experts(read: _Reader, family: Family) -> ExpertsConfig | None:
     if keys.layers == "after":
         layers = tuple(n for n in depth if n >= read("first_k_dense_replace"))
     elif keys.layers == "every":
-        dense, step = read("mlp_only_layers") or (), read("decoder_sparse_step")
+        dense = read("mlp_only_layers") or ()
+        step = read("decoder_sparse_step")
         if step < 1:
             raise ValueError(f"config.json: decoder_sparse_step = {step} is not supported")
         layers = tuple(n for n in depth if n not in dense and (n + 1) % step == 0)

@@ -37,7 +37,8 @@ def written(config: Any, family: Family) -> dict[str, Any]:
 
 
 def _windows_written(config: Any, family: Family) -> dict[str, Any]:
-    known, said = family.defaults, dict[str, Any]()
+    known = family.defaults
+    said = dict[str, Any]()
     if "no_rope_layers" in known:
         depth = range(config.num_hidden_layers)
         said["no_rope_layers"] = [int(n not in config.unrotated_layers) for n in depth]

@@ -155,7 +155,9 @@ _forward.register_autograd(_go_back, setup_context=_keep)
 
 def check_layouts(tensors: dict[str, Tensor]) -> None:
     """Refuse tensors that cuDNN would read or write beside."""
-    heads, keys, size = tensors["q"].shape[1], tensors["k"].shape[1], tensors["q"].shape[2]
+    heads = tensors["q"].shape[1]
+    keys = tensors["k"].shape[1]
+    size = tensors["q"].shape[2]
     apart = {name for name, tensor in tensors.items() if not tensor.is_contiguous()}
     inner = tensors["v"].stride()[1:]
     if apart - {"v"} or (apart and keys == heads) or inner != (size, 1):
@@ -166,7 +168,10 @@ def _run(tensors: dict[str, Tensor], borders_B: Tensor, longest: int, scale: flo
     """Fill the tensors that cuDNN computes from the others."""
     import cudnn
 
-    device, q_THD, k_TKD, v_TKD = borders_B.device, tensors["q"], tensors["k"], tensors["v"]
+    device = borders_B.device
+    q_THD = tensors["q"]
+    k_TKD = tensors["k"]
+    v_TKD = tensors["v"]
     num_tokens, heads, size = q_THD.shape
     check_layouts(tensors)
     plan = _plan(
@@ -178,7 +183,8 @@ def _run(tensors: dict[str, Tensor], borders_B: Tensor, longest: int, scale: flo
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=device)
     buffers = {plan.tensors[name]: tensor.data_ptr() for name, tensor in tensors.items()}
     buffers[plan.lengths] = lengths.data_ptr()
-    first, row_bytes = starts.data_ptr(), len(borders_B) * starts.element_size()
+    first = starts.data_ptr()
+    row_bytes = len(borders_B) * starts.element_size()
     buffers |= {id: first + row * row_bytes for row, id in enumerate(plan.starts)}
     handle = _handle(device)
     cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
@@ -238,7 +244,8 @@ def _plan(
     def place(name: str) -> dict[str, Any]:
         """How a tensor lies: as if all sequences were of one length; where one really begins, its
         `starts` say, which a gradient shares with what it is the gradient of."""
-        of, width = GRADIENT_OF.get(name, name), 1 if name == "stats" else size
+        of = GRADIENT_OF.get(name, name)
+        width = 1 if name == "stats" else size
         own = keys if of in ("k", "v") else heads
         stride = value_stride if name == "v" else own * width
         if of == name or stride != strides[of]:

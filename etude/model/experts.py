@@ -216,7 +216,8 @@ class StackedExperts(nn.Module):
         """The weighted sum of what the experts of each token make of it. Sorted by expert, so that
         each reads its tokens in one product; added up in the order of `ids_Nk`, so that a token
         does not depend on its neighbours."""
-        num_per_token, exchange = ids_Nk.shape[1], self.exchange
+        num_per_token = ids_Nk.shape[1]
+        exchange = self.exchange
         if exchange is not None:
             ids_Nk = exchange.places_X[ids_Nk]
         ids_M, order_M = ids_Nk.flatten().sort(stable=True)
@@ -240,7 +241,8 @@ class StackedExperts(nn.Module):
         return _one_by_one(x_ME, ends_X, self._one)
 
     def _one(self, expert: int, x_nE: Tensor) -> Tensor:
-        linear, act = self.arithmetic.linear, self.arithmetic.activation(self.act)
+        linear = self.arithmetic.linear
+        act = self.arithmetic.activation(self.act)
         gate, up = linear(x_nE, self.gate_up_proj[expert], None).chunk(2, -1)
         return linear(act(gate) * up, self.down_proj[expert], None)
 

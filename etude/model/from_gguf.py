@@ -202,7 +202,8 @@ def _unrotate(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _tokenizer_files(said: Mapping[str, Any]) -> dict[str, bytes]:
-    kind, cut = said["tokenizer.ggml.model"], said.get("tokenizer.ggml.pre", "gpt-2")
+    kind = said["tokenizer.ggml.model"]
+    cut = said.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or cut not in CUTS:
         raise ValueError(
             f"its tokenizer ({kind}, {cut}) is not supported; gpt2 with one of {', '.join(CUTS)} is"

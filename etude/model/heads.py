@@ -58,7 +58,8 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim = c.head_dim
         self.num_q = c.num_attention_heads
         self.num_kv = c.num_key_value_heads
-        features, family = c.layer_features(layer), c.family
+        features = c.layer_features(layer)
+        family = c.family
         q = self.num_q * self.head_dim
         kv = self.num_kv * self.head_dim
         self.gated = features.gated_attention

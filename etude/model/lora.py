@@ -215,7 +215,8 @@ def split_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dic
 def layer_pairs(model: Transformer, adapter: Adapter, like: Tensor) -> Iterator[tuple[str, Pair]]:
     """(path of a layer, its pair) of an adapter for this model, on the device and in the type of
     `like`. Raises ValueError if the adapter does not fit."""
-    left, rank = dict(adapter.tensors), adapter.config.rank
+    left = dict(adapter.tensors)
+    rank = adapter.config.rank
     for path, layer in adaptable_layers(model).items():
         parent = path.rpartition(".")[0]
         lows: list[Tensor] = []
@@ -246,7 +247,8 @@ def layer_pairs(model: Transformer, adapter: Adapter, like: Tensor) -> Iterator[
 
 def pair_tensors(path: str, layer: Linear, pair: Pair) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a layer's pair by their names: what `layer_pairs` was made of."""
-    parent, parts = path.rpartition(".")[0], parts_of(path, layer)
+    parent = path.rpartition(".")[0]
+    parts = parts_of(path, layer)
     own = [name for name, (_, has_pair) in zip(parts, pair.widths, strict=True) if has_pair]
     for kind, tensors in (
         ("lora_A", pair.a.chunk(len(own))),

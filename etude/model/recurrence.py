@@ -230,7 +230,8 @@ class _Wave:
             mixed_NC, decay_NH, beta_NH = (
                 x.index_select(0, self.tokens) for x in (mixed_NC, decay_NH, beta_NH)
             )
-        width, count = rule.weight_CW.shape[-1], len(self._before)
+        width = rule.weight_CW.shape[-1]
+        count = len(self._before)
         tail_BWC = mixed_NC.new_zeros(count, width - 1, mixed_NC.shape[-1])
         if tails is not None:
             tail_BWC = tails[self._before].masked_fill(self._is_first[:, None, None], 0)
@@ -239,7 +240,9 @@ class _Wave:
             tails[self._blocks] = rows[self._tails]
         mixed_NC = rule.act(rule.convolved(rows).index_select(0, self._ends))
 
-        heads, key_size, value_size = decay_NH.shape[-1], rule.key_size, rule.value_size
+        heads = decay_NH.shape[-1]
+        key_size = rule.key_size
+        value_size = rule.value_size
         memory_BHKV = mixed_NC.new_zeros(count, heads, key_size, value_size)
         if memories is not None:
             first = self._is_first[:, None, None, None]
@@ -359,7 +362,9 @@ def delta_chunks(
     k_UHKJ = (k * (faded_UHJ[..., -1:] - faded_UHJ).exp().unsqueeze(-1)).transpose(-1, -2)
     whole = left_UHJ1[..., -1:, :]
 
-    memory, read, kept = memory_BHKV[chunks.sequences_B], [], []
+    memory = memory_BHKV[chunks.sequences_B]
+    read = []
+    kept = []
     parts = (x.split(chunks.num_alive) for x in (q, within, values, taken, k_UHKJ, whole))
     for q_n, within_n, values_n, taken_n, k_n, whole_n in zip(*parts, strict=True):
         memory = memory[: len(q_n)]

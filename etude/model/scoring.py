@@ -39,7 +39,8 @@ def attend_scored(
     q_tHD: Tensor, k_SKD: Tensor, v_SKV: Tensor, scale: float | None, scoring: Scoring
 ) -> Tensor:
     """The last t of S tokens attend, in pieces that look no further back than they must."""
-    first, window = len(k_SKD) - len(q_tHD), scoring.window
+    first = len(k_SKD) - len(q_tHD)
+    window = scoring.window
     parts = []
     for start in range(0, len(q_tHD), QUERIES):
         end = min(start + QUERIES, len(q_tHD))

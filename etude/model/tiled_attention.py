@@ -189,7 +189,8 @@ class TiledCausalAttention:
     ) -> Tensor:
         if self._tiles is None:
             self._tiles = self._lay_out(tokens_of_a_tile(q_THD.shape[1], k_TKD.shape[1]))
-        tiles, factor = self._tiles, scale or q_THD.shape[-1] ** -0.5
+        tiles = self._tiles
+        factor = scale or q_THD.shape[-1] ** -0.5
         return value_of(
             lambda: attend_in_tiles(
                 tiles, factor, q_THD, k_TKD.__getitem__, v_TKV.__getitem__, k_TKD.shape[1], scoring
@@ -265,5 +266,6 @@ class TiledPagedAttention:
         def values(slots: Tensor) -> Tensor:
             return v.slots(slots)[..., : v_NKV.shape[-1]]
 
-        tiles, factor = self._tiles[group], scale or q_NHD.shape[-1] ** -0.5
+        tiles = self._tiles[group]
+        factor = scale or q_NHD.shape[-1] ** -0.5
         return attend_in_tiles(tiles, factor, q_NHD, k.slots, values, k_NKD.shape[1], scoring)

@@ -163,7 +163,9 @@ class ChatTokenizer:
         if _NONCE not in text:
             return ids
         borders = [(n, *encoding.offsets[n]) for n, id in enumerate(ids) if id in self._controls]
-        found, first, start = [], 0, 0
+        found = []
+        first = 0
+        start = 0
         for last, stop, behind in (*borders, (len(ids), len(text), len(text))):
             said = text[start:stop]
             found += self._as_plain(said, long) if _NONCE in said else ids[first:last]

@@ -108,7 +108,9 @@ def hermes(body: str, schemas: Schemas) -> list[Call]:
 
 def llama3(body: str, schemas: Schemas) -> list[Call]:
     """`{"name": "edit", "parameters": {"line": 3}}`, several parted by semicolons."""
-    decoder, calls, rest = json.JSONDecoder(), list[Call](), body.strip()
+    decoder = json.JSONDecoder()
+    calls = list[Call]()
+    rest = body.strip()
     while rest:
         try:
             said, end = decoder.raw_decode(rest)

@@ -69,7 +69,8 @@ class Check:
 
     @property
     def reason(self) -> str:
-        name, margin = self.suite.name, f"{100 * self.suite.margin:.1f}"
+        name = self.suite.name
+        margin = f"{100 * self.suite.margin:.1f}"
         found = self.comparison
         if found is None:
             return f"{name}: not tried, so nothing is known; try its tasks with both versions"

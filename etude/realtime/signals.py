@@ -137,7 +137,8 @@ class SessionOutcome:
 def session_outcome(
     session: RecordedSession, feedback: Feedback, table: SignalTable
 ) -> SessionOutcome:
-    settles_at, late = table.settles_at(session), 0
+    settles_at = table.settles_at(session)
+    late = 0
     answers = []
     events: list[str] = []
     for turn in session.turns:

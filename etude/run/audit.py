@@ -104,7 +104,8 @@ def _is_over(run: Run, config: RunConfig) -> bool:
     """All versions are there, all evaluations, and the controller knows it. A run that was stopped
     a moment before has open samples, and rightly so."""
     stages = stage_spans(config.stage)
-    newest, last = find_newest(run.objects), stages[-1]
+    newest = find_newest(run.objects)
+    last = stages[-1]
     splits = [split for split in ("heldout", "novel") if getattr(config.tasks, split)]
     versions = evaluated_versions(config)
     wanted = {report_name(version, split) for version in versions for split in splits}

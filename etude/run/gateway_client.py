@@ -127,7 +127,8 @@ class GatewayClient:
         return decode_json(answer, SessionOutcome) if answer else None
 
     async def disturbed(self, session: str, age_s: float) -> bool:
-        told, what = {"age_s": str(age_s)}, f"session {session} cannot be asked about"
+        told = {"age_s": str(age_s)}
+        what = f"session {session} cannot be asked about"
         path = f"/s/{self._ids[session]}/disturbed"
         answer = await self._ask("GET", path, what, params=told)
         return decode_json(answer, bool)

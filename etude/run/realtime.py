@@ -166,7 +166,8 @@ class RealtimeLoop:
         return self.last.traffic.beside is None
 
     def facts(self) -> Facts:
-        changes, stage = self.traffic.changes(), self.stage
+        changes = self.traffic.changes()
+        stage = self.stage
         names = {
             version: {
                 report_name(version, split, self.config.gate.samples) for split in stage.splits
@@ -202,7 +203,8 @@ class RealtimeLoop:
     async def collect(self, action: Collect) -> None:
         if (made := self._make_update(action)) is None:
             return
-        share, simulated = self.config.simulated_share, None
+        share = self.config.simulated_share
+        simulated = None
         if share:
             simulated = await self._simulate(action.base, action.step)
             # that took minutes: another loop may have begun, and users may be deleted
@@ -264,7 +266,8 @@ class RealtimeLoop:
 
     def settled(self, step: int, found: Sorted) -> str:
         """How near the sessions are to a batch, in words."""
-        settled, wanted = len(found.ready), self.config.min_sessions
+        settled = len(found.ready)
+        wanted = self.config.min_sessions
         left = len(admit(found.ready, self._caps, salt=f"update {step}").kept)
         capped = f", {left} within the caps of users and organisations," if left < settled else ""
         text = (
@@ -397,7 +400,8 @@ class RealtimeLoop:
         """All updates together: users of the live version since it went live, against held-out
         users. Who is held out and was answered by another version all the same, since their pool
         was down, says nothing. None if there is nothing to compare yet."""
-        traffic, changes = self.last.traffic, self.traffic.changes()
+        traffic = self.last.traffic
+        changes = self.traffic.changes()
         first = traffic.pools.get(HELDOUT)
         if first is None or first == traffic.version:
             return ()

@@ -57,7 +57,8 @@ class FakeEvaluation:
         self._stage = stage
 
     async def __call__(self, version: int, split: str, samples: int = 1) -> None:
-        solved, total = self._solves(version), 400
+        solved = self._solves(version)
+        total = 400
         low, high = wilson(solved, total)
         rewards = {f"t{n:03d}": float(n < solved) for n in range(total)}
         report = Report(

@@ -34,7 +34,8 @@ def realtime_settings(config: RunConfig) -> RealtimeConfig:
 
 def open_loop(run: Run, config: RunConfig) -> RealtimeLoop:
     """Of a run that was prepared."""
-    realtime, span = realtime_settings(config), stage_spans(config.stage)[-1]
+    realtime = realtime_settings(config)
+    span = stage_spans(config.stage)[-1]
 
     def published() -> int:
         newest = find_newest(run.objects)

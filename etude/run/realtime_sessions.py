@@ -101,7 +101,8 @@ class UserSessions:
         since, self._heard = self._heard - CLOCK_SKEW_S, self._store.now()
         for subject, word in self._store.consents(since).items():
             self._consents[subject] = word.newer(self._consents.get(subject))
-        tombstones, before = self._store.tombstones(), self._tombstones
+        tombstones = self._store.tombstones()
+        before = self._tombstones
         self._tombstones = tombstones
         if (active := self._store.news.read()) is None:
             listed = _by_user(self._store.keys())
@@ -152,7 +153,8 @@ class UserSessions:
 
     def _refresh(self, name: str, keys: Iterable[UserKey]) -> None:
         """Reads what is new of a user, and lets go what is not there any more."""
-        user, listed = self._users[name], dict.fromkeys(keys)
+        user = self._users[name]
+        listed = dict.fromkeys(keys)
         sessions = {key.session for key in listed}
         stone = self._tombstones.get(name)
         deleted = -1.0 if stone is None else stone.time

@@ -65,7 +65,8 @@ class Cluster:
         try:
             context = ssl.create_default_context(cadata=self.authority.decode() or None)
             if self.insecure:
-                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
             if self.identity:
                 with tempfile.NamedTemporaryFile() as file:  # ssl takes it from nowhere else
                     file.write(self.identity)

@@ -293,11 +293,13 @@ def _import_root(client: str) -> str:
     with tarfile.open(fileobj=data, mode="w") as archive:
         for name, mode in (("tmp", 0o1777), ("work", 0o755)):
             directory = tarfile.TarInfo(name)
-            directory.type, directory.mode = tarfile.DIRTYPE, mode
+            directory.type = tarfile.DIRTYPE
+            directory.mode = mode
             archive.addfile(directory)
         for name, target in system_links().items():
             link = tarfile.TarInfo(name)
-            link.type, link.linkname = tarfile.SYMTYPE, target
+            link.type = tarfile.SYMTYPE
+            link.linkname = target
             archive.addfile(link)
     name = f"{_ROOT}:{hashlib.sha256(data.getvalue()).hexdigest()[:12]}"
     if _ran([client, "image", "inspect", name])[0] != 0:

@@ -157,7 +157,9 @@ class Egress:
         self, host: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         began = time.monotonic()
-        asked, why, counts = "", "", (0, 0)
+        asked = ""
+        why = ""
+        counts = (0, 0)
         if self._free <= 0:
             writer.close()
             return

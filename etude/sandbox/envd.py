@@ -71,7 +71,8 @@ class _Envd:
         sandbox, path = self._sandbox(request), request.query_params.get("path")
         if "content-encoding" in request.headers:
             raise ValueError("send files uncompressed")
-        kind, body = Message(), await request.body()
+        kind = Message()
+        body = await request.body()
         kind["content-type"] = request.headers.get("content-type", "")
         if boundary := kind.get_boundary():
             contents = [(path or name, content) for name, content in _parts(body, boundary)]

@@ -180,7 +180,8 @@ class NamespaceSandbox:
 
     async def serve(self) -> None:
         """Start what is to run beside the agent, and open the way to the hosts of its task."""
-        outside, services = Hosts.parse(self._spec.network), self._spec.services
+        outside = Hosts.parse(self._spec.network)
+        services = self._spec.services
         names = {host: outside.address(host) for host in outside.places}
         names |= {service.name: "127.0.0.1" for service in services}
         if names:

@@ -232,7 +232,8 @@ class NamespaceSandboxPool:
         self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None
     ) -> NamespaceSandbox | None:
         """None if the zygote is silent."""
-        number, limits = next(self._numbers), spec.limits
+        number = next(self._numbers)
+        limits = spec.limits
         wanted = {
             "name": str(number),
             "memory_bytes": _memory_bytes(limits),

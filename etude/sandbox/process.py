@@ -182,7 +182,8 @@ class ProcessSandbox:
             environment = {"TERM": "xterm", **environment}
             ours, source = os.openpty()
             fcntl.ioctl(source, termios.TIOCSWINSZ, TERMINAL_SIZE)
-            output, theirs = os.dup(source), (ours, os.dup(ours))
+            output = os.dup(source)
+            theirs = (ours, os.dup(ours))
         else:
             source, into = os.pipe()
             out_of, output = os.pipe()

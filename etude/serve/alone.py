@@ -84,7 +84,8 @@ class PolicySessions(_Sessions):
         ]
 
     def _answerer(self, http: HttpRequest) -> SessionAnswerer:
-        session, kind = http.path_params["session"], read_segment_kind(http.headers)
+        session = http.path_params["session"]
+        kind = read_segment_kind(http.headers)
         return SessionAnswerer(self._model, self, self._records, session, kind)
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:

@@ -83,7 +83,9 @@ class ClosedSessions:
 
     async def _store(self) -> None:
         try:
-            key, marks, added = self._key, list(self._marks), self._num_added
+            key = self._key
+            marks = list(self._marks)
+            added = self._num_added
             try:
                 await asyncio.to_thread(
                     self._objects.put_sealed, key, msgspec.msgpack.encode(marks)

@@ -181,7 +181,8 @@ class Gateway:
         ]
 
     def _session_answerer(self, http: HttpRequest) -> SessionAnswerer:
-        session, kind = http.path_params["session"], read_segment_kind(http.headers)
+        session = http.path_params["session"]
+        kind = read_segment_kind(http.headers)
         self.records.check(session)
         return SessionAnswerer(self.model, self.router, self.records, session, kind)
 
@@ -231,7 +232,8 @@ class Gateway:
         return Response(status_code=204)
 
     async def disturbed(self, http: HttpRequest) -> Response:
-        session, age = http.path_params["session"], http.query_params.get("age_s", "inf")
+        session = http.path_params["session"]
+        age = http.query_params.get("age_s", "inf")
         try:
             return respond(self.router.disturbed(session, float(age)))
         except ValueError as e:
@@ -282,7 +284,8 @@ class Gateway:
         return Response(status_code=204)
 
     async def status(self, http: HttpRequest) -> Response:
-        fleet, regions = self.router.fleet, await self.router.regions()
+        fleet = self.router.fleet
+        regions = await self.router.regions()
         silent = sorted({worker.region for worker in fleet.suspects})
         workers = {
             worker.url: {"state": fleet.state(worker.url).value, "active": worker.active}

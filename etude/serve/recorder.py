@@ -165,7 +165,8 @@ class Recorder:
     def _shows(self, shown: str, segment: OpenSegment) -> bool:
         """Whether the template's text of the last answer says what was sampled. Calls may be spelt
         otherwise, and there may be other space around; no word may be missing."""
-        answer, end = segment.answer, segment.answer[-1:]
+        answer = segment.answer
+        end = segment.answer[-1:]
         if end[0] in self._tokenizer.stop_token_ids:
             answer = answer[:-1]
         else:
@@ -316,7 +317,8 @@ def _goes_on(segment: OpenSegment, prompt: Prompt) -> bool:
 
 def _may_answer(sample: Sample, request: Request) -> bool:
     """Whether nothing that the request asks for is missing from the sample, or too much of it."""
-    num_tokens, most = len(sample.tokens), request.max_tokens
+    num_tokens = len(sample.tokens)
+    most = request.max_tokens
     fits = num_tokens == most if sample.finish_reason == "length" else num_tokens <= most
     return fits and not request.top_logprobs
 

@@ -236,7 +236,8 @@ class Router:
     async def join(self, joining: JoinRequest, token: str = "") -> None:
         """`token`: the worker's own, which it is asked with: no worker learns that of another."""
         self._tokens[joining.url] = token
-        who, now = (joining.url, joining.region, joining.version), self._clock.now()
+        who = (joining.url, joining.region, joining.version)
+        now = self._clock.now()
         worker = self.fleet.join(*who, now, is_closed=joining.users_only)
         if worker.joining:
             return

@@ -100,7 +100,9 @@ class OpenSegment:
         _extend(self.sampling, [SamplingSpan(turn.params, len(sample.tokens))], "params")
         self.messages = (*self.messages[: turn.num_known], *turn.messages, turn.message)
         self.answered.append(len(self.messages) - 1)
-        self.text, self.options, self.answer = text, turn.options, sample.tokens
+        self.text = text
+        self.options = turn.options
+        self.answer = sample.tokens
         self.asked_routed = self.routed if turn.routed is None else turn.routed
         self.routed = self.asked_routed
         if sample.experts is not None:

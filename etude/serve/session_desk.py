@@ -128,7 +128,8 @@ class SessionRoutes:
         return Response(status_code=204) if claimed is None else respond(claimed)
 
     async def settle(self, http: HttpRequest) -> Response:
-        session, result = http.path_params["session"], await read(http, RolloutResult, decode_known)
+        session = http.path_params["session"]
+        result = await read(http, RolloutResult, decode_known)
         if result.status not in ENDED or (result.score is None) != (result.status == "failed"):
             raise ApiError(
                 f"status {result.status!r} {'with' if result.score else 'without'} a score: give "

@@ -233,7 +233,8 @@ class SessionJournal:
                 await asyncio.to_thread(self._create, number, data)
             except EtudeError as e:
                 raise Unavailable(f"what was said cannot be stored: {e}") from e
-            self._object, self._num_stored = None, self._num_taken
+            self._object = None
+            self._num_stored = self._num_taken
             await asyncio.to_thread(self._delete_unneeded)
         finally:
             self._storing = None

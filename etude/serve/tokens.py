@@ -126,7 +126,8 @@ class TokenAuthority:
             raise ValueError("the token of a session needs the id of the session as its subject")
         if organisation and scope not in OF_USERS:
             raise ValueError(f"an organisation has users: a token of the scope {scope} has none")
-        expires, id = self._clock() + lifetime_s, secrets.token_hex(8)
+        expires = self._clock() + lifetime_s
+        id = secrets.token_hex(8)
         return Claims(scope, subject, expires, id, organisation)
 
     def sign(self, claims: Claims) -> str:

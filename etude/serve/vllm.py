@@ -253,7 +253,8 @@ class VllmServer:
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:
             async with self._http.request(method, self.url + path, json=body) as response:
-                status, text = response.status, await response.text()
+                status = response.status
+                text = await response.text()
         except (aiohttp.ClientError, TimeoutError) as e:
             raise Unavailable(f"vLLM at {self.url} does not answer: {type(e).__name__} {e}") from e
         if 400 <= status < 500:
@@ -303,7 +304,8 @@ def generate_request(request: Request, version: int) -> dict[str, Any]:
 def to_sample(choice: Choice, request: Request, config: ModelConfig) -> Sample:
     if choice.finish_reason not in ("stop", "length"):
         raise Unavailable(f"vLLM gave the request up: {choice.finish_reason}")
-    tokens, drawn = tuple(choice.token_ids), choice.logprobs.content
+    tokens = tuple(choice.token_ids)
+    drawn = choice.logprobs.content
     versions = tuple(
         VersionSpan(int(span.version), span.end - span.start) for span in choice.weight_versions
     )
@@ -368,7 +370,8 @@ def truncate_at_stop(request: Request, sample: Sample, tokenizer: ChatTokenizer)
             return sample
         finder.push(decoder.push(sample.tokens[number]))
         number += 1
-    experts, unread = sample.experts, len(sample.tokens) - number
+    experts = sample.experts
+    unread = len(sample.tokens) - number
     if experts:
         num_reported = len(request.prompt) + len(sample.tokens) - 1 - (request.experts_from or 0)
         experts = experts[: len(experts) * (num_reported - unread) // num_reported]

@@ -139,7 +139,9 @@ class Simulation:
         )
         if opened:
             self._write(Dropped(samples=opened, reason="interrupted"))
-        self.window, self.groups, self.batch = None, {}, []
+        self.window = None
+        self.groups = {}
+        self.batch = []
         self.queued.clear()
         self.running.clear()
         self.waiting.clear()
@@ -251,7 +253,8 @@ class Simulation:
                 return  # it died, and begins the step again
             assert self.trainer_since is not None
             self.outcome.trainer_busy_s += self.now - self.trainer_since
-            self.trainer_since, self.trained = None, step
+            self.trainer_since = None
+            self.trained = step
             self.after(self.vary(self.s.publish_s), lambda: self.publish(step))
             self.train()
 
@@ -327,7 +330,8 @@ class Simulation:
     def _load(self, process: Process, version: int) -> None:
         if process.loading is not None or not self._is_heard(process) or process.version >= version:
             return
-        process.loading, life = version, process.life
+        process.loading = version
+        life = process.life
         slow = SLOW if self.now < process.slow_until else 1.0
 
         def done() -> None:

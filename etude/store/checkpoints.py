@@ -79,7 +79,8 @@ def read(run: Run, name: str) -> Checkpoint:
 
 def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
     """Checked against its digest."""
-    part, damage = checkpoint.parts[rank], "not what its name says"
+    part = checkpoint.parts[rank]
+    damage = "not what its name says"
     try:
         data = run.checkpoint_part(checkpoint.name, part)
         if hashlib.sha256(data).hexdigest() == part.partition(".")[2]:

@@ -43,7 +43,8 @@ def read_feedback(run: Run, trajectory: str) -> list[Feedback]:
 
 
 def _read(run: Run, key: str) -> Feedback:
-    data, where = run.objects.get(key), f"{run.objects.url}: {key}"
+    data = run.objects.get(key)
+    where = f"{run.objects.url}: {key}"
     if not key.endswith(f"/{_digest(data)}.json"):
         raise Damaged(f"{where} is damaged: bring it back from a copy, or delete it")
     return from_json(data, Feedback, where)

@@ -123,7 +123,8 @@ class EventReader:
             if process in self._logs:
                 log, start = self._logs[process]
             else:
-                log, start = self._run.events(process, EVENTS, self.damaged.append), 0
+                log = self._run.events(process, EVENTS, self.damaged.append)
+                start = 0
                 if (lost := log.lost()) is not None:
                     self.damaged.append(lost)
             records, start = log.read(start)

@@ -97,7 +97,8 @@ class ContextSharding:
     def in_order(self, parts_StX: Tensor) -> Tensor:
         """What the ranks have of their tokens, one after the other, in the order of the tokens."""
         halves = parts_StX.view(self.size, 2, self.chunk, *parts_StX.shape[2:])
-        front, back = halves[:, 0], halves[:, 1].flip(0)
+        front = halves[:, 0]
+        back = halves[:, 1].flip(0)
         return torch.cat((front.flatten(0, 1), back.flatten(0, 1)))
 
     def by_rank(self, all_TX: Tensor) -> Tensor:

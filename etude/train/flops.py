@@ -106,7 +106,8 @@ def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: 
     less power."""
     generator = torch.Generator(device).manual_seed(0)  # whoever trains has a generator of its own
     x, y = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
-    at_once, best = 50 if device.type == "cuda" else 1, float("inf")
+    at_once = 50 if device.type == "cuda" else 1
+    best = float("inf")
     for _ in range(tries):
         began, cpu_began = time.perf_counter(), time.process_time()
         for _ in range(at_once):

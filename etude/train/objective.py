@@ -114,7 +114,9 @@ class RlObjective:
             correction = CORRECTION[self.correction]
             ratio_N = correction.ratio(own_N - engine_logp_N, row_N)
             weight_N = correction.bound(ratio_N, self.correction_cap)
-            old_N, weighed_N, corrected_N = own_N, weight_N * adv_N, weight_N != ratio_N
+            old_N = own_N
+            weighed_N = weight_N * adv_N
+            corrected_N = weight_N != ratio_N
 
         def losses(logp_N: Tensor) -> Tensor:
             tokens = LossInputs(logp_N=logp_N, old_logp_N=old_N, adv_N=weighed_N, row_N=row_N)

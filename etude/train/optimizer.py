@@ -126,7 +126,8 @@ class Muon:
         if not divisor.isfinite():
             return
         for name, master in self._masters.items():
-            gradient, momentum = gradients[name] / divisor, self._momentum[name]
+            gradient = gradients[name] / divisor
+            momentum = self._momentum[name]
             momentum.lerp_(gradient, 1 - MOMENTUM)
             ahead = gradient.lerp(momentum, MOMENTUM)  # as Nesterov does
             is_stacked = master.ndim > 2

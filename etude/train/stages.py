@@ -72,7 +72,8 @@ def midtrain(
     of the model's context if that is shorter."""
     width = min(stage.seq_len, learner.model.config.max_position_embeddings)
     mix = SourceMix(sources, width=width, seed=seed)
-    num_rows, ends = max(1, stage.batch_tokens // width), eos if stage.document_mask else None
+    num_rows = max(1, stage.batch_tokens // width)
+    ends = eos if stage.document_mask else None
     heldout_rows = _heldout_rows(heldout, width, ends) if heldout and len(heldout.ends_D) else []
     for step in range(start_step, stage.steps):
         rate = learning_rate(
@@ -131,7 +132,8 @@ def sft(
     texts, heldout_rows = (
         [TokenSequence(*session) for session in some] for some in (demonstrations, heldout)
     )
-    losses, step = list(heldout_losses), start_step
+    losses = list(heldout_losses)
+    step = start_step
     while step < total and evaluations_since_best(losses) < stage.patience:
         epoch, part = divmod(step, steps_per_epoch)
         chosen = np.array_split(shuffled(len(demonstrations), seed, epoch), steps_per_epoch)[part]

@@ -67,7 +67,8 @@ class DocumentStream:
             number, offset = divmod(start, self._size)
             order_D, ends_D = self._pass(number)
             place = int(np.searchsorted(ends_D, offset, side="right"))
-            document, left = order_D[place], int(ends_D[place]) - offset
+            document = order_D[place]
+            left = int(ends_D[place]) - offset
             end = int(self._starts_D[document] + self._lengths_D[document])
             parts.append(self._tokens_N[end - left : end][:count])
             start, count = start + len(parts[-1]), count - len(parts[-1])

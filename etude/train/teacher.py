@@ -37,7 +37,9 @@ class Teacher:
         """The batch with the teacher's advantages, and an estimate of the KL of student to teacher
         a token. Both are compared at the temperature that each token was drawn at; `temperature`
         is that of rows which do not say."""
-        rows, total, num_loss_tokens = list(batch.rows), 0.0, 0
+        rows = list(batch.rows)
+        total = 0.0
+        num_loss_tokens = 0
         texts = [
             RolloutSequence.from_row(row, number, temperature=temperature)
             for number, row in enumerate(rows)

@@ -167,7 +167,8 @@ def _write(folder: Path, texts: Iterable[str], tokenizer: ChatTokenizer, rule: _
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="part-") as holder:
         unfinished = Path(holder) / folder.name
         unfinished.mkdir()
-        ends, digest = {name: array("q") for name in PARTS}, hashlib.sha256()
+        ends = {name: array("q") for name in PARTS}
+        digest = hashlib.sha256()
         with (
             (unfinished / "train.tokens").open("wb") as train,
             (unfinished / "heldout.tokens").open("wb") as heldout,

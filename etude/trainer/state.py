@@ -151,7 +151,8 @@ class TrainerState:
     def _start_model(self, resumed: Checkpoint | None) -> Transformer:
         """A checkpoint holds every weight that is trained, and what an adapter is to was published:
         the model's directory may be gone by then."""
-        path, shape = self.config.model.path, self.files["config.json"]
+        path = self.config.model.path
+        shape = self.files["config.json"]
         chain = self.publisher.chain
         if self.adapter_of is not None and chain.head() is not None:
             return build_model(self.files, Follower(chain).fetch(self.adapter_of))
@@ -277,7 +278,9 @@ class TrainerState:
 
     def finish_version(self, version: int, *, step: int) -> None:
         """The learner's weights are this version: checkpoint them, then publish them."""
-        self.version, self.step, self.version_step = version, 0, step
+        self.version = version
+        self.step = 0
+        self.version_step = step
         self.save(then=self.publication())
 
     @property

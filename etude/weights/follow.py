@@ -196,7 +196,8 @@ class Follower:
         self.held = image
 
     def _reporter(self, steps: Sequence[RouteStep]) -> Callable[[int], None]:
-        total, done = sum(step.route.bytes for step in steps), 0
+        total = sum(step.route.bytes for step in steps)
+        done = 0
 
         def report(more: int) -> None:
             nonlocal done

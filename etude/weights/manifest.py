@@ -356,7 +356,8 @@ class Chain:
 
     def _decode(self, key: str, data: bytes, *types: type[T]) -> T:
         """As the one of the types whose fields it has."""
-        where, names = f"{self.objects.url}: {key}", set[str]()
+        where = f"{self.objects.url}: {key}"
+        names = set[str]()
         with contextlib.suppress(Damaged):
             names = set(from_json(data, dict[str, Any], where))
         try:
@@ -377,7 +378,8 @@ class PublishedVersions:
         # The store is the only link between clusters, and it cannot call us: this is the one place
         # that polls for weights. The delay grows because a version that is not there now is a whole
         # training step away.
-        objects, delay_s = self._chain.objects, FIRST_POLL_S
+        objects = self._chain.objects
+        delay_s = FIRST_POLL_S
         while (manifest := await asyncio.to_thread(self._chain.newest, after)) is None:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, max(LAST_POLL_S, objects.poll_s))

@@ -37,7 +37,8 @@ class PeerGroup:
         try:
             message = _DONE + to_json(find())
         except EtudeError as e:
-            failed, message = e, _FAILED + str(e).encode()
+            failed = e
+            message = _FAILED + str(e).encode()
         answers = self._peers.all_to_all([message] * self._peers.world_size)
         if failed is not None:
             raise failed

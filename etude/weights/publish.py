@@ -271,7 +271,9 @@ class Publisher:
         """The version is live already; a snapshot to it only shortens the route of those who are
         late."""
         assert self._last is not None
-        image, link, route = self._last, self._last.link, manifest.route
+        image = self._last
+        link = self._last.link
+        route = manifest.route
         self._links, self._bytes = (
             (0, 0) if route.base is None else (self._links + 1, self._bytes + route.bytes)
         )

@@ -28,7 +28,9 @@ def encode_delta(kind: Kind, old: Array, new: Array) -> bytes | None:
     if not len(changed):
         return b""
     steps = _steps(kind, old[order[changed]], new[order[changed]])
-    head, unary, plain = bytearray((top,)), _Bits(), _Bits()
+    head = bytearray((top,))
+    unary = _Bits()
+    plain = _Bits()
     for c in range(kind.contexts):
         places, mine = changed[bounds[c] : bounds[c + 1]], steps[bounds[c] : bounds[c + 1]]
         gaps = np.diff(places, prepend=starts[c] - 1) - 1
@@ -48,7 +50,9 @@ def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array) ->
     size = reader.varint(reader.left)
     ones, plain = _ones(reader.take(size)), _Plain(reader.take(reader.left))
     order, starts = _by_context(kind, old, top)
-    places, steps, read = [], [], 0
+    places = []
+    steps = []
+    read = 0
     for c, line in enumerate(lines):
         quotients = ones[read : (read := read + line.count + 2 * line.large)]
         if len(quotients) < line.count + 2 * line.large:
@@ -124,7 +128,8 @@ def _unpack_context(
     """Gaps and steps of one context."""
     first, rest = quotients[: line.count], quotients[line.count :]
     low = plain.fixed(line.count, line.k + 1)
-    gaps, steps = _rejoin(first, low & ((1 << line.k) - 1), line.k, limit), 1 - 2 * (low >> line.k)
+    gaps = _rejoin(first, low & ((1 << line.k) - 1), line.k, limit)
+    steps = 1 - 2 * (low >> line.k)
     if line.large:
         lengths = rest[1::2] + line.order
         if int(lengths.max()) > 32:

@@ -129,7 +129,8 @@ def unpack(
     was = {entry.name: entry for entry in base}
 
     def decode(number: int) -> Slab:
-        entry, mine = state[number], payloads.get(number, {})
+        entry = state[number]
+        mine = payloads.get(number, {})
         before = old[entry.name] if entry.is_like(was.get(entry.name)) else None
         if before is not None and not mine:
             return before
@@ -160,7 +161,8 @@ def read(data: bytes, state: State) -> list[Chunk]:
         if heads and (tensor, chunk) <= heads[-1][:2]:
             raise Damaged("a shard holds its chunks in disorder")
         heads.append((tensor, chunk, reader.varint(len(data))))
-    at, view = len(data) - reader.left, memoryview(data)
+    at = len(data) - reader.left
+    view = memoryview(data)
     if sum(size for _, _, size in heads) != reader.left:
         raise Damaged("a shard is longer or shorter than its chunks")
     chunks = []

@@ -36,7 +36,8 @@ class Part:
     """To publish it in; None for its own."""
 
     def extent(self, name: str) -> Extent:
-        shape, dtype = tuple(self.tensor.shape), self.dtype or self.tensor.dtype
+        shape = tuple(self.tensor.shape)
+        dtype = self.dtype or self.tensor.dtype
         if self.rows is not None:
             shape = (self.rows, *shape[1:])
         entry = TensorEntry(name, dtype_name(dtype), shape)
@@ -60,7 +61,8 @@ class Snapshots:
         made: Arrays = {}
         changes: dict[str, tuple[Tensor, Tensor]] = {}
         for name, part in parts.items():
-            tensor, dtype = part.tensor.detach(), part.dtype or part.tensor.dtype
+            tensor = part.tensor.detach()
+            dtype = part.dtype or part.tensor.dtype
             if not tensor.is_cuda and given and tensor.dtype == dtype:
                 made[name] = bits(tensor)
             elif not tensor.is_cuda:

@@ -80,7 +80,8 @@ class Slab:
 
     def place(self, entry: TensorEntry, chunk: int) -> slice:
         """Of a chunk, among the bytes of the slab."""
-        at, start = entry.place(chunk), self.chunks.start * entry.chunk_bytes
+        at = entry.place(chunk)
+        start = self.chunks.start * entry.chunk_bytes
         return slice(at.start - start, at.stop - start)
 
     def chunk(self, entry: TensorEntry, chunk: int) -> Array:

@@ -99,7 +99,8 @@ def after_changes(
     such file. PatchError where one does not fit."""
     after = dict(before)
     for change in changes:
-        text, target = after[change.path], change.to or change.path
+        text = after[change.path]
+        target = change.to or change.path
         if (change.kind == "add" or target != change.path) and after[target] is not None:
             raise PatchError(f"{target} is there already: update it, or delete it first")
         if change.kind == "add":

@@ -100,7 +100,8 @@ class _Pdb:
         return said if echo.strip() == line.strip() else f"{echo}\n{said}".rstrip()
 
     async def answer(self, timeout_s: float) -> str:
-        said, loop = "", asyncio.get_running_loop()
+        said = ""
+        loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not _PROMPT.search(said):
             ended = await self._job.ended(0.02)

@@ -197,7 +197,8 @@ class Workspace:
 
     async def take_back_call(self) -> None:
         """Restore all files that this call changed."""
-        changed, self._changes[-1] = self._changes[-1], {}
+        changed = self._changes[-1]
+        self._changes[-1] = {}
         await self._restore(changed)
 
     async def remove(self, path: str) -> None:
@@ -291,7 +292,8 @@ def _problem(value: Json, schema: Schema, where: str) -> str:
     if not is_kind:
         return f"{where} must be of type {kind}"
     if kind == "object":
-        properties, required = schema["properties"], set(schema["required"])
+        properties = schema["properties"]
+        required = set(schema["required"])
         problem = check_arguments(value, properties, required)
         return f"{where}: {problem}" if problem else ""
     if "enum" in schema and value not in schema["enum"]:

@@ -116,7 +116,8 @@ async def _guesses(
     if asked.prediction is not None:
         prediction = await _prediction_tokens(model, asked.prediction.content)
     drafts = tuple(map(tuple, asked.drafts or ()))
-    most, guessed = GUESSED_CONTEXTS * model.max_context, len(prediction or ())
+    most = GUESSED_CONTEXTS * model.max_context
+    guessed = len(prediction or ())
     if guessed + sum(1 + len(draft) for draft in drafts) > most:
         param = "prediction" if guessed > most else "drafts"
         raise ApiError(
@@ -159,7 +160,8 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
         schema = ANY_OBJECT
     elif isinstance(asked.response_format, wire.JsonSchemaFormat):
         schema = asked.response_format.json_schema.schema
-    parallel, tools = asked.parallel_tool_calls is not False, asked.tools or []
+    parallel = asked.parallel_tool_calls is not False
+    tools = asked.tools or []
     if tools and not grammars.enforces_calls:
         if asked.tool_choice not in (None, "auto", "none"):
             message = "tool_choice: calls of this model's family cannot be enforced; use auto"

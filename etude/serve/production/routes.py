@@ -153,7 +153,8 @@ class Production:
         rate = self._config.sampling_rate
         if not is_sampled(identity, name, rate, self._key):
             return None
-        key, now = f"{identity.user}/{name}", self._store.now()
+        key = f"{identity.user}/{name}"
+        now = self._store.now()
         if (found := self.recording.sessions.get(key)) is None:
             # two gateways may begin it at once
             stored = pseudonym(key, self._key)[:16] + secrets.token_hex(8)
@@ -236,7 +237,8 @@ class Production:
         names_both = bool(identity.user and identity.organisation)
         if (is_backend and names_both) or not (identity.user or identity.organisation):
             raise ApiError(f"say whose word it is, by {USER} or by {ORGANISATION}")
-        asked, now = await read(http, ConsentRequest), self._store.now()
+        asked = await read(http, ConsentRequest)
+        now = self._store.now()
         when = now if asked.time is None else asked.time
         if not 0 <= when < now + CLOCK_SKEW_S:
             raise ApiError("time: seconds since 1970, and not in the future", param="time")

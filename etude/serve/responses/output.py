@@ -169,9 +169,13 @@ class ResponseWriter:
         item = self._builder.item(call, "completed")
         self._id = item.id
         if isinstance(item, responses.CustomCallItem):
-            kind, key, value = "custom_tool_call_input", "input", item.input
+            kind = "custom_tool_call_input"
+            key = "input"
+            value = item.input
         else:
-            kind, key, value = "function_call_arguments", "arguments", call.arguments
+            kind = "function_call_arguments"
+            key = "arguments"
+            value = call.arguments
         begun = msgspec.structs.replace(item, status="in_progress", **{key: ""})
         told += [
             self._tell_item("output_item.added", item=begun),

@@ -119,7 +119,8 @@ class Responses:
         self, http: HttpRequest, asked: responses.InputTokensRequest
     ) -> Sequence[Message]:
         """The conversation so far, with what the request adds to it."""
-        store, session = self._model.conversations, _session(http)
+        store = self._model.conversations
+        session = _session(http)
         before: Sequence[Message] = ()
         if (id := asked.previous_response_id) is not None:
             kept = store.get(session, id)
