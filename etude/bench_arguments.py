@@ -12,7 +12,7 @@ BENCHMARKS = {
     "delta": "weight deltas: size, and speed of one core at making and applying them",
     "diagnostics": "what linter and type checker say of a text that no file has: milliseconds",
     "edits": "speculative edits: forward passes over real edits, and time",
-    "engine": "the engine's throughput, beside transformers on the same weights",
+    "engine": "the engine's throughput, beside transformers, and vLLM (make bench-vllm)",
     "engine_cuda": "the engine on a CUDA device: tokens per second, share of the roofline",
     "fp8": "FP8 beside bf16 on a CUDA device: decoding, the trainer's forward pass, k3",
     "gateway": "what the gateway adds to a turn, beside LiteLLM's proxy (make bench-gateway)",

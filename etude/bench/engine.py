@@ -1,5 +1,5 @@
-"""Benchmark of the engine's throughput, beside `transformers` on the same weights, machine and
-threads, in one run.
+"""Benchmark of the engine's throughput, beside `transformers` and vLLM on the same weights and
+machine, in one run.
 
 On a CPU: a model of the shape of SmolLM2-135M in bf16 and fp32 (`--model DIR`: that one; otherwise
 models/smollm2-135m if `make model` was run, else random weights), prompts of 40 tokens, 64 new
@@ -8,6 +8,8 @@ ones, for 1 and 16 requests at a time:
     smollm2.bN.tokens_per_s                new tokens a second, all requests together, the time for
                                            prompts included
     smollm2.bN.transformers_tokens_per_s   the same of `generate`
+    smollm2.bN.vllm_tokens_per_s           the same of vLLM's offline engine, on all cores; where
+                                           .venv-vllm has it (`make bench-vllm`)
     smollm2.bN.threads                     that gave the first figure; each side has the number of
                                            threads it likes best
     smollm2.ttft_cached_share              time to the first token behind 1,000 tokens that an
@@ -24,9 +26,11 @@ With a CUDA device: what `engine_cuda` measures.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from etude.bench._vllm_engine import NEW
 from etude.core.errors import EtudeError
 from etude.core.sampling import Request
 from etude.engine.engine import Engine
@@ -46,11 +51,12 @@ from etude.model.files import build_model, hf_state_dict, read_directory, write_
 from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 
 BATCHES = (1, 16)
-PROMPT, NEW = 40, 64
+PROMPT = 40
 SHARED, OWN = 1000, 8
 REPEATS = 2
 PATIENCE_S = 60.0
 MADE = Path("models/smollm2-135m")
+VLLM_PYTHON = Path(".venv-vllm/bin/python")
 SHAPE = ModelConfig(
     vocab_size=49152,
     hidden_size=576,
@@ -98,11 +104,13 @@ def on_cpu(directory: Path) -> dict[str, float]:
 def in_format(directory: Path, dtype: torch.dtype) -> dict[str, float]:
     ours = build_model(*read_directory(directory)).to(dtype).requires_grad_(False)
     theirs = peer(directory, dtype)
+    vllm = vllm_rates(directory, dtype) if VLLM_PYTHON.exists() else {}
     figures: dict[str, float] = {}
     for batch in BATCHES:
         rates = {n: rate(n, batch, lambda prompts: answer(ours, prompts)) for n in thread_counts()}
         found = {"tokens_per_s": max(rates.values()), "threads": max(rates, key=rates.__getitem__)}
         found |= their_rate(theirs, batch)
+        found |= {"vllm_tokens_per_s": vllm[batch]} if vllm else {}
         # the whole takes a quarter of an hour on a slow processor
         told = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         print(f"{dtype}, {batch} at a time: {told}", file=sys.stderr, flush=True)
@@ -124,6 +132,28 @@ def their_rate(model: Any, batch: int) -> dict[str, float]:
     if rates:
         return {"transformers_tokens_per_s": max(rates)}
     return {"transformers_tokens_per_s_at_most": batch * NEW / PATIENCE_S}
+
+
+def vllm_rates(directory: Path, dtype: torch.dtype) -> dict[int, float]:
+    """New tokens a second by the number of requests, measured as in `rate`."""
+    rounds = [random_tokens(n, batch, PROMPT) for batch in BATCHES for n in range(1 + REPEATS)]
+    name = str(dtype).removeprefix("torch.")
+    argv = [str(VLLM_PYTHON), "-m", "etude.bench._vllm_engine", str(directory.absolute()), name]
+    # The package's directory, so that the other Python finds this benchmark.
+    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        argv,
+        env=os.environ | own,
+        input=json.dumps(rounds),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise EtudeError(f"vLLM ended with code {done.returncode}: {done.stderr[-2000:]}")
+    seconds = iter(json.loads(done.stdout.splitlines()[-1]))
+    measured = {batch: [next(seconds) for _ in range(1 + REPEATS)] for batch in BATCHES}
+    return {batch: batch * NEW / min(taken[1:]) for batch, taken in measured.items()}
 
 
 def rate(
