@@ -75,7 +75,7 @@ tensor: `fp8`, `fbgemm_fp8`, `compressed-tensors` of `float-quantized`) and MXFP
 Quantised weights are turned into bf16 tensor by tensor while they are read; what a run publishes
 is bf16, and `etude weights export --dtype fp8` writes blocks of FP8. Other methods are refused by
 name. Whatever the weights are stored in, `quantization = "fp8"` multiplies in FP8
-([training.md](training.md#in-fp8)).
+([training.md](training.md#fp8)).
 
 **Rope**: default, linear, dynamic, llama3 and yarn, and longrope within the original context of a
 model: beyond it the angles of all tokens change with the length of a sequence, which no cache can
