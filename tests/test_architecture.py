@@ -133,6 +133,7 @@ OUTSIDE: dict[str, set[str]] = {
     "bench._servers": {"aiohttp"},
     "bench.engine_cuda": {"torch", "transformers"},
     "bench._trl_trainer": {"trl", "datasets", "transformers"},
+    "bench._vllm_engine": {"vllm"},
     "model": TORCH | {"tokenizers", "jinja2"},
     "model.from_gguf": {"gguf"},
     "model.cudnn_attention": {"cudnn"},
@@ -188,7 +189,7 @@ OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb"
 
 # What nobody has to install: triton comes with a CUDA build of torch, cudnn makes the trainer
 # faster on one, the others are what benchmarks compare with.
-ELSEWHERE = {"triton", "cudnn", "transformers", "trl", "datasets"}
+ELSEWHERE = {"triton", "cudnn", "transformers", "trl", "datasets", "vllm"}
 
 # Each of these starts in a process that must stay light.
 WITHOUT_TORCH = [

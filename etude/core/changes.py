@@ -41,6 +41,7 @@ OPERATIONAL: dict[str, set[str]] = {
         "context_parallel",
         "expert_parallel",
         "gradient_checkpointing",
+        "checkpoint_every_s",
         "timeout_s",
     },
     "rewards.judge": {"url", "timeout_s"},

@@ -72,6 +72,8 @@ class StageStarted:
     """The most steps that it takes; sft may stop before."""
     done: int = 0
     """Steps that were done before, if the stage is resumed."""
+    repeated: int = 0
+    """Published steps that are repeated first, because no checkpoint holds them."""
     groups_per_step: int = 0
     """Groups that a step needs; 0 for a stage without any."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from etude.core.lora_config import LoraConfig
-from etude.core.schema import Config, Count, Positive
+from etude.core.schema import Config, Count, NonNegative, Positive
 
 
 class TrainerConfig(Config):
@@ -36,6 +36,10 @@ class TrainerConfig(Config):
     gradient_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping their activations: about a third
     more arithmetic, and memory for several times as many `microbatch_tokens`."""
+    checkpoint_every_s: NonNegative = 60.0
+    """Least time between two checkpoints within a stage. Publishing does not wait for them: after a
+    crash the trainer repeats the steps since the newest one, from the same batches. Real-time RL
+    writes one for every version."""
     timeout_s: Positive = 45.0
     """Time for each collective operation of the ranks."""
     lora: LoraConfig | None = None

@@ -449,7 +449,10 @@ def event_line(event: Event, view: RunView) -> str | None:
     match event:
         case StageStarted():
             before = f", {event.done} steps of it were done before" if event.done else ""
-            return f"{event.stage} begins{before}"
+            repeated = (
+                f", {event.repeated} are repeated from their batches" if event.repeated else ""
+            )
+            return f"{event.stage} begins{before}{repeated}"
         case FewTasks():
             return _few(event)
         case ProcessHeard():

@@ -281,8 +281,11 @@ def _check_versions(
         )
     checkpoints = run.checkpoints()
     kept = int(checkpoints[-1].partition(".")[0]) if checkpoints else -1
-    if newest > kept:
-        yield f"version {newest} is published, and the newest checkpoint is of version {kept}"
+    if lost := [step for step in range(kept + 1, newest + 1) if not run.has_batch(step)]:
+        yield (
+            f"version {newest} is published, the newest checkpoint is of version {kept}, and there "
+            f"is no batch of step {lost[0]} to repeat"
+        )
     if newest > stage_spans(config.stage)[-1].end:
         yield (
             f"version {newest} is published, and the last stage ends with "

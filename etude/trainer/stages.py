@@ -151,14 +151,7 @@ def run_steps(
     objective: RlObjective = RlObjective(),  # noqa: B008 (frozen)
 ) -> None:
     """Steps on the batches that the controller writes."""
-    trainer.emit(
-        StageStarted(
-            stage=span.name,
-            steps=stage.steps,
-            done=trainer.version - span.start,
-            groups_per_step=stage.groups_per_step,
-        )
-    )
+    first_reported = _start_loop(trainer, span, stage)
     microbatch_tokens = stage.microbatch_tokens or MICROBATCH_TOKENS[trainer.learner.device.type]
     if trainer.config.deterministic:
         microbatch_tokens = 0  # row after row
@@ -170,7 +163,7 @@ def run_steps(
         batch = trainer.read_batch(step, span)
         if not batch.rows and trainer.config.realtime is not None:
             # who was deleted is in no batch, and the loop waits for the version all the same
-            trainer.finish_version(step, step=step - span.start)
+            trainer.finish_step(step, span)
             trainer.emit(StepPassedOver(step=step))
             continue
         reporter.check(batch, f"{trainer.run.objects.url}: batches/{step:06d}")
@@ -194,9 +187,29 @@ def run_steps(
             router_replay_min_score=stage.router_replay_min_score,
             router_balance=stage.router_balance,
         )
-        trainer.finish_version(step, step=step - span.start)
-        trainer.emit(reporter.report(batch, stats, teacher_kl))
-        trainer.report_mismatch(batch, stats.recomputed)
+        trainer.finish_step(step, span)
+        done = reporter.report(batch, stats, teacher_kl)
+        if step >= first_reported:
+            trainer.emit(done)
+            trainer.report_mismatch(batch, stats.recomputed)
+
+
+def _start_loop(trainer: TrainerState, span: StageSpan, stage: RolloutStageConfig) -> int:
+    """Announce the stage, and return the first step to report. A trainer that died may have
+    published more steps than its newest checkpoint holds: these are repeated, and only the last of
+    them is reported, since its report may be missing."""
+    repeated = max(0, min(trainer.published, span.end) - trainer.version)
+    first_reported = trainer.version + max(1, repeated)
+    trainer.emit(
+        StageStarted(
+            stage=span.name,
+            steps=stage.steps,
+            done=first_reported - 1 - span.start,
+            repeated=repeated,
+            groups_per_step=stage.groups_per_step,
+        )
+    )
+    return first_reported
 
 
 STAGE: dict[str, Callable[[TrainerState, StageSpan], None]] = {

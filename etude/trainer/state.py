@@ -1,9 +1,10 @@
 """The trainer's state: the learner and where it stands in the lineage of stages, its checkpoints
 and the versions that it publishes.
 
-A checkpoint is written before the version is published, so whatever the engines have ever served
-can be trained on from here. Both happen in the background: a step waits for the copies only, and
-for the checkpoint before.
+The version of a supervised stage is published when its checkpoint is written. A loop publishes
+every step at once and writes a checkpoint now and then: its batches stay in the store, so a trainer
+that dies repeats the steps since its newest checkpoint. Both happen in the background: a step waits
+for the copies only, and for the version or checkpoint before.
 """
 
 from __future__ import annotations
@@ -55,7 +56,6 @@ from etude.weights.publish import Publisher
 from etude.weights.snapshot import Part
 
 CPU = torch.device("cpu")
-CHECKPOINT_S = 20.0  # between checkpoints within mid-training and sft, which take minutes
 
 
 class TrainerState:
@@ -83,7 +83,12 @@ class TrainerState:
         self.publisher = Publisher(
             Chain(run.objects), peers=TorchPeer() if world.world_size > 1 else None
         )
+        head = self.publisher.chain.head() if world.rank == 0 else None
+        (published,) = world.all_reduce_sum(float(head.version + 1 if head else 0))
+        self.published = int(published) - 1
+        """The newest version that an earlier life has published; -1 without one."""
         self.saver = CheckpointWriter(run, world.rank, world.world_size)
+        self._saved_at = time.monotonic()
         if world.rank == 0:
             self.saver.clean()
         world.barrier()
@@ -246,10 +251,10 @@ class TrainerState:
 
     def report_fit(self) -> Callable[[SupervisedStepReport], None]:
         """The callback after each supervised step: an event, and now and then a checkpoint."""
-        last = saved = time.monotonic()
+        last = time.monotonic()
 
         def on_step(report: SupervisedStepReport) -> None:
-            nonlocal last, saved
+            nonlocal last
             now = time.monotonic()
             speed = report.stats.num_loss_tokens / max(now - last, 1e-9)
             self.emit(
@@ -264,24 +269,41 @@ class TrainerState:
             )
             self.step, self.heldout_losses = report.step, report.heldout_losses
             self.world.activity = f"step {report.step + 1} of {self.stage}"
-            # One clock decides for all: a checkpoint that only some ranks hold to be due would
-            # never be whole.
-            (due,) = self.world.all_reduce_sum(
-                float(self.world.rank == 0 and now - saved > CHECKPOINT_S)
-            )
-            if due:
+            if self._checkpoint_is_due():
                 self.save()
-                saved = now
             last = time.monotonic()
 
         return on_step
 
+    def _checkpoint_is_due(self) -> bool:
+        """One clock decides for all ranks: a checkpoint that only some of them hold to be due would
+        never be whole."""
+        waited_s = time.monotonic() - self._saved_at
+        is_due = waited_s >= self.config.trainer.checkpoint_every_s
+        return any(self.world.all_reduce_sum(float(self.world.rank == 0 and is_due)))
+
     def finish_version(self, version: int, *, step: int) -> None:
         """The learner's weights are this version: checkpoint them, then publish them."""
+        self._reach(version, step)
+        self.save(then=self.publication())
+
+    def finish_step(self, version: int, span: StageSpan) -> None:
+        """The learner's weights are this version of a loop: publish them, and write a checkpoint if
+        one is due or this step is the last. Real-time RL may go back to any version, so it has a
+        checkpoint of each."""
+        if self.config.realtime is not None:
+            self.finish_version(version, step=version - span.start)
+            return
+        self._reach(version, version - span.start)
+        if version >= self.published:
+            self.publication()()
+        if self._checkpoint_is_due() or version == span.end:
+            self.save()
+
+    def _reach(self, version: int, step: int) -> None:
         self.version = version
         self.step = 0
         self.version_step = step
-        self.save(then=self.publication())
 
     @property
     def is_fresh(self) -> bool:
@@ -308,6 +330,8 @@ class TrainerState:
             step=self.version_step,
             adapter_of=None if is_base else self.adapter_of,
             given=True,
+            # A repeated step has the same bits in a deterministic run only.
+            exact=self.config.deterministic or self.version > self.published,
         )
         self.emit(PublishStarted(version=self.version, stall_s=time.monotonic() - began))
         return start
@@ -325,6 +349,7 @@ class TrainerState:
             },
         )
         self.saver.save(checkpoint, to_bytes(self.learner.state()), then)
+        self._saved_at = time.monotonic()
 
     def rewind(self, version: int, span: StageSpan) -> None:
         """Go back to the state in which a version was made: what was learnt since is not built
@@ -345,7 +370,7 @@ class TrainerState:
 
     def resume(self, checkpoint: Checkpoint) -> None:
         self.load(checkpoint)
-        if self.step == 0:
+        if self.step == 0 and self.version >= self.published:
             self.publication()()  # a crash may have come between the checkpoint and the publication
             self.publisher.wait()
 

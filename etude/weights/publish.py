@@ -65,6 +65,8 @@ class _Order:
     epoch: int
     base: VersionRef | None
     there: VersionRef | None = None
+    is_same: bool = True
+    """The version that is there has our weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,12 @@ class Publisher:
         step: int,
         adapter_of: int | None = None,
         given: bool = False,
+        exact: bool = True,
     ) -> Callable[[], None]:
         """`publish` in two: takes the copy now; to publish it, call what is returned, from
         whichever thread. For a trainer that has something to write first. Tensors that are `given`
-        are ours: they will not change, and are not copied."""
+        are ours: they will not change, and are not copied. A version that is published already with
+        other weights is an error if `exact`; otherwise it stays as it is."""
         parts = {
             name: given if isinstance(given, Part) else Part(given)
             for name, given in tensors.items()
@@ -148,7 +152,7 @@ class Publisher:
             with self._counted():
                 self.wait()
             self._pending = self._worker.submit(
-                self._publish, version, extents, taken, stage, step, adapter_of
+                self._publish, version, extents, taken, stage, step, adapter_of, exact
             )
 
         return start
@@ -178,16 +182,17 @@ class Publisher:
         stage: str,
         step: int,
         adapter_of: int | None,
+        exact: bool,
     ) -> Manifest:
         ranks, arrays = self._ranks, taken()
         layout = ranks.build_layout(extents)
         own = ranks.gather(layout, extents, arrays)
         state = ranks.state(layout, own, self._pool)
-        order = ranks.broadcast(lambda: self._order(version, state), _Order)
-        # the trainer was restarted, with the very bits that the store holds
-        if order.there is not None:
-            self._move_on(Image(order.there, state, own), layout, arrays)
-            self._count_links()
+        order = ranks.broadcast(lambda: self._order(version, state, exact), _Order)
+        if order.there is not None:  # the trainer was restarted
+            if order.is_same:
+                self._move_on(Image(order.there, state, own), layout, arrays)
+                self._count_links()
             return self.chain.follow(order.there)
         ranks.all_gather(lambda: self._start_from(order.base, layout), type(None))
         shards, census = self._upload(order.epoch, version, state, own, self._last)
@@ -203,12 +208,13 @@ class Publisher:
         self._maybe_add_snapshot(manifest)
         return manifest
 
-    def _order(self, version: int, state: State) -> _Order:
+    def _order(self, version: int, state: State, exact: bool) -> _Order:
         if (there := self._published(version)) is not None:
             link, manifest = there
-            if manifest.root != state_json(state)[1]:
+            is_same = manifest.root == state_json(state)[1]
+            if exact and not is_same:
                 raise self._refusal(manifest)
-            return _Order(link.epoch, manifest.parent, link)
+            return _Order(link.epoch, manifest.parent, link, is_same)
         end = self._claim(version)
         return _Order(end.epoch, end.head)
 

@@ -218,7 +218,6 @@ def test_a_stage_that_was_stopped_has_the_hash_of_one_that_was_not(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    monkeypatch.setattr("etude.trainer.state.CHECKPOINT_S", 0.0)
     whole, stopped = (prepared(tmp_path / name, kind) for name in ("whole", "stopped"))
     live_briefly(stopped, stopped.config(), steps=7, device="cuda")
     for run in (whole, stopped):

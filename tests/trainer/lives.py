@@ -31,6 +31,7 @@ name = "lives"
 deterministic = true
 engine = {regions = ["here"]}
 tasks = {train = 8, heldout = 1, novel = 0}
+trainer = {checkpoint_every_s = 0}
 """
 STAGES = {
     "midtrain": f"""
@@ -145,7 +146,6 @@ def live(
 
     from etude.train import distributed as ranks_module
     from etude.train.distributed import SINGLE_PROCESS, World
-    from etude.trainer import state
     from etude.trainer.trainer import Trainer
 
     def die() -> None:
@@ -172,7 +172,7 @@ def live(
             return super().wait_batch(step)
 
     torch.set_num_threads(1)
-    state.CHECKPOINT_S, ranks_module.LIVENESS_S = 0.0, 2.0
+    ranks_module.LIVENESS_S = 2.0
     run = Mortal.open(store, create=False)
     together = World.on_one_machine(rank, ranks, meeting, 30.0) if meeting else SINGLE_PROCESS
     try:

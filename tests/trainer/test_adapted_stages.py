@@ -13,6 +13,7 @@ from etude.cli import main
 from etude.commands.serve import load, read_adapters
 from etude.core.config import RunConfig, parse
 from etude.core.errors import EtudeError
+from etude.core.lineage import StageSpan
 from etude.model.files import hf_state_dict, write_directory
 from etude.model.lora import LoraConfig, merged, read_adapter
 from etude.model.transformer import ModelConfig
@@ -30,6 +31,8 @@ TOML = """
 name = "adapted"
 deterministic = true
 engine = {regions = ["here"]}
+[trainer]
+checkpoint_every_s = 0
 [trainer.lora]
 rank = 4
 alpha = 8
@@ -67,15 +70,15 @@ def open_run(tmp_path: Path, name: str, *settings: str, batches: int = 4) -> tup
 def train(run: Run, config: RunConfig, until: int | None = None) -> Trainer:
     trainer = Trainer(run, config, emit=lambda event: None)
     if until is not None:
-        finish = trainer.finish_version
+        finish = trainer.finish_step
 
-        def stop(version: int, *, step: int) -> None:
-            finish(version, step=step)
+        def stop(version: int, span: StageSpan) -> None:
+            finish(version, span)
             if version == until:
                 trainer.saver.wait()
                 raise KeyboardInterrupt
 
-        trainer.finish_version = stop  # type: ignore[method-assign]
+        trainer.finish_step = stop  # type: ignore[method-assign]
     trainer.train()
     return trainer
 

@@ -34,7 +34,7 @@ def config(tmp_path: Path) -> RunConfig:
         f'name = "d"\n[[stage]]\nkind = "distill"\nsteps = {STEPS}\nteacher = '
         f'"{tmp_path}/teacher"\n'
     )
-    return parse(text, ["model.max_context=256"])
+    return parse(text, ["model.max_context=256", "trainer.checkpoint_every_s=0"])
 
 
 def run_with_batches() -> Run:

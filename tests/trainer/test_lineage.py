@@ -15,7 +15,6 @@ from etude.core.errors import EtudeError
 from etude.core.events import Event, FitStep, StageDone
 from etude.store.checkpoints import read
 from etude.store.runs import Run
-from etude.trainer import state as module
 from etude.trainer.prepare import store_files
 from etude.trainer.trainer import Trainer
 from etude.weights.manifest import read_manifest
@@ -24,6 +23,8 @@ from tests.trainer.lives import live_briefly
 
 TOML = """
 name = "files"
+[trainer]
+checkpoint_every_s = 0
 [[stage]]
 kind = "midtrain"
 steps = 4
@@ -112,10 +113,7 @@ def test_the_lineage_from_files(config: RunConfig) -> None:
     assert origins[1].data == origins[3].data != origins[2].data
 
 
-def test_killed_after_any_step_it_ends_with_the_same_bits(
-    config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "CHECKPOINT_S", -1.0)  # a checkpoint after every step
+def test_killed_after_any_step_it_ends_with_the_same_bits(config: RunConfig) -> None:
     steps: list[Event] = []
     straight = Trainer(new_run(), config, emit=steps.append)
     straight.train()
@@ -129,9 +127,8 @@ def test_killed_after_any_step_it_ends_with_the_same_bits(
 
 
 def test_data_that_changed_under_a_stopped_stage_is_named(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "CHECKPOINT_S", -1.0)
     run = new_run()
     live_briefly(run, config, steps=3)
     (tmp_path / "more.py").write_text("def more():\n    return 1\n")

@@ -229,21 +229,22 @@ def test_a_supervised_step_is_reported_with_its_speed_and_saved_now_and_then(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Event] = []
-    trainer = started(run, events)
-    trainer.stage = "midtrain"
     now = 1000.0
     saved: list[int] = []
     monkeypatch.setattr(state.time, "monotonic", lambda: now)
-    monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
+    trainer = started(run, events)
+    trainer.stage = "midtrain"
+    monkeypatch.setattr(trainer.saver, "save", lambda *checkpoint: saved.append(trainer.step))
+    every_s = trainer.config.trainer.checkpoint_every_s
     report = trainer.report_fit()
     stats = SupervisedStats(loss=1.5, grad_norm=1.0, lr=0.1, num_loss_tokens=60, metrics={})
-    for step, seconds in ((1, 2.0), (2, 3.0), (3, state.CHECKPOINT_S), (4, 10.0)):
+    for step, seconds in ((1, 2.0), (2, 3.0), (3, every_s), (4, 10.0)):
         now += seconds
         report(SupervisedStepReport(step=step, total=9, stats=stats, heldout_losses=(0.5,) * step))
     told = [(e.stage, e.step, e.steps, e.loss) for e in events if isinstance(e, FitStep)]
     assert told == [("midtrain", step, 9, 1.5) for step in (1, 2, 3, 4)]
     speeds = [event.tokens_per_s for event in events if isinstance(event, FitStep)]
-    assert speeds == pytest.approx([30.0, 20.0, 60 / state.CHECKPOINT_S, 6.0])
+    assert speeds == pytest.approx([30.0, 20.0, 60 / every_s, 6.0])
     assert saved == [3] and (trainer.step, trainer.heldout_losses) == (4, (0.5,) * 4)
     assert trainer.world.activity == "step 5 of midtrain"
 

@@ -28,6 +28,7 @@ TOML = """
 name = "rewind"
 deterministic = true
 engine = {regions = ["here"]}
+trainer = {checkpoint_every_s = 0}
 [[stage]]
 kind = "rl"
 steps = STEPS

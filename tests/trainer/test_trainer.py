@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from etude.store.telemetry import Emit
 from etude.train.distributed import World
 from etude.train.stages import SupervisedStepReport
 from etude.train.stats import SupervisedStats
-from etude.trainer import stages, state
+from etude.trainer import stages
 from etude.trainer import trainer as trainer_module
 from etude.trainer.prepare import store_files
 from etude.trainer.trainer import Trainer, rank_device
@@ -97,10 +96,10 @@ def test_the_first_rank_decides_when_a_checkpoint_is_due(
     steps."""
     run, files = Run.open("memory:"), small_files()
     store_files(run, files)
-    trainer = Trainer(run, parse(TOML), emit=lambda event: None)
+    own = f"trainer.checkpoint_every_s={1e9 if due else 0}"
+    trainer = Trainer(run, parse(TOML, [own]), emit=lambda event: None)
     saved: list[int] = []
     monkeypatch.setattr(trainer, "save", lambda: saved.append(trainer.step))
-    monkeypatch.setattr(state, "CHECKPOINT_S", math.inf if due else -1.0)
     trainer.world = Second(float(due))
     stats = SupervisedStats(loss=1.0, grad_norm=1.0, lr=0.1, num_loss_tokens=1, metrics={})
     trainer.report_fit()(SupervisedStepReport(step=3, total=9, stats=stats))
