@@ -85,7 +85,7 @@ def test_the_model_computes_with_what_is_published() -> None:
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:
-    """A norm's gain is 1.0, and the next bf16 numbers need a change of 0.002 or more."""
+    """A norm's gain is 1.0, and rounding it to another bf16 number takes a change of 0.002."""
     one, name = learner(), "model.norm.weight"
     one.rl_step(batch(1), lr=1e-3)
     assert torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
