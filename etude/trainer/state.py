@@ -107,8 +107,8 @@ class TrainerState:
             self.resume(newest)
 
     def _make_learner(self, stage: str, resumed: Checkpoint | None) -> Learner:
-        """The learner of a stage, with its initial weights; those of a checkpoint are still to be
-        loaded."""
+        """The learner of a stage, with its initial weights; those of a checkpoint are loaded
+        later."""
         config = self.config
         self.adapter_of = self._base_version() if stage in self._adapted else None
         model = self._start_model(resumed).to(self._device)
@@ -184,7 +184,7 @@ class TrainerState:
             self.lineage = (*self.lineage, origin)
             self.batches_digest = hashlib.sha256().hexdigest()
             if span.name in self._adapted and self.adapter_of is None:
-                self.world.barrier()  # all ranks have published the base
+                self.world.barrier()  # until all ranks have published the base
                 self._replace_learner(span.name, None)
             self.learner.begin_stage()
             if isinstance(span.stage, RlConfig) and span.stage.kl_coef:
