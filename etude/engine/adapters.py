@@ -1,13 +1,13 @@
-"""Adapters (LoRA) in inference: several at once on one base, each request with its own.
+"""LoRA adapters in inference: several at once on one base, each request with its own.
 
-An engine that is made with `AdapterLimits` has slots for adapters. Slot 0 is for the adapter that
-a version of the weights brings along, if it does; the others are for adapters that requests ask
-for by name. A batch says which slot each sequence uses. What a slot adds to a token is computed
-from that token alone, so requests with other adapters do not change it; and where the arithmetic
-of the model is batch-invariant, not even its bits.
+An engine created with `AdapterLimits` has slots for adapters. Slot 0 is for the adapter that comes
+with a version of the weights, if there is one; the others are for adapters that requests ask for by
+name. A batch states the slot of each sequence. A slot's contribution to a token is computed from
+that token alone, so requests with other adapters do not change it; if the model's arithmetic is
+batch-invariant, not even its bits.
 
-`TorchAdapters` is for runners on torch operators; `kernels.lora` has another for CUDA. The native
-CPU runner has slot 0 alone, whose adapter it merges into the matrices.
+`TorchAdapters` is for runners on torch operators; `kernels.lora` has the CUDA counterpart. The
+native CPU runner has only slot 0, and merges its adapter into the matrices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from etude.model.lora import (
 from etude.model.transformer import Transformer
 
 OWN_SLOT = 0
-"""Of the adapter that belongs to the weights' version."""
+"""Slot of the adapter that belongs to the weights' version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,8 @@ class AdapterLimits:
     """The number of LoRA adapters that an engine has room for, and their largest rank."""
 
     own: LoraConfig | None = None
-    """The config of the adapter that versions of the weights bring along; None: they bring none."""
+    """The config of the adapters that come with versions of the weights; None: versions have
+    none."""
     num_named: int = 0
     max_rank: int = 16
 
@@ -58,22 +59,23 @@ class AdapterLimits:
 
 
 class TorchAdapters:
-    """LoRA adapters on torch operators: one after the other, each for the tokens that have it."""
+    """LoRA adapters on torch operators: applied one after the other, each to the tokens that use
+    it."""
 
     def __init__(self, model: Transformer) -> None:
         self._model = model
-        self._slots: dict[int, dict[str, Pair]] = {}  # -> by the path of the layer
-        self._rows: list[tuple[int, Tensor | slice]] = []  # of the pass under way
+        self._slots: dict[int, dict[str, Pair]] = {}  # by the path of the layer
+        self._rows: list[tuple[int, Tensor | slice]] = []  # of the pass in progress
         self.attach(model)
 
     def attach(self, model: Transformer) -> None:
-        """From now on the model adds the adapters of this object."""
+        """Make the model apply the adapters of this object from now on."""
         for path, layer in adaptable_layers(model).items():
             layer.adapter = partial(self._add, path)
 
     def prepare(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
-        """Fill a slot, or empty it. Call the result to put it in place. Raises ValueError for an
-        adapter that does not fit."""
+        """Prepare to fill a slot, or to empty it. Call the result to put the change in place.
+        Raises ValueError for an adapter that does not fit."""
         like = self._model.model.embed_tokens.weight
         pairs = {} if adapter is None else dict(layer_pairs(self._model, adapter, like))
 
@@ -92,7 +94,7 @@ class TorchAdapters:
         }
 
     def use(self, slots_N: Ints) -> None:
-        """Which slot each token of the next pass has."""
+        """Set the adapter slot of each token of the next pass."""
         device = self._model.model.embed_tokens.weight.device
         used = [slot for slot in np.unique(slots_N).tolist() if self._slots.get(slot)]
         self._rows = [
@@ -111,18 +113,19 @@ class TorchAdapters:
 
 class AdapterManager:
     """The LoRA manager of an engine: loads the adapter that comes with the weights, and those that
-    requests name, into the slots of its runner. It evicts nothing: when all slots are taken, a load
-    is refused."""
+    requests name, into the slots of its runner. It never evicts an adapter: when all slots are
+    taken, a load is refused."""
 
     def __init__(self, limits: AdapterLimits | None, runner: ModelRunner) -> None:
         self._limits = limits
         self._runner = runner
         self._named: dict[str, LoadedAdapter] = {}
         self._numbers = itertools.count(1)
-        self._base: dict[str, Tensor] = {}  # in place, under an adapter that came with weights
+        self._base: dict[str, Tensor] = {}  # the base in use under the adapter of the weights
 
     def find(self, name: str | None) -> LoadedAdapter | None:
-        """Raises ValueError for a name that is not there. Any thread may call it."""
+        """Return the adapter of this name. Raises ValueError for an unknown name. Any thread may
+        call it."""
         if name is None:
             return None
         if name not in self._named:
@@ -145,7 +148,8 @@ class AdapterManager:
         self._named[name] = loaded
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """As the engine's: the base if it is another one, and the adapter of the version."""
+        """Like `Engine.prepare_weights`: prepare the base if it has changed, and the adapter of the
+        version."""
         base, own = split_tensors(tensors)
         if self._limits is None or self._limits.own is None:
             if own:
@@ -170,8 +174,8 @@ class AdapterManager:
 
 
 def _same_memory(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> bool:
-    """Whether these are views of the same bytes. The old ones are held, so their place is
-    theirs."""
+    """True if both are views of the same bytes. The old tensors are held, so their memory cannot
+    have been reused."""
     return new.keys() == old.keys() and all(
         tensor.data_ptr() == old[name].data_ptr() for name, tensor in new.items()
     )

@@ -1,17 +1,18 @@
-"""The forward batch: the inputs of one pass of a runner, plain numbers on the host; and its output.
+"""The forward batch: the inputs of one pass of a runner, as plain numbers on the host; and its
+output.
 
-The new tokens of all sequences stand one after the other, without padding. Sequences that decode
-come first, `num_decode` of them: they have one new token each (so their place in the batch is the
-place in `tokens`), and all their earlier tokens were computed in earlier passes. Then come those
-with a draft, which are sampled after their last token and after every token of it, and those with a
-chunk of their prompt; what stands before that chunk may be shared with another sequence, and
-computed in this very pass. Keys and values live in blocks: token i of a sequence lies in slot
+The new tokens of all sequences are concatenated without padding. Sequences that decode come first,
+`num_decode` of them: they have one new token each (so their index in the batch is the index in
+`tokens`), and all their earlier tokens were computed in earlier passes. Then come sequences with a
+draft, which are sampled after their last token and after every draft token, and sequences with a
+chunk of their prompt; the tokens before that chunk may be shared with another sequence, and may be
+computed in this same pass. Keys and values are kept in blocks: token i of a sequence has slot
 `block * block_size + i % block_size`, where `block` is entry i // block_size of the sequence's row
-of the block table. Where layers with a window have blocks of their own, there are two groups of
-layers: the second one has these, and a table of its own.
+of the block table. If layers with a window have their own blocks, there are two groups of layers:
+these layers are the second group, and have their own block table.
 
-Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that are sampled, G
-groups of layers.
+Shapes: N new tokens, B sequences, M blocks of the longest of them, R sampled rows, G groups of
+layers.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from etude.core.sampling import SamplingParams
 from etude.model.lora import Adapter
 
 Ints = NDArray[np.int64]
-"""Everything that indexes is int64, which is what torch wants on a CPU; a device copies it to what
-it likes."""
+"""All indices are int64, the type that torch wants on a CPU; a device copies them to the type it
+prefers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class SamplingBatch:
 
     params_R: list[SamplingParams]
     u_R: NDArray[np.float64]
-    """Uniform in [0, 1): all the randomness there is. The token is the inverse of the cumulative
+    """Uniform in [0, 1), the only source of randomness. The token is the inverse of the cumulative
     distribution at u."""
     token_masks: Mapping[int, NDArray[np.bool_]] = field(default_factory=dict)
     """Row -> mask over the vocabulary, for the rows that are constrained."""
@@ -54,7 +55,7 @@ class SamplingBatch:
 
     @property
     def filtered_rows(self) -> list[int]:
-        """The rows whose distribution something else than the temperature changes."""
+        """The rows whose distribution is changed by more than the temperature."""
         return [
             row
             for row, params in enumerate(self.params_R)
@@ -67,8 +68,8 @@ class ForwardBatch:
     """The inputs of one forward pass over new tokens of many sequences."""
 
     tokens_N: Ints
-    """Token ids; -1 - r stands for the token that row r of the batch before this one sampled, which
-    need not have been read back."""
+    """Token ids; -1 - r stands for the token that row r of the previous batch sampled, which need
+    not have been read back."""
     positions_N: Ints
     slot_mapping_GN: Ints
     """The slots that the keys and values of the new tokens are written to, before any is read."""
@@ -79,8 +80,7 @@ class ForwardBatch:
     seq_lens_B: Ints
     """The length of each sequence after this pass, new tokens included."""
     block_table_GBM: Ints
-    """The block tables, padded with 0. Of windowed blocks only those within the window mean
-    anything."""
+    """The block tables, padded with 0. Windowed blocks are only valid within the window."""
     num_decode: int
     adapters_B: Ints
     """The slot of each sequence's adapter (`adapters`)."""
@@ -91,7 +91,8 @@ class ForwardBatch:
 
     @property
     def slot_mapping_N(self) -> Ints:
-        """The slots of the first group, in which tokens keep what they have."""
+        """The slots of the first group of layers, by which per-token data such as routed experts is
+        kept."""
         own: Ints = self.slot_mapping_GN[0]
         return own
 
@@ -131,26 +132,26 @@ class ModelRunner(Protocol):
     overlaps: bool
     """True if `launch` returns before the pass is computed. The engine then plans the next pass
     meanwhile, and reads the output one pass later. Passes are computed in the order in which they
-    were started."""
+    were launched."""
 
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         """Launch a forward pass. Call the result to wait for its output."""
 
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
-        """The routed experts of the first `length` tokens of a sequence in these blocks,
-        [length, layers with experts, experts per token], uint8 or (with more than 256 experts)
-        int16; None for a dense model. The ids are kept by slot, like keys and values, so that
-        tokens found in the prefix cache have theirs too."""
+        """The routed experts of the first `length` tokens of a sequence in these blocks, [length,
+        layers with experts, experts per token], uint8 or (with more than 256 experts) int16; None
+        for a dense model. The ids are kept by slot, like keys and values, so that tokens found in
+        the prefix cache have theirs too."""
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
         """Prepare new weights as far as possible, on any thread. Call the result to put them in
-        place, after all passes started so far."""
+        place, after all passes launched so far."""
 
     def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
-        """The same for the adapter in a slot; None empties it. Raises ValueError for an adapter
-        that does not fit. Only of a runner that was made for adapters."""
+        """Prepare the adapter in a slot in the same way; None empties it. Raises ValueError for an
+        adapter that does not fit. Only for a runner created with adapters."""
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the weights in use, as they are published: by Hugging Face names, in bf16;
-        where these have an adapter, of the adapter. Any thread may call it, but not while new
-        weights are prepared or put in place."""
+        """A copy of the weights in use, as they are published: by Hugging Face names, in bf16; only
+        the adapter, if the weights have one. Any thread may call it, but not while new weights are
+        prepared or put in place."""

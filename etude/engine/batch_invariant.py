@@ -1,10 +1,10 @@
 """The batch-invariant runner, for any device: a token has the same bits whatever else is in the
 batch.
 
-It is the model definition as the trainer runs it, over a KV cache. Models that are supported by the
-CUDA kernels have a faster one with the same promise: `CudaRunner` with `invariant`.
+It runs the trainer's model definition over a KV cache. For models that the CUDA kernels support,
+`CudaRunner` with `invariant` is faster and gives the same guarantee.
 
-Shapes: N new tokens, R rows that are sampled, V vocabulary.
+Shapes: N new tokens, R sampled rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from etude.model.transformer import Transformer
 
 
 class BatchInvariantTorchRunner:
-    """A batch-invariant runner on torch operators, for any device: those of the trainer, over a KV
-    cache."""
+    """A batch-invariant runner for any device, on the trainer's torch operators over a KV cache."""
 
     overlaps = False
     block_size = BLOCK_SIZE
@@ -111,7 +110,7 @@ class BatchInvariantTorchRunner:
 
 
 def sample_with_trainer_logprobs(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
-    """Like `sample`, with log-probs computed as the trainer computes them. The trainer knows no
+    """Like `sample`, with log-probs computed as the trainer computes them. The trainer has no
     top-k, top-p or min-p: rows that use these keep the log-prob of `sample`."""
     sampled = sample(logits_RV, sampling)
     temperature_R = sampling.temperature_R

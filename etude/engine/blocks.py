@@ -1,20 +1,20 @@
-"""The block manager of the KV cache: which sequence uses which block, and which blocks are kept for
+"""The block manager of the KV cache: the blocks of each sequence, and the blocks that are kept for
 prefix reuse. Pure: no tensor.
 
-A block holds the keys and values of `block_size` neighbouring tokens of a sequence. A full one is
+A block holds the keys and values of `block_size` consecutive tokens of a sequence. A full block is
 identified by its tokens, all tokens before them, and the weight version and adapter that computed
-them; a sequence with the same beginning uses the same block. Only full blocks are shared, and only
-the last block of a sequence is ever written, so nothing needs copying.
+them; a sequence with the same prefix uses the same block. Only full blocks are shared, and only the
+last block of a sequence is ever written, so no block needs copying.
 
-A block nobody uses stays known until its place is needed; the one that was given up first goes
-first. A sequence gives up its blocks from the last to the first, so that what remains known is
-always a beginning.
+An unused block stays cached until its space is needed; the block released first is evicted first. A
+sequence releases its blocks from the last to the first, so that the blocks that remain cached
+always form a prefix.
 
-Layers with a window may keep theirs in windowed blocks, a pool of their own. A sequence holds as
-many of those as its next tokens see, gives up the others while it goes on, and takes new ones pass
-by pass: the pool is large enough for all that may run at once (`num_windowed_blocks`), so nobody
-ever waits for one. Whoever begins behind a cached prefix needs all of its blocks, and of the
-windowed ones those within the window.
+Layers with a window may keep their keys and values in windowed blocks, a separate pool. A sequence
+holds as many of those as its next tokens see, releases the others as it advances, and takes new
+ones pass by pass: the pool is large enough for all sequences that may run at once
+(`num_windowed_blocks`), so no sequence ever waits for one. A sequence that begins after a cached
+prefix needs all of its blocks, but only those windowed blocks that are within the window.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 _Key = tuple[int, int, int, bytes]
-"""Version, adapter, number of the block before (0: none), tokens. Numbers are never used twice, so
-a number stands for all the tokens up to there, and two different beginnings can never be taken for
-the same one."""
+"""Version, adapter, number of the previous block (0: none), tokens. Numbers are never reused, so a
+number stands for all tokens up to that block, and two different prefixes can never be confused."""
 
 
 @dataclass(slots=True)
@@ -37,15 +36,15 @@ class BlockTable:
 
     version: int
     adapter: int = 0
-    """The number of the adapter that computes it beside the weights; 0: none."""
+    """The number of the adapter that is applied to the weights; 0: none."""
     blocks: list[int] = field(default_factory=list)
     windowed: list[int] = field(default_factory=list)
-    """The windowed blocks, in the same places."""
+    """The windowed blocks, at the same indices."""
     num_passed: int = 0
-    """How many windowed blocks, from the first, were given up because no token sees them any more;
-    their numbers mean nothing."""
+    """The number of leading windowed blocks that were released because no token sees them any more;
+    their entries are invalid."""
     num_cached_blocks: int = 0
-    """How many blocks, from the first, are cached for prefix reuse."""
+    """The number of leading blocks that are cached for prefix reuse."""
     last_cached: int | None = 0
     """The number of the last cached block; None when the sequence shares no further blocks."""
 
@@ -55,9 +54,9 @@ class _BlockPool:
     prefix which others may share."""
 
     def __init__(self, num_blocks: int) -> None:
-        # hold nothing that is known; used from the end
+        # contents are not cached; taken from the end
         self._free_blocks = list(range(num_blocks - 1, -1, -1))
-        # known, but used by nobody; the first goes first
+        # cached, but unused; the first is evicted first
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
         self.known: dict[Hashable, int] = {}
@@ -105,15 +104,15 @@ class BlockManager:
         window: int | None = None,
         num_windowed_blocks: int = 0,
     ) -> None:
-        """`window`: of the layers that have one; of no meaning without windowed blocks."""
+        """`window`: of the layers that have one; ignored without windowed blocks."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._prefix_cache = prefix_cache
         self._pool = _BlockPool(num_blocks)
-        self._numbers = [0] * num_blocks  # of the blocks that are known
+        self._numbers = [0] * num_blocks  # of the cached blocks
         self._next_number = itertools.count(1)
         self._window = window if num_windowed_blocks else None
-        self._windowed = _BlockPool(num_windowed_blocks)  # known by the numbers of the others
+        self._windowed = _BlockPool(num_windowed_blocks)  # cached under the blocks' numbers
 
     @property
     def num_free(self) -> int:
@@ -128,8 +127,8 @@ class BlockManager:
 
     def match_prefix(self, tokens: Sequence[int], version: int, adapter: int = 0) -> BlockTable:
         """Return a block table with the longest cached prefix of `tokens`, whose blocks it holds
-        until `free`. At least the last token is left out: it has to be computed, for what comes
-        after it."""
+        until `free`. At least the last token is left out: it must be computed, because the next one
+        depends on it."""
         table = BlockTable(version, adapter)
         size = self.block_size
         if not self._prefix_cache:
@@ -155,10 +154,10 @@ class BlockManager:
         return table
 
     def _match_windowed(self, table: BlockTable, found: list[int]) -> None:
-        """Cut off what is found behind the last place from which all of the window is known, too,
-        and hold that."""
+        """Cut the found blocks after the last position whose whole window is cached as well, and
+        hold that window."""
         windowed = [self._windowed.known.get(self._numbers[block]) for block in found]
-        end = length = 0  # of what is known without a gap
+        end = length = 0  # of the cached blocks without a gap
         for place, block in enumerate(windowed, 1):
             length = 0 if block is None else length + 1
             if length >= place - self._num_passed(place * self.block_size):
@@ -170,14 +169,14 @@ class BlockManager:
             self._windowed.share(block)
 
     def _num_passed(self, num_tokens: int) -> int:
-        """The number of blocks that no token behind the first `num_tokens` sees, itself being the
-        last of the window."""
+        """The number of blocks that no token after the first `num_tokens` sees; a token is the last
+        of its own window."""
         assert self._window is not None
         return max(0, num_tokens - self._window + 1) // self.block_size
 
     def allocate(self, table: BlockTable, total_tokens: int) -> bool:
-        """Extend a table to blocks for so many tokens in all, those that it has included. False,
-        and nothing is changed, if there are not enough free blocks."""
+        """Extend a table to blocks for this many tokens in total, including those that it already
+        has. Return False, and change nothing, if there are not enough free blocks."""
         missing = self.num_blocks_for(total_tokens) - len(table.blocks)
         if missing > self.num_free:
             return False
@@ -190,7 +189,7 @@ class BlockManager:
         return (len(table.blocks) + self.num_free) * self.block_size
 
     def allocate_windowed(self, table: BlockTable, total_tokens: int) -> None:
-        """Extend a table to windowed blocks for so many tokens in all, which the next pass
+        """Extend a table to windowed blocks for this many tokens in total, which the next pass
         computes."""
         if self._window is not None:
             for _ in range(self.num_blocks_for(total_tokens) - len(table.windowed)):
@@ -201,7 +200,8 @@ class BlockManager:
         self, table: BlockTable, tokens: Sequence[int], num_computed_tokens: int
     ) -> None:
         """Cache the full blocks of the first `num_computed_tokens` tokens for prefix reuse: they
-        are written from now on. Of what somebody else already has, ours stays a private copy."""
+        will not be written again. If an equal block is already cached, ours stays a private
+        copy."""
         size = self.block_size
         while table.last_cached is not None:
             place = table.num_cached_blocks
@@ -224,9 +224,9 @@ class BlockManager:
         table.last_cached = None
 
     def pass_window(self, table: BlockTable, num_computed_tokens: int) -> None:
-        """Give up the windowed blocks that no token behind the first `num_computed_tokens` sees,
-        and those behind these tokens, which a draft left. Passes that see them must have been
-        started."""
+        """Release the windowed blocks that no token after the first `num_computed_tokens` sees, and
+        those after these tokens, which a draft left. Passes that see them must have been
+        launched."""
         if self._window is None:
             return
         end = self._num_passed(num_computed_tokens)
@@ -252,8 +252,8 @@ def num_windowed_blocks(
     window: int, block_size: int, *, max_num_seqs: int, max_batched_tokens: int
 ) -> int:
     """The most windowed blocks that sequences can hold at once. Each has those of its window, which
-    need not begin or end where a block does, and one that waits to be cached; beyond that there are
-    the new tokens of a pass, and those of the one before it whose output is awaited."""
+    need not begin or end at a block boundary, and one that waits to be cached; in addition there
+    are the new tokens of a pass, and those of the previous pass, whose output is still awaited."""
     batched = max(max_batched_tokens, max_num_seqs + 1)
     return max_num_seqs * (-(-window // block_size) + 3) + 2 * -(-batched // block_size)
 

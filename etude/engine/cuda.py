@@ -2,15 +2,15 @@
 planning the next.
 
 One graph is the decode part of a batch: one token of every sequence that is decoding. The other is
-its prefill part: chunks of prompts, and drafts. All that a graph reads from the host is packed into
-one buffer (`InputLayout`) and copied in one go. Tokens are sampled on the device and fed back
-there. Graphs are captured for a ladder of shapes; a smaller batch is padded with sequences of
-length 0 and tokens of slot -1. A prefill part that is larger than any captured shape runs
-uncaptured, by the same code; so does everything on a CPU, which is for tests only (Triton's
+its prefill part: chunks of prompts, and drafts. All inputs that a graph reads from the host are
+packed into one buffer (`InputLayout`) and copied in one transfer. Tokens are sampled on the device
+and fed back there. Graphs are captured for a ladder of shapes; a smaller batch is padded with
+sequences of length 0 and tokens of slot -1. A prefill part that is larger than any captured shape
+runs uncaptured, by the same code; so does everything on a CPU, which is for tests only (Triton's
 interpreter).
 
-Shapes: N new tokens, B sequences, M blocks of the longest of them, R rows that are sampled, T tiles
-of `attention.prefill`, V vocabulary.
+Shapes: N new tokens, B sequences, M blocks of the longest of them, R sampled rows, T tiles of
+`attention.prefill`, V vocabulary.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ DECODE_GRAPH_SIZES = (
 )
 PREFILL_GRAPH_SIZES = (64, 128, 256, 512, 1024, 2048)
 DRAFT_GRAPH_SIZES = (16, 32, 64, 128, 256, 512, 2048)
-"""Sizes of the prefill part with drafts: every token of a draft is a row to sample."""
+"""Sizes of a prefill part with drafts: every draft token is a row to sample."""
 NUM_HOST_BUFFERS = 4
-"""Host buffers in turn; the engine has at most two passes under way."""
+"""Host buffers, used in turn; the engine has at most two passes in flight."""
 
 
 class CudaRunner:
@@ -93,9 +93,9 @@ class CudaRunner:
         self, model: Transformer, num_blocks: int, max_num_seqs: int, *, invariant: bool = False,
         adapters: AdapterLimits | None = None, num_windowed_blocks: int = 0,
     ) -> None:  # fmt: skip
-        """Capture the graphs. `invariant`: with batch-invariant kernels, which give a token the
-        same bits in any batch. `adapters`: room for them, and graphs with them beside those
-        without."""
+        """Capture the graphs. `invariant`: use batch-invariant kernels, which give a token the same
+        bits in any batch. `adapters`: reserve room for them, and capture graphs both with and
+        without them."""
         c = model.config
         self.num_blocks = num_blocks
         self.num_windowed_blocks = num_windowed_blocks
@@ -118,14 +118,14 @@ class CudaRunner:
         of_block = (c.num_key_value_heads, self.block_size, c.head_dim)
         fp8_kv = model.arithmetic.fp8_kv
         self._kv = [empty_pages(weight, (count, *of_block), fp8=fp8_kv) for count in counts]
-        # One block more, for rows that belong to nobody.
+        # One more block, for padding rows.
         self._states = StateCache(c, num_blocks + 1, weight) if c.linear else None
         self._recurrence: Recurrence | None = None  # of the prefill part of a pass
         self.expert_ids: Tensor | None = None
         if c.experts:
             kind = getattr(torch, c.experts.id_dtype)
             places = (
-                num_blocks * self.block_size + 1,  # one for tokens that belong to nobody
+                num_blocks * self.block_size + 1,  # one for padding tokens
                 len(c.experts.layers),
                 c.experts.num_experts_per_tok,
             )
@@ -174,7 +174,7 @@ class CudaRunner:
         ]
         drafts = [(n, min(n, self.max_num_seqs), min(n, self._max_rows)) for n in DRAFT_GRAPH_SIZES]
         both = sorted({*prompts, *drafts}, key=lambda each: (each[0], each[2]))
-        if self._states:  # chunks of a recurrent layer are laid out by the host
+        if self._states:  # the host lays out the chunks of a recurrent layer
             both = []
         plain = [GraphShape(n, n, n) for n in singles] + [
             self._prefill_shape(*each) for each in both
@@ -190,7 +190,7 @@ class CudaRunner:
         pool = torch.cuda.graph_pool_handle()
         for shape in sorted(self._shapes, key=lambda shape: -shape.tokens):
             self._words.zero_()
-            self._compute(shape)  # compiles what is not compiled yet
+            self._compute(shape)  # compiles kernels that are not compiled yet
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -232,8 +232,8 @@ class CudaRunner:
     def _sample_filtered(
         self, sampling: SamplingBatch, place_R: Ints
     ) -> list[list[tuple[int, float]]]:
-        """Sample anew where more than a temperature is asked for, and return the top log-probs. All
-        other rows keep what the kernels gave them, so that no bit of it depends on these."""
+        """Sample again the rows that need more than a temperature, and return the top log-probs.
+        All other rows keep the kernels' result, so that no bit of it depends on these rows."""
         filtered = sampling.filtered_rows
         if not filtered and not sampling.num_top_logprobs:
             return []
@@ -245,9 +245,9 @@ class CudaRunner:
         return sampled.top_logprobs
 
     def _add_adapters(self, parts: list[PhaseInputs], batch: ForwardBatch) -> None:
-        """Tell the parts of a batch which adapters their rows have, if any has one. Rows without
-        have the same bits either way only in graphs that are the same: so in batch-invariant mode
-        all are told."""
+        """Give the parts of a batch the adapters of their rows, if any row has one. Rows without an
+        adapter have the same bits either way only if they run in the same graph, so in
+        batch-invariant mode this is always done."""
         if self._adapters is None:
             return
         for part in parts:
@@ -282,7 +282,8 @@ class CudaRunner:
         return event
 
     def _fed_back(self, tokens_N: Ints) -> Ints:
-        """References to tokens of the pass before, as -1 - place in `_results` for -1 - row."""
+        """References to tokens of the previous pass, as -1 - index in `_results` instead of -1 -
+        row."""
         if not len(self._last_place_R):
             return tokens_N
         return -1 - self._last_place_R[np.clip(-1 - tokens_N, 0, len(self._last_place_R) - 1)]
@@ -417,7 +418,7 @@ class CudaRunner:
     def routed_experts(self, blocks: Ints, length: int) -> bytes | None:
         if self.expert_ids is None:
             return None
-        # Beside the passes under way: those that wrote what is asked for were read back.
+        # Concurrent with the passes in flight: the passes that wrote these ids have been read back.
         with torch.cuda.stream(self._copies):
             by_block = self.expert_ids[:-1].view(
                 self.num_blocks, self.block_size, *self.expert_ids.shape[1:]
@@ -426,8 +427,7 @@ class CudaRunner:
             return by_block[where].flatten(0, 1)[:length].cpu().numpy().tobytes()
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        # In place, so that the graphs go on to be right; in the order of the stream, so after all
-        # passes so far.
+        # In place, so that the graphs stay valid; in stream order, so after all passes so far.
         put_in_place = stage_weights(self._model, tensors)
         quantised = self._model.quantised_layers()
 
@@ -449,14 +449,14 @@ class CudaRunner:
 
 
 def _attended(qkv: Tensor, layer: attention.AttentionLayerConfig) -> Tensor:
-    """Room for what attention says. Rows that belong to nobody are never written: on a device
-    nothing comes of that, but Triton's interpreter stumbles over what may lie there."""
+    """Buffer for the attention output. Padding rows are never written: on a device this is
+    harmless, but Triton's interpreter fails on values that may be in that memory."""
     shape = len(qkv), layer.num_q_heads * layer.head_dim
     return qkv.new_empty(shape) if qkv.is_cuda else qkv.new_zeros(shape)
 
 
 def _forward_of(model: Transformer, invariant: bool) -> FusedForward | UnfusedForward:
-    """The one that fuses the most of the model's layers."""
+    """The forward pass that fuses most of the model's layers."""
     if invariant:
         return batch_invariant.BatchInvariantForward(model)
     return UnfusedForward(model) if unsupported(model.config) else FusedForward(model)

@@ -4,12 +4,12 @@
 
 A step is one forward pass over new tokens of many sequences: one token of each that is decoding,
 and chunks of the prompts of the others. The `Scheduler` chooses them, `build_batch` makes the
-`ForwardBatch`, and a `ModelRunner` computes it. `swap_weights` puts in new weights between two
-steps. Running requests keep their keys and values and go on, and every token says which version
-computed it; nothing that the old weights computed is used for a request that starts later.
+`ForwardBatch`, and a `ModelRunner` computes it. `swap_weights` puts new weights in place between
+two steps. Running requests keep their keys and values and continue, and every token records the
+version that computed it; requests that start later use nothing that the old weights computed.
 
-With a runner that overlaps, a step starts one pass and returns the output of the one before. A
-request that speculates needs its tokens before the next pass, so its output is waited for.
+With a runner that overlaps, a step launches one pass and returns the output of the previous one. A
+request that speculates needs its tokens before the next pass, so the step waits for its output.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from etude.model.lora import Adapter
 from etude.model.transformer import Transformer
 
 CHUNK_TOKENS = {"cpu": 512, "cuda": 2048}
-"""By device, the most tokens of a pass, unless it is said otherwise."""
+"""The most tokens of a pass, by device, unless the caller sets it."""
 GATHER_TOKENS = 1024
-"""Of prompts of the class batch, to be read in one pass: on a device fewer take as long, bound by
-launches and by its weights."""
+"""Tokens of batch-class prompts that are worth a pass: fewer take just as long on a device, because
+launches and reading its weights dominate."""
 
 __all__ = [
     "Constraint",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _Row = tuple[int, float, list[tuple[int, float]]]
-"""A sampled token, its log-prob, and the top log-probs in its place."""
+"""A sampled token, its log-prob, and the top log-probs at its position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class EngineStats:
     blocks: int
     blocks_free: int
     prompt_tokens: int
-    """Tokens of prompts; those of a preempted request count again."""
+    """Prompt tokens; those of a preempted request count again."""
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
     generation_tokens: int
@@ -132,10 +132,11 @@ class Engine:
         kv_cache_bytes: int | None = None, adapters: AdapterLimits | None = None,
         runner: ModelRunner | None = None,
     ) -> None:  # fmt: skip
-        """Make an engine for a model. `max_batched_tokens`: the most tokens of one pass, by default
-        what suits the device; a longer prompt is computed in chunks. Without `prefix_cache` every
-        prompt is computed in full. `adapters`: room for them; None: no weights with one, and no
-        requests for one. `runner`: by default the fastest that supports the model."""
+        """Create an engine for a model. `max_batched_tokens`: the most tokens of one pass, by
+        default a number that suits the device; a longer prompt is computed in chunks. Without
+        `prefix_cache` every prompt is computed in full. `adapters`: reserve room for them; None:
+        neither weights with an adapter nor requests for one are accepted. `runner`: by default the
+        fastest that supports the model."""
         c = model.config
         self.version = version
         self.max_context = c.max_position_embeddings
@@ -143,7 +144,8 @@ class Engine:
         self._is_recurrent = c.linear is not None
         if max_batched_tokens is None:
             max_batched_tokens = CHUNK_TOKENS[model.model.embed_tokens.weight.device.type]
-        # Chunks are for the others' sake; where there are none, a prompt is computed at once.
+        # Chunks keep long prompts from stalling other requests; with one sequence there are none,
+        # and a prompt is computed at once.
         batched = max_batched_tokens if max_num_seqs > 1 else self.max_context
         self._runner = runner or select_runner(
             model, max_num_seqs, kv_cache_bytes, adapters, max_batched_tokens=batched
@@ -164,7 +166,7 @@ class Engine:
         )
         self._arrivals = itertools.count()
         self._in_flight: _InFlightPass | None = None
-        self._whole: list[FinishedRequest] = []  # requests that were whole when they came
+        self._whole: list[FinishedRequest] = []  # requests that were complete when they arrived
         self._generation_tokens = self._draft_tokens = self._accepted_tokens = 0
 
     @property
@@ -239,8 +241,8 @@ class Engine:
         constraint: Constraint | None = None, stop_check: Callable[[int], bool] | None = None,
         deadline: float = math.inf,
     ) -> None:  # fmt: skip
-        """Add a request to the queue. `id`: its name in what `step` returns. `constraint`: its
-        grammar. `stop_check`: its stop texts. `deadline`: by the clock that `expire` is given."""
+        """Add a request to the queue. `id`: its name in the results of `step`. `constraint`: its
+        grammar. `stop_check`: detects its stop texts. `deadline`: by the clock of `expire`."""
         self.check(request)
         limit = min(request.max_tokens, self.max_context - len(request.prompt))
         sequence = Sequence(
@@ -255,7 +257,7 @@ class Engine:
             stop_check=stop_check,
             deadline=deadline,
         )
-        # A draft that is taken back would leave its mark on a recurrent state.
+        # A rejected draft could not be removed from a recurrent state.
         if request.speculates and not self._is_recurrent:
             sequence.drafter = NgramDrafter(
                 request.prompt, limit, request.prediction or (), request.drafts
@@ -263,7 +265,7 @@ class Engine:
         for token in request.begun:
             sequence.num_pending += 1
             sequence.append(token.token, token.logprob, token.version, token.top)
-        if sequence.finish_reason:  # nothing was missing but the word that it is whole
+        if sequence.finish_reason:  # the begun answer was complete, only the result was missing
             self._whole.append(FinishedRequest(id, sequence.to_sample(experts=None)))
         else:
             self._scheduler.add(sequence)
@@ -274,7 +276,7 @@ class Engine:
             self._scheduler.release(sequence)
 
     def limit_batch(self, max_batch_seqs: int) -> None:
-        """So many requests of the class batch may run at once from now on."""
+        """Set the number of batch-class requests that may run at once from now on."""
         self._scheduler.limit_batch(max_batch_seqs)
 
     def expire(self, now: float) -> list[ExpiredRequest]:
@@ -282,14 +284,14 @@ class Engine:
         return [ExpiredRequest(sequence.id) for sequence in self._scheduler.expire(now)]
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Prepare new weights, which is the slow part; any thread may do it while the engine runs.
-        Hand the result to `swap_weights`. Tensors of an adapter among them are put in its slot, and
-        the others are left alone if they are those in place, in the same memory."""
+        """Prepare new weights, the slow part of a swap; any thread may do it while the engine runs.
+        Pass the result to `swap_weights`. Tensors of an adapter go to its slot; the base is left
+        alone if it is already in use, in the same memory."""
         return self._adapters.prepare_weights(tensors)
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Load an adapter that requests may name, in place of any of that name. Raises ValueError
-        for one that does not fit, and if there is no room."""
+        """Load an adapter that requests may name, replacing any adapter of that name. Raises
+        ValueError for one that does not fit, and if there is no room."""
         self._adapters.load(name, adapter)
         self._scheduler.stop_sharing()
 
@@ -300,8 +302,7 @@ class Engine:
         self.version = version
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the weights that the engine computes with. Do not call it while weights are
-        prepared or swapped."""
+        """A copy of the weights in use. Do not call it while weights are prepared or swapped."""
         return self._runner.weights()
 
     def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
@@ -361,7 +362,7 @@ class Engine:
     def _take(
         self, sampled: _SampledSequence, rows: list[_Row], version: int
     ) -> list[StreamedToken | FinishedRequest]:
-        """Accept the sampled tokens as far as the draft before them was right."""
+        """Accept the sampled tokens as long as the draft before them was right."""
         sequence, request = sampled.sequence, sampled.sequence.request
         events: list[StreamedToken | FinishedRequest] = []
         num_taken = num_accepted = 0
@@ -400,9 +401,8 @@ class Engine:
 def build_batch(
     scheduled: list[tuple[Sequence, int]], num_decode: int, block_size: int
 ) -> ForwardBatch:
-    """Build the forward batch that computes the last `count` of the tokens that each sequence
-    counts as computed, its draft being the end of them. Sequences with nothing left to compute are
-    sampled for."""
+    """Build the forward batch that computes the last `count` computed tokens of each sequence, its
+    draft at their end. Sequences with no uncomputed tokens left are sampled."""
     sequences = [sequence for sequence, _ in scheduled]
     counts_B = np.array([count for _, count in scheduled])
     lengths_B = np.array([s.num_computed_tokens for s in sequences])
@@ -416,7 +416,7 @@ def build_batch(
         [[blocks + [0] * (longest - len(blocks)) for blocks in group] for group in groups]
     )
     sequence_N = np.arange(len(scheduled)).repeat(counts_B)
-    from_end_N = ends_B[sequence_N] - np.arange(ends_B[-1])  # 1 is a sequence's last
+    from_end_N = ends_B[sequence_N] - np.arange(ends_B[-1])  # 1 is a sequence's last token
     positions_N = lengths_B[sequence_N] - from_end_N
     num_rows_B = np.array(
         [0 if sequence.num_uncomputed_tokens else 1 + len(sequence.draft) for sequence in sequences]
@@ -453,8 +453,8 @@ def new_tokens(sequence: Sequence, count: int) -> list[int]:
 
 
 def sampling_batch(sequences: list[Sequence]) -> SamplingBatch:
-    """The sampling parameters of a batch: for every sequence as many rows as its draft has tokens,
-    and one more."""
+    """The sampling parameters of a batch: for every sequence one row, and one more for each draft
+    token."""
     params: list[SamplingParams] = []
     u: list[float] = []
     allowed: dict[int, NDArray[np.bool_]] = {}
@@ -464,8 +464,8 @@ def sampling_batch(sequences: list[Sequence]) -> SamplingBatch:
         count = 1 + len(sequence.draft)
         begin = sequence.num_sampled_tokens
         if (constraint := sequence.constraint) is not None:
-            # Behind a token that is not allowed nothing need be: it cannot be sampled, so nobody
-            # will look there.
+            # No mask is needed after a token that is not allowed: it cannot be sampled, so those
+            # rows are never read.
             allowed |= enumerate(
                 [constraint.allowed(), *constraint.allowed_after(sequence.draft)], first
             )

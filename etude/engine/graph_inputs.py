@@ -1,7 +1,7 @@
-"""The inputs of a captured graph: what it reads from the host, packed into one buffer.
+"""The inputs that a captured graph reads from the host, packed into one buffer.
 
-Shapes as in `cuda`: N new tokens, B sequences, M blocks of the longest of them, R rows that are
-sampled, T tiles, G groups of layers.
+Shapes as in `cuda`: N new tokens, B sequences, M blocks of the longest of them, R sampled rows, T
+tiles, G groups of layers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from etude.engine.batch import ForwardBatch, Ints, SamplerOutput
 NOWHERE = 1 << 30
 SLOTS = ("slot_mapping", "windowed_slot_mapping")
 BLOCKS = ("blocks", "windowed_blocks")
-"""Where each group of layers has its keys and values."""
+"""Slots and block tables of each group of layers."""
 ADAPTER_TILE_ROWS = 16
-"""As many as one instruction of the tensor cores takes."""
+"""The rows that one tensor core instruction takes."""
 ADAPTER_TILE_FIELDS = ("adapter_first", "adapter_count", "adapter_slot")
 ADAPTER_FIELDS = ("adapter_row", *ADAPTER_TILE_FIELDS)
-"""The rows in the order of their adapters' slots; and of each tile of rows that have the same
-adapter, its first place in that order, the number of its rows, and the slot."""
+"""The rows in the order of their adapters' slots; and for each tile of rows with the same adapter,
+its first index in that order, the number of its rows, and the slot."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
     """The shape that a CUDA graph is captured for: N tokens, B sequences, R rows and T tiles.
-    Without tiles it is a decode graph, and N = B = R. `adapter_slots`: how many slots of adapters
-    there are for its rows; 0 in a graph without adapters."""
+    Without tiles it is a decode graph, and N = B = R. `adapter_slots`: the number of adapter slots
+    for its rows; 0 in a graph without adapters."""
 
     tokens: int
     sequences: int
@@ -43,8 +43,8 @@ class GraphShape:
 
     @property
     def adapter_tiles(self) -> int:
-        """The most tiles of `kernels.lora` that such a batch can have: those of a slot are full
-        but for one."""
+        """The most tiles of `kernels.lora` that such a batch can have: all tiles of a slot but one
+        are full."""
         slots = min(self.sequences, self.adapter_slots)
         return min(self.tokens, self.tokens // ADAPTER_TILE_ROWS + slots)
 
@@ -77,7 +77,7 @@ class InputLayout:
             fields |= dict.fromkeys(ADAPTER_TILE_FIELDS, shape.adapter_tiles)
         self._spans: dict[str, slice] = {}
         self.fixed = 0
-        """The offset of the block tables, which are of any width."""
+        """The offset of the block tables, whose width varies."""
         for name, count in fields.items():
             self._spans[name] = slice(self.fixed, self.fixed + count)
             self.fixed += -(-count // 4) * 4
@@ -89,8 +89,8 @@ class InputLayout:
     def fill(
         self, words: NDArray[np.int32], values: Mapping[str, NDArray[Any]], block_table_GBM: Ints
     ) -> list[slice]:
-        """Write the inputs into the buffer, and return where. Padding is 0; but padded tokens have
-        slot -1, and padded tiles begin behind everything."""
+        """Write the inputs into the buffer, and return the written ranges. Padding is 0, except
+        that padded tokens have slot -1, and padded tiles begin after all tokens."""
         words[: self.fixed] = 0
         for name in SLOTS[: self._num_groups]:
             words[self._spans[name]] = -1
@@ -140,7 +140,7 @@ class PhaseInputs:
 
 class PinnedBuffers:
     """The pinned host buffers of one pass, for its inputs on the way to the device and its results
-    on the way back, with the event after which they may be used again."""
+    on the way back, with the event after which they may be reused."""
 
     def __init__(self, words: Tensor, results: Tensor) -> None:
         self.words = torch.zeros(words.shape, dtype=words.dtype, pin_memory=words.is_cuda)
@@ -182,7 +182,7 @@ def as_words(values: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.int32]]
 
 
 def sampling_inputs(batch: ForwardBatch, row_R: Ints) -> dict[str, NDArray[Any]]:
-    """The temperature and u of the rows. Padded rows take the likeliest token, which is not
+    """The temperature and u of the rows. Padding rows take the likeliest token, which is not
     read."""
     return {"temperature": batch.sampling.temperature_R[row_R], "u": batch.sampling.u_R[row_R]}
 
@@ -193,8 +193,8 @@ def slot_inputs(batch: ForwardBatch, own: slice) -> dict[str, NDArray[Any]]:
 
 
 def adapter_inputs(slots_N: Ints) -> dict[str, NDArray[np.int32]]:
-    """Tiles of rows of the same slot, wherever in the batch they are: each slot's matrices are read
-    once for up to 16 rows."""
+    """Tiles of rows with the same slot, anywhere in the batch: each slot's matrices are read once
+    for up to 16 rows."""
     row_N = np.argsort(slots_N, kind="stable")
     sorted_N = slots_N[row_N]
     borders = np.flatnonzero(np.diff(sorted_N)) + 1

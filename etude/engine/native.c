@@ -1,7 +1,7 @@
-/* One pass of a dense model on a CPU, in one call: `pass.h`, for the instruction set that `native.py` asks for.
+/* One pass of a dense model on a CPU, in one call: `pass.h`, for the instruction set that `native.py` selects.
  *
- * The sources are the same for all of them. This file holds the pass for any processor (SSE2 on x86, NEON on ARM), the
- * files beside it those for newer ones. Nothing here depends on Python.
+ * All instruction sets share the same source. This file compiles the pass for any processor (SSE2 on x86, NEON on ARM),
+ * the files native_*.c for newer ones. Nothing here depends on Python.
  */
 #include "native.h"
 
@@ -21,7 +21,7 @@
 #include <unistd.h>
 
 static int has_tiles(void) {
-    enum { AMX_BF16 = 1 << 22, ASK_FOR_STATE = 0x1023, TILE_DATA = 18 }; /* Linux wants to be asked before it saves tiles */
+    enum { AMX_BF16 = 1 << 22, ASK_FOR_STATE = 0x1023, TILE_DATA = 18 }; /* Linux saves tiles only on request */
     unsigned a, b, c, d;
     if (!KNOWS_AMX || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16)) return 0;
     return !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA);

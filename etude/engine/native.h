@@ -1,4 +1,4 @@
-/* What `native.py` hands over for one pass, and the pass compiled for each instruction set. */
+/* The arguments that `native.py` passes for one pass, and the pass compiled for each instruction set. */
 #pragma once
 #include <math.h>
 #include <omp.h>
@@ -23,7 +23,7 @@ typedef struct {
 typedef struct {
     int64_t isa, format, num_layers, hidden, inner, heads, kv_heads, head_size, vocabulary;
     double eps;
-    const float *rope; /* [positions, 2, head_size], as rope.table makes it */
+    const float *rope; /* [positions, 2, head_size], as from rope.table */
     const void *embedding;
     const uint32_t *head;
     const float *norm;

@@ -1,11 +1,11 @@
-"""The native CPU runner: a forward pass in one call of `native.c`, where that is built and supports
+"""The native CPU runner: a forward pass in one call of `native.c`, if that is built and supports
 the model.
 
 `pip install` compiles it if the machine has a compiler; it is a plain shared library, and its
 threads are those of torch. It computes dense models in fp32 and bf16; `runner.TorchRunner` computes
-whatever it cannot, operator by operator. A token gets the same bits whatever else is in its pass.
+all others, operator by operator. A token gets the same bits whatever else is in its pass.
 
-Matrices are laid out as `native.c` reads them. Shapes: U units of 32 outputs, I inputs of a matrix.
+Matrices have the layout that `native.c` reads. Shapes: U units of 32 outputs, I inputs of a matrix.
 """
 
 from __future__ import annotations
@@ -108,11 +108,12 @@ class _Pass(ctypes.Structure):
 
 
 SUPPORTED = {"qkv_bias": (True,), "qk_norm": ("head",)}
-"""What `native.c` computes beyond a plain layer; it runs no model with another feature."""
+"""The features that `native.c` computes beyond a plain layer; it runs no model with any other
+feature."""
 
 
 def unsupported(c: ModelConfig, dtype: torch.dtype) -> list[str]:
-    """Why `native.c` does not run a model, in words; empty if it does."""
+    """The reasons why `native.c` does not run a model, as text; empty if it does."""
     sizes = {"hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size}
     sizes |= {"head_dim": c.head_dim}
     odd = [f"{name} {size}" for name, size in sizes.items() if size % UNIT]
@@ -130,10 +131,10 @@ class CpuRunner:
     num_windowed_blocks = 0
 
     def __init__(self, model: Transformer, num_blocks: int, *, with_adapter: bool = False) -> None:
-        """`with_adapter`: weights may bring one along."""
+        """`with_adapter`: weights may include one."""
         self.num_blocks = num_blocks
         self._with_adapter = with_adapter
-        self._base: dict[str, Tensor] = {}  # under an adapter
+        self._base: dict[str, Tensor] = {}  # the weights under an adapter
         self._own: dict[str, Tensor] = {}  # the adapter
         self.config = model.config
         self._like = model.model.embed_tokens.weight.detach()
@@ -144,8 +145,8 @@ class CpuRunner:
             c.num_key_value_heads,
             self.block_size * c.head_dim,
         )
-        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
-        # NaN.
+        # Zeros, because a position past the end of a sequence gets weight 0, which does not cancel
+        # a NaN.
         self._keys = self._like.new_zeros(shape)
         self._values = self._like.new_zeros(shape)
         self._scratch = torch.empty(0, dtype=torch.uint8)
@@ -186,9 +187,9 @@ class CpuRunner:
         return None
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """A second set of matrices beside those that serve, so that changing over takes no time.
-        The set that served before is filled again: to give back and fetch so much memory would hold
-        up the engine's thread."""
+        """Prepare a second set of matrices in addition to those in use, so that the swap takes no
+        time. The set used before is filled again: freeing and allocating so much memory would block
+        the engine's thread."""
         if self._with_adapter:
             self._base = dict(tensors)
         return self._prepare(tensors)
@@ -209,8 +210,8 @@ class CpuRunner:
         return swap
 
     def prepare_adapter(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
-        """Merge the adapter of the weights into the matrices that were prepared last: in fp32 that
-        is the same but for the order of sums."""
+        """Merge the adapter of the weights into the matrices that were prepared last: in fp32 the
+        result is the same except for the order of sums."""
         assert slot == OWN_SLOT and self._like.dtype == torch.float32
         if adapter is None:
             own, put = {}, None
@@ -227,7 +228,8 @@ class CpuRunner:
         return swap
 
     def weights(self) -> dict[str, Tensor]:
-        """An adapter as it was given, since it is part of the matrices now."""
+        """A copy of the weights; an adapter is returned as it was given, since it is now part of
+        the matrices."""
         if self._own:
             return {name: tensor.clone() for name, tensor in self._own.items()}
         with torch.device("meta"):
@@ -259,12 +261,12 @@ class _PrepackedWeights:
         )  # fmt: skip
 
     def fill(self, model: Transformer) -> None:
-        """Other values into the same memory."""
+        """Write other values into the same memory."""
         for name, tensor in _laid_out(model):
             self._held[name].copy_(tensor)
 
     def plain(self, shell: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The parameters as the model has them, back from how they are laid out."""
+        """The model's parameters, converted back from the prepacked layout."""
         state = {}
         for name, like in shell.state_dict().items():
             held = self._held[name]
@@ -308,8 +310,8 @@ def _laid_out(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 def prepacked(matrix: Tensor) -> Tensor:
-    """Unit by unit, and within a unit word by word: one input in fp32, two in bf16. Filled up with
-    zeros."""
+    """Prepack a matrix: unit by unit, and within a unit word by word, one input in fp32 or two in
+    bf16. Padded with zeros."""
     words = F.pad(matrix.detach(), (0, 0, 0, -len(matrix) % UNIT)).view(torch.int32)
     return words.view(-1, UNIT, words.shape[1]).transpose(1, 2).contiguous()
 
@@ -319,7 +321,7 @@ def unpacked(words: Tensor, num_rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def interleave_gate_up(gate_up: Tensor) -> Tensor:
-    """Half a unit of the gate, half a unit of `up`, and so on."""
+    """Alternate half a unit of the gate and half a unit of `up`."""
     return gate_up.detach().view(2, -1, UNIT // 2, gate_up.shape[1]).transpose(0, 1).flatten(0, 2)
 
 

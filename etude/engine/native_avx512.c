@@ -1,4 +1,4 @@
-/* The pass for processors with AVX-512, and bf16 by the tiles of AMX where there are any. */
+/* The pass for processors with AVX-512, and bf16 on the tiles of AMX if available. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -44,8 +44,8 @@ AMX_CODE static void multiply_tiles(const char *x, const char *w, int64_t inner,
     }
 }
 
-/* y [16][32] = x [16][32 * count] times the sum of `count` pieces, 32 outputs wide and 32 numbers deep each; a row
- * of words of a piece is `w_stride` bytes behind the last. `jump` bytes are between pieces, or `pages` says where. */
+/* y [16][32] = x [16][32 * count] times the sum of `count` pieces, each 32 outputs wide and 32 numbers deep; rows of
+ * words of a piece are `w_stride` bytes apart. Pieces are `jump` bytes apart, in order or as listed in `pages`. */
 AMX_CODE static void multiply_pieces(
     const char *x, int64_t x_stride, const char *w, int64_t w_stride, const int64_t *pages, int64_t jump, int64_t count,
     float *y, int64_t y_stride) {

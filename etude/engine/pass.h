@@ -1,22 +1,22 @@
-/* What `model/` computes for a dense model, rounded where it rounds; compiled once for each instruction set.
+/* The forward pass of a dense model, rounded where `model/` rounds; compiled once for each instruction set.
  *
- * A small model on a CPU spends more time between operators than in them, so all layers of a pass run here, on the
- * threads that torch has (the same OpenMP). What a token gets depends on that token and the ones before it alone:
- * every sum has one order, whatever else is in the pass, however many threads there are and however a prompt is cut.
+ * A small model on a CPU spends more time between operators than in them, so all layers of a pass run here, on torch's
+ * threads (the same OpenMP). The result of a token depends only on that token and the ones before it: every sum has a
+ * fixed order, whatever else is in the pass, however many threads there are and however a prompt is cut.
  *
  * Numbers are fp32, or bf16 with sums in fp32. Matrices, keys and values consist of words of four bytes: one number in
- * fp32, two neighbours in bf16, which become two vectors of fp32 by a shift and a mask. What flows between them is fp32
- * in both formats, rounded in BF16; it is bf16 only for the tiles of AMX, which take nothing else. `format` is a
- * constant wherever it is inlined.
+ * fp32, two neighbours in bf16, which become two vectors of fp32 by a shift and a mask. Activations are fp32 in both
+ * formats, rounded in BF16; they are bf16 only for the tiles of AMX, which take nothing else. `format` is a constant
+ * wherever it is inlined.
  *
- * Matrices are stored in units of 32 outputs, word by word: `native.py` does that. Keys and values lie in pages of 32
- * tokens, head by head. A page of keys is a unit whose outputs are tokens; a page of values is a matrix whose inputs
- * are. Sizes of heads, of the hidden state and within the MLP are multiples of 32.
+ * Matrices are stored in units of 32 outputs, word by word, as packed by `native.py`. Keys and values are stored in
+ * pages of 32 tokens, head by head. A page of keys is a unit whose outputs are tokens; a page of values is a matrix
+ * whose inputs are tokens. Sizes of heads, of the hidden state and within the MLP are multiples of 32.
  *
- * Functions that hold an `omp for` are called by all threads of a pass, and all leave them together.
+ * Functions that contain an `omp for` are called by all threads of a pass, and all threads leave them together.
  *
- * Who includes this says FORWARD, its name; WIDTH, the bytes of a vector; REGISTERS, how many of them there are;
- * HAS_TILES, whether it has brought the products for TILES.
+ * A file that includes this defines FORWARD, the name of the function; WIDTH, the bytes of a vector; REGISTERS, the
+ * number of vector registers; HAS_TILES, 1 if it provides the products for TILES.
  */
 #include "native.h"
 
@@ -24,7 +24,7 @@
 
 enum { LANES = WIDTH / 4, UNIT = 32, PAGE = 32, TILE = 16, ROWS = 2 * TILE, MAX_HEAD = 256 };
 enum { MANY = REGISTERS / 4, ACROSS = REGISTERS == 32 && WIDTH < 64 ? 4 : 2 }; /* rows, vectors: sums in registers */
-enum { DEPTH = 128 }; /* words; so much of a unit stays in the first cache while all rows pass */
+enum { DEPTH = 128 }; /* words; this part of a unit stays in the L1 cache for all rows */
 
 typedef float F __attribute__((vector_size(WIDTH), aligned(4), may_alias));
 typedef int32_t I __attribute__((vector_size(WIDTH), aligned(4), may_alias));
@@ -92,9 +92,9 @@ INLINE F exponential(F x) { /* within 2 units in the last place; 0 below -87 */
 }
 
 /* Products: y [rows][UNIT] += x [rows][inputs] times w [words][UNIT]. The inputs of an output are added one by one, in
- * their order, however many rows are computed at once. */
+ * order, however many rows are computed at once. */
 
-/* `next` is fetched meanwhile: `step` bytes of it for each word. */
+/* Prefetches `next` meanwhile: `step` bytes of it for each word. */
 INLINE void multiply_few(
     Format f, int rows, int across, const float *x, int64_t x_stride, const uint32_t *w, int64_t w_stride, int64_t words,
     const char *next, int step, float *y, int64_t y_stride) {
@@ -143,7 +143,7 @@ INLINE void widen(const uint32_t *w, int64_t w_stride, int64_t words, float *to)
         }
 }
 
-/* A piece of `w` at a time stays in the first cache while all rows pass. For many rows bf16 is widened there once. */
+/* One piece of `w` at a time stays in the L1 cache for all rows. For many rows bf16 is widened there once. */
 static void multiply(
     Format f, int64_t rows, const float *x, int64_t x_stride, const uint32_t *w, int64_t w_stride, int64_t words,
     float *y, int64_t y_stride) {
@@ -163,7 +163,7 @@ static void multiply(
     }
 }
 
-/* What becomes of a product. A unit of PAIRS is 16 outputs of the gate and the 16 of the other matrix beside them. */
+/* Uses of a product. A unit of PAIRS is 16 outputs of the gate followed by the corresponding 16 of `up`. */
 
 typedef enum { PLAIN, ADDED, PAIRS, LOGITS } Use;
 
@@ -244,12 +244,12 @@ INLINE void rotate(Format f, void *head, const float *rope, int64_t size) {
     }
 }
 
-INLINE uint32_t bits(Format f, const void *x, int64_t i) { /* of one number; of bf16, in the lower half */
+INLINE uint32_t bits(Format f, const void *x, int64_t i) { /* of one number; for bf16 in the lower half */
     if (f == TILES) return ((const uint16_t *)x)[i];
     return f == BF16 ? ((const uint32_t *)x)[i] >> 16 : ((const uint32_t *)x)[i];
 }
 
-/* Norms and rotates the heads of a token in place, and writes its keys and values into the cache. */
+/* Normalise and rotate the heads of a token in place, and write its keys and values to the cache. */
 INLINE void place(Format f, const Model *m, const Layer *l, char *qkv, int64_t position, int64_t slot) {
     const int64_t size = m->head_size, bytes = size * size_of(f), t = slot % PAGE;
     for (int64_t h = 0; h < m->heads + m->kv_heads; h++) {
@@ -271,14 +271,14 @@ INLINE void place(Format f, const Model *m, const Layer *l, char *qkv, int64_t p
     }
 }
 
-/* Attention: query heads that share a key head, of tokens that stand in a row. */
+/* Attention: query heads that share a key head, of consecutive tokens. */
 
 typedef struct {
     const int64_t *blocks; /* of the sequence */
     const uint32_t *keys, *values;
     int64_t size, head, kv_heads;
     float scale;
-    float *scores; /* TILE rows of `room` tokens; and behind them as many of shares for tiles */
+    float *scores; /* TILE rows of `room` tokens, followed by as many rows of shares for tiles */
     int64_t room;
 } Seen;
 
@@ -288,7 +288,7 @@ INLINE float largest_of(F x) {
     return most;
 }
 
-/* Makes shares of the first `length` of `all` scores and returns their sum; the rest get none. */
+/* Turn the first `length` of `all` scores into shares and return their sum; the rest get 0. */
 INLINE float soften(Format f, float *scores, void *shares, int64_t length, int64_t all, float scale) {
     F most = each(-INFINITY), sums = {0};
     for (int64_t t = 0; t < all; t += LANES) {
@@ -338,7 +338,7 @@ INLINE void mix_values(Format f, const Seen *s, int64_t rows, const void *shares
     }
 }
 
-/* Up to TILE rows: the queries at `q`, of `length` tokens each, go to `to`. */
+/* Up to TILE rows: the query q[r] attends to lengths[r] tokens, and its output goes to to[r]. */
 INLINE void attend_tile(
     Format f, const Seen *s, int64_t rows, const char *const *q, const int64_t *lengths, char *const *to) {
     const int64_t longest = lengths[rows - 1], pages = (longest + PAGE - 1) / PAGE, bytes = s->size * size_of(f);
@@ -356,7 +356,7 @@ INLINE void attend_tile(
         for (int64_t d = 0; d < s->size; d += LANES) store(f, to[r], d, *(F *)(y + r * s->size + d) / total[r]);
 }
 
-/* The tokens from `n` on, as many as make a tile. */
+/* The tokens from `n` to `end`, in tiles. */
 INLINE void attend_tokens(
     Format f, const Model *m, const Pass *p, const Seen *s, int64_t n, int64_t end, char *qkv, char *mixed) {
     const int64_t group = m->heads / m->kv_heads, all = m->heads + 2 * m->kv_heads, bytes = s->size * size_of(f);
@@ -382,7 +382,7 @@ INLINE void attend_all(
         .keys = l->keys, .values = l->values, .size = m->head_size, .kv_heads = m->kv_heads,
         .scale = 1.0f / sqrtf(m->head_size), .room = p->longest, .scores = scores,
     };
-    /* Neighbouring tokens see different lengths; whoever is done takes the next. */
+    /* Neighbouring tokens see different lengths, so threads take the next one when they are done. */
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t n = 0; n < p->num_tokens; n++)
         for (int64_t head = 0; head < m->kv_heads; head++) {
@@ -395,7 +395,7 @@ INLINE void attend_all(
         }
 }
 
-/* The whole. Rows of scratch are filled up to whole tiles, which are computed and never looked at. */
+/* The whole pass. Rows of scratch are padded to whole tiles; the padding is computed and never read. */
 
 typedef struct {
     char *x, *normed, *qkv, *mixed, *act, *end;

@@ -1,5 +1,5 @@
-"""The reference runner: torch operators, on any device. N new tokens, R rows that are sampled, L
-layers with experts, k experts of a token."""
+"""The reference runner: torch operators, on any device. N new tokens, R sampled rows, L layers with
+experts, k experts of a token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from etude.model.transformer import ModelConfig, Transformer
 
 BLOCK_SIZE, MAX_BLOCK_SIZE = 16, 1024
 SCALE_BYTES = 4
-"""Of a row of keys or values in FP8."""
+"""Size of the scale of a row of FP8 keys or values."""
 
 
 def block_size(config: ModelConfig) -> int:
-    """Tokens of a block. A model with recurrent layers has larger ones, up to where the keys and
-    values of a block weigh as much as the states at its end."""
+    """Tokens of a block. A model with recurrent layers has larger blocks, up to the size at which
+    the keys and values of a block take as much memory as the states at its end."""
     size = BLOCK_SIZE
     state = state_bytes(config, 2)
     while size < MAX_BLOCK_SIZE and size * kv_bytes(config, 2) < state:
@@ -35,12 +35,12 @@ def block_size(config: ModelConfig) -> int:
 
 
 def kv_bytes(config: ModelConfig, element_size: int, *, fp8: bool = False) -> int:
-    """Of the keys and values of one token, in elements of this size or in FP8."""
+    """Bytes of the keys and values of one token, in elements of this size or in FP8."""
     return len(config.cached_layers) * _layer_bytes(config, element_size, fp8)
 
 
 def windowed_bytes(config: ModelConfig, element_size: int, *, fp8: bool = False) -> int:
-    """The part of `kv_bytes` that layers with a window have."""
+    """The part of `kv_bytes` that belongs to layers with a window."""
     return len(config.windowed_layers) * _layer_bytes(config, element_size, fp8)
 
 
@@ -51,7 +51,7 @@ def _layer_bytes(config: ModelConfig, element_size: int, fp8: bool) -> int:
 
 
 def state_bytes(config: ModelConfig, element_size: int) -> int:
-    """Of the states of recurrent layers at the end of a block."""
+    """Bytes of the states of recurrent layers at the end of a block."""
     if (c := config.linear) is None:
         return 0
     memory = c.num_value_heads * c.key_head_dim * c.value_head_dim * 4
@@ -151,8 +151,8 @@ class TorchRunner:
         return self._used.read(blocks, length)
 
     def prepare_weights(self, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """Fill a second model beside the one that serves, so that the swap takes no time.
-        Afterwards the old one is the spare: freeing and allocating so much memory would hold up the
+        """Fill a second model in addition to the one that serves, so that the swap takes no time.
+        Afterwards the old one is the spare: freeing and allocating so much memory would block the
         engine's thread."""
         plain, self._spare = self._spare, None
         if plain is None:
@@ -172,7 +172,7 @@ class TorchRunner:
         return swap
 
     def _ready(self, model: Transformer) -> Transformer:
-        """What computes with these parameters."""
+        """Prepare the model that computes with these parameters."""
         model.quantise()
         if self._adapters is None:
             return model if model.arithmetic.fp8 else _prepacked(model)
@@ -189,8 +189,8 @@ class TorchRunner:
 
 
 class _PrepackedLinear(nn.Linear):
-    """A linear layer whose weight is prepacked: in the order in which the CPU's units for bf16 read
-    it. Its products have the same bits as those of the plain layer."""
+    """A linear layer whose weight is prepacked, in the order in which the CPU's bf16 units read it.
+    Its products have the same bits as those of the plain layer."""
 
     def __init__(self, plain: nn.Linear | nn.Embedding) -> None:
         rows, columns = plain.weight.shape
@@ -208,7 +208,7 @@ class _PrepackedLinear(nn.Linear):
 
 class _PrepackedTransformer(Transformer):
     """A transformer with prepacked linear layers, on the parameters of another model. The head is
-    prepacked too, whether or not it is the table of embeddings."""
+    prepacked too, whether or not it is the embedding table."""
 
     def __init__(self, model: Transformer) -> None:
         with torch.device("meta"):
@@ -229,9 +229,9 @@ class _PrepackedTransformer(Transformer):
 
 
 def _prepacked(model: Transformer) -> Transformer:
-    """A prepacked copy of the model for inference on a CPU in bf16; elsewhere the model itself. It
-    costs the memory of the matrices once more, and makes decoding of a small model about a third
-    faster."""
+    """A prepacked copy of the model for inference on a CPU in bf16; elsewhere the model itself. The
+    copy takes the memory of the matrices once more, and makes decoding of a small model about a
+    third faster."""
     weight = model.model.embed_tokens.weight
     on_cpu = weight.dtype == torch.bfloat16 and not weight.is_cuda
     with torch.inference_mode():

@@ -2,9 +2,9 @@
 
 A token is the inverse of the cumulative distribution, in the order of token ids, at a number in [0,
 1) that belongs to the request. Probabilities are float32. Their sums are float64, since over a
-large vocabulary float32 would shift the boundaries by more than the width of a rare token; and as
-float64 over everything costs more than a small model itself, the vocabulary is cut into pieces,
-added up in float32 each, of which only one is looked into.
+large vocabulary float32 would shift the boundaries by more than the width of a rare token. Float64
+sums over all of it would cost more than a small model, so the vocabulary is cut into chunks that
+are summed in float32, and float64 sums are taken within a single chunk.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from etude.engine.batch import SamplerOutput, SamplingBatch
 
 CHUNK = 512
 SHORTLIST = 1024
-"""The likeliest tokens that top-p looks at first: they nearly always suffice, and sorting all takes
-longer than the model."""
+"""The number of likeliest tokens that top-p looks at first: they nearly always suffice, and sorting
+all tokens takes longer than the model."""
 
 
 def uniforms(seed: int, max_tokens: int) -> NDArray[np.float64]:
-    """The random numbers of one request, fixed before it starts: neither the batch nor a swap of
-    weights changes them."""
+    """The random numbers of one request, fixed before it starts: neither the batch nor a weight
+    swap changes them."""
     return np.random.Generator(np.random.PCG64(seed)).random(max_tokens)
 
 
 def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
-    """Sample one token a row, with its log-prob under the distribution that it was sampled from.
-    Temperature 0 is greedy, and the log-prob is then that of temperature 1."""
+    """Sample one token for each row, with its log-prob under the distribution that it was sampled
+    from. Temperature 0 is greedy, and the log-prob is then that of temperature 1."""
     for row, allowed_V in sampling.token_masks.items():
         logits_RV[row].masked_fill_(~torch.from_numpy(allowed_V).to(logits_RV.device), -torch.inf)
     for row, history in sampling.histories.items():
@@ -62,8 +62,8 @@ def sample(logits_RV: Tensor, sampling: SamplingBatch) -> SamplerOutput:
 
 
 def penalize_repetition(logits_V: Tensor, history: Sequence[int], penalty: float) -> None:
-    """Apply a repetition penalty in place, before the temperature, as in vLLM: the logit of every
-    token in the history is moved down, for a penalty above 1, whatever its sign."""
+    """Apply a repetition penalty in place, before the temperature, as in vLLM: a penalty above 1
+    lowers the logit of every token in the history, whatever its sign."""
     if penalty == 1:
         return
     seen_S = torch.tensor(sorted(set(history)), device=logits_V.device)
@@ -73,11 +73,11 @@ def penalize_repetition(logits_V: Tensor, history: Sequence[int], penalty: float
 
 def inverse_cdf(p_RV: Tensor, u_R: Tensor) -> Tensor:
     """Sample by the inverse of the cumulative distribution: the first token at which the sum of
-    probabilities passes the share u of the total. It never has probability 0."""
+    probabilities exceeds the share u of the total. It never has probability 0."""
     rows, size = p_RV.shape
     if size <= CHUNK:
         return _first_above(p_RV.double().cumsum_(-1), u_R)
-    # To fill up nothing would still be a copy.
+    # Padding by nothing would still copy.
     p_RCP = (F.pad(p_RV, (0, -size % CHUNK)) if size % CHUNK else p_RV).view(rows, -1, CHUNK)
     ends_RC = p_RCP.sum(-1).double().cumsum_(-1)
     piece_R = _first_above(ends_RC, u_R)
@@ -88,7 +88,7 @@ def inverse_cdf(p_RV: Tensor, u_R: Tensor) -> Tensor:
 
 
 def _first_above(sums_RC: Tensor, u_R: Tensor) -> Tensor:
-    # Rounding may put the target at the very end, where nothing is above it any more.
+    # Rounding may put the target at the very end, which no sum exceeds.
     end_R = sums_RC[:, -1]
     target_R = torch.minimum(
         u_R.clamp(min=0) * end_R, torch.nextafter(end_R, torch.zeros_like(end_R))
@@ -97,7 +97,7 @@ def _first_above(sums_RC: Tensor, u_R: Tensor) -> Tensor:
 
 
 def cuts_off(params: SamplingParams) -> bool:
-    """Whether top-k, top-p or min-p apply. They always keep the likeliest token."""
+    """True if top-k, top-p or min-p apply. They always keep the likeliest token."""
     return params.temperature != 0 and (
         params.top_k > 0 or bool(np.float32(params.top_p) < 1) or params.min_p > 0
     )
@@ -114,7 +114,7 @@ def filtered(p_V: Tensor, params: SamplingParams) -> Tensor:
 
 def filter_top_k_top_p(p_V: Tensor, top_k: int, top_p: float) -> Tensor:
     """Keep the `top_k` likeliest tokens (0: all), and of these only the likeliest that together
-    make up `top_p`; the token that crosses it is in."""
+    make up `top_p`, including the token that crosses it."""
     size = len(p_V)
     for count in (min(top_k or SHORTLIST, size), size):
         likely = p_V.topk(count)

@@ -1,22 +1,24 @@
-"""The scheduler: which sequences take part in the next pass, and with how many tokens. Pure: no
+"""The scheduler: selects the sequences of the next pass, and the number of tokens of each. Pure: no
 tensor, no clock.
 
     waiting  ->  running  ->  released
         ^ preempted |
 
 A sequence that is decoding takes part in every pass, so a long prompt never stalls the others: it
-is read in pieces, within what `max_batched_tokens` leaves. A request is admitted when there are
-blocks for all that it has to read. If blocks run out later, the last in rank gives up its own and
-waits; it loses no token, only the work of reading them again. Rank is the class of priority
-(interactive, standard, batch), then arrival. Waiting requests of a higher class take the places
-of running ones at once. A request whose deadline has passed is released wherever it is.
+is read in chunks, within what `max_batched_tokens` leaves. A request is admitted when there are
+blocks for all tokens that it has to read. If blocks run out later, the sequence last in rank gives
+up its blocks and waits; it loses no token, only the work of reading them again. Rank is the
+priority class (interactive, standard, batch), then arrival. Waiting requests of a higher class take
+the places of running ones at once. A request whose deadline has passed is released, waiting or
+running.
 
-The class batch takes what others leave: at most `max_batch_seqs` of it run, and it sits out the
-passes that read the prompt of a higher class, so that its first token comes as if nobody else were
-there. Where it pays, its prompts wait a few passes for each other and are read together.
+The class batch takes what others leave: at most `max_batch_seqs` of its sequences run, and they sit
+out the passes that read the prompt of a higher class, so that its first token comes as if the
+engine were otherwise idle. Where it pays, prompts of the class batch wait a few passes for each
+other and are read together.
 
-A sequence with a drafter may compute draft tokens behind its last token, and sample behind each of
-them. Drafts take what is left when every other sequence has got what it needs to go on: no sequence
+A sequence with a drafter may compute draft tokens after its last token, and sample after each of
+them. Drafts take what is left when every other sequence has what it needs to continue: no sequence
 is preempted for them, and prompts keep half of the room.
 """
 
@@ -37,7 +39,7 @@ from etude.engine.speculate import MAX_DRAFT_TOKENS, NgramDrafter
 
 PRIORITIES = get_args(Priority)
 GATHER_PASSES = 8
-"""So many passes at most do prompts of the class batch wait for more of them."""
+"""The most passes that batch-class prompts wait for more of them."""
 TopLogprobs = tuple[tuple[int, float], ...]
 
 
@@ -48,7 +50,8 @@ class Constraint(Protocol):
         """A mask over the vocabulary of the tokens that may come next; at least one is True."""
 
     def allowed_after(self, draft: Iterable[int]) -> list[NDArray[np.bool_]]:
-        """The masks behind each token of the draft, up to the first that is not allowed itself."""
+        """The masks after each token of the draft, up to the first token that is not allowed
+        itself."""
 
     def accept(self, token: int) -> None:
         """Advance by a token that was sampled."""
@@ -60,14 +63,14 @@ class LoadedAdapter:
 
     slot: int
     number: int
-    """The number of the load, from 1 on: what was cached for an adapter of the same name that was
-    loaded before is not reused."""
+    """The number of the load, from 1 on: blocks cached for an earlier adapter of the same name are
+    not reused."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The state of a request in the scheduler. `tokens` is the prompt and the answer so far;
-    further tokens may be pending, sampled by passes that were started and not yet read back."""
+    further tokens may be pending, sampled by passes that were launched and not yet read back."""
 
     request: Request
     id: str
@@ -82,25 +85,26 @@ class Sequence:
     stop_check: Callable[[int], bool] | None = None
     """Called with every sampled token; True makes it the last."""
     deadline: float = math.inf
-    """The time to drop the request, by the clock that `expire` is given."""
+    """The time to drop the request, by the clock of `expire`."""
     drafter: NgramDrafter | None = None
     draft: list[int] = field(default_factory=list)
     """Draft tokens that the pass being planned computes after `tokens`."""
     block_table: BlockTable | None = None
     """Its blocks; None while it is waiting."""
     num_computed_tokens: int = 0
-    """Tokens that the passes started so far compute, since it was last admitted."""
+    """Tokens computed by the passes launched since it was last admitted."""
     num_pending: int = 0
     """Sampled tokens that are not read back yet."""
     row: int = -1
     """Its row in the last pass that sampled for it."""
     num_to_read: int | None = None
-    """Tokens that were not cached when it first might have been admitted."""
+    """Uncached tokens at the time when it first might have been admitted."""
     incarnation: int = 0
-    """How often it lost its blocks. What a pass sampled for an earlier incarnation is ignored."""
+    """The number of times it lost its blocks. Tokens sampled for an earlier incarnation are
+    ignored."""
     gave_way: bool = False
-    """Of the class batch: it had to wait for requests of a higher class, or for what is left to
-    them."""
+    """True for a batch-class sequence that had to wait for requests of a higher class, or for the
+    capacity that is left to its class."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
@@ -129,8 +133,8 @@ class Sequence:
 
     @property
     def awaits_output(self) -> bool:
-        """True while it waits for its pending token, which is the last or decides what may
-        follow."""
+        """True while it waits for its pending token, which is the last one or decides which tokens
+        may follow."""
         return self.num_pending > 0 and (
             self.num_sampled_tokens == len(self.uniforms)
             or self.constraint is not None
@@ -188,17 +192,17 @@ class Scheduler:
         max_batched_tokens: int,
         gather_tokens: int = 0,
     ) -> None:
-        """`gather_tokens`: what is too little to read beside sequences that decode, if it is of the
-        class batch and more may come."""
+        """`gather_tokens`: fewer prompt tokens than this, if they are of the class batch and more
+        may come, are not worth a pass together with sequences that decode."""
         self.block_manager = block_manager
         self.max_num_seqs = max_num_seqs
         self.max_batch_seqs = max_num_seqs
-        # when all but one decode, the last still gets on
+        # when all but one decode, the last still makes progress
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs + 1)
         self.waiting: list[Sequence] = []  # both in order of rank
         self.running: list[Sequence] = []
         self._gather_tokens = gather_tokens
-        self._num_gathering = 0  # passes, for those that wait now
+        self._num_gathering = 0  # passes, for the sequences that wait now
         self.num_preempted = self.num_prompt_tokens = self.num_cached_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -219,7 +223,7 @@ class Scheduler:
             self.running.remove(sequence)
 
     def expire(self, now: float) -> list[Sequence]:
-        """Release the sequences whose deadline has passed, and name them."""
+        """Release the sequences whose deadline has passed, and return them."""
         expired = [each for each in (*self.running, *self.waiting) if each.deadline <= now]
         for sequence in expired:
             self.release(sequence)
@@ -227,16 +231,17 @@ class Scheduler:
 
     @property
     def num_batch(self) -> int:
-        """Sequences of the class batch that are running."""
+        """Batch-class sequences that are running."""
         return len(self.running) - self._num_others
 
     @property
     def _num_others(self) -> int:
-        """Of the running ones, those of a higher class, which come first."""
+        """The number of running sequences of a higher class, which come first."""
         return bisect_left(self.running, (PRIORITIES.index("batch"), -1), key=_schedule_order)
 
     def limit_batch(self, max_batch_seqs: int) -> None:
-        """So many of the class batch may run from now on; the last in rank give up their places."""
+        """Set the number of batch-class sequences that may run from now on; those last in rank give
+        up their places."""
         self.max_batch_seqs = max_batch_seqs
         for sequence in self.running[::-1][: max(0, self.num_batch - max_batch_seqs)]:
             self._preempt(sequence)
@@ -248,11 +253,11 @@ class Scheduler:
             self.block_manager.stop_sharing(sequence.block_table)
 
     def schedule(self, version: int) -> tuple[list[tuple[Sequence, int]], int]:
-        """Schedule the next pass: its sequences, and how many tokens of each it computes, drafts
-        included. First come those that read one token and were there before; the second value is
-        their number."""
+        """Schedule the next pass: its sequences, and the number of tokens that each computes,
+        drafts included. Running sequences that compute a single token come first; the second value
+        is their number."""
         self._preempt_for_priority()
-        for sequence in self.running:  # whoever sits this pass out holds no more than its window
+        for sequence in self.running:  # a sequence that sits out holds only its window
             if sequence.block_table is not None:
                 self.block_manager.pass_window(sequence.block_table, sequence.num_computed_tokens)
         ready = [sequence for sequence in self.running if not sequence.awaits_output]
@@ -272,9 +277,9 @@ class Scheduler:
             (sequence, sequence.num_uncomputed_tokens) for sequence in ready if sequence.draft
         ]
         left = self.max_batched_tokens - sum(count for _, count in chosen)
-        # From here on nobody is preempted: what is chosen is read. So it may be shared from here
-        # on, even within the same pass, which in every layer writes all keys and values before it
-        # reads any.
+        # From here on no sequence is preempted: every chosen token is computed. So its blocks may
+        # be shared from here on, even within the same pass, which in every layer writes all keys
+        # and values before it reads any.
         for sequence in ready:
             if left and sequence.num_uncomputed_tokens > 1 and not sequence.draft:
                 chosen.append((sequence, min(left, sequence.num_uncomputed_tokens)))
@@ -293,9 +298,9 @@ class Scheduler:
         return chosen, num_decode
 
     def _gathers(self, version: int, *, beside: int, reads: bool) -> bool:
-        """Whether those that could be admitted wait for more. A device that decodes reads a few
-        hundred tokens in hardly less time than a thousand. `beside`: sequences that decode.
-        `reads`: whether this pass reads anything as it is."""
+        """True if batch-class sequences that could be admitted should wait for more. A device that
+        decodes reads a few hundred tokens in hardly less time than a thousand. `beside`: number of
+        sequences that decode. `reads`: this pass reads prompt tokens anyway."""
         newcomers = self.waiting[: self.max_num_seqs - len(self.running)]
         if reads or not beside or not newcomers or not newcomers[0].is_batch:
             self._num_gathering = 0
@@ -318,7 +323,7 @@ class Scheduler:
 
     @property
     def _reads_for_others(self) -> bool:
-        """Whether somebody above the class batch waits for a first token."""
+        """True if a sequence above the class batch waits for its first token."""
         others = self.running[: self._num_others]
         if self.waiting and not self.waiting[0].is_batch:
             others.append(self.waiting[0])
@@ -351,16 +356,16 @@ class Scheduler:
         )
 
     def _ensure_blocks(self, sequence: Sequence) -> None:
-        """Allocate the blocks for its uncomputed tokens, preempting the last in rank if need be,
-        which may be itself."""
+        """Allocate the blocks for its uncomputed tokens, preempting the sequence last in rank if
+        necessary, which may be itself."""
         while sequence.block_table is not None and not self.block_manager.allocate(
             sequence.block_table, sequence.num_computed_tokens + sequence.num_uncomputed_tokens
         ):
             self._preempt(self.running[-1])
 
     def _preempt_for_priority(self) -> None:
-        """Make room for all of a higher class that wait: a burst of them has the places of the
-        others in one pass, not in one pass each."""
+        """Make room for all waiting sequences of a higher class: a burst of them takes the places
+        of the others in one pass, not in one pass each."""
         num_blocks = 0
         for coming, first in enumerate(list(self.waiting)):
             num_blocks += self.block_manager.num_blocks_for(len(first.tokens))
@@ -372,10 +377,10 @@ class Scheduler:
                 return
 
     def _has_room(self, coming: int, num_blocks: int) -> bool:
-        """For another one behind `coming` that are let in before it, with so many blocks for all of
-        them."""
-        # Room to grow is left for those who run: to admit one only to preempt it at once would be
-        # work for nothing.
+        """True if there is room for another sequence after `coming` admitted ones, with this many
+        blocks for all of them."""
+        # Running sequences keep room to grow: admitting one only to preempt it at once would be
+        # wasted work.
         num_running = len(self.running) + coming
         enough_blocks = num_blocks + num_running <= self.block_manager.num_free
         return num_running < self.max_num_seqs and enough_blocks

@@ -25,18 +25,18 @@ from etude.model.layers import ADAPTER_KINDS
 from etude.model.transformer import Transformer
 
 MAX_PLAIN_BLOCK_SIZE = 64
-"""Of the runners, for models without recurrent layers: windows are counted in the largest blocks,
-which suffices for smaller ones."""
+"""The largest block size of the runners, for models without recurrent layers: windows are counted
+in these blocks, which suffices for smaller ones."""
 WINDOWED_SHARE = 0.25
-"""Of all tokens that the KV cache has room for, those beyond the running windows for which layers
-with a window have it too."""
+"""Share of the KV cache's tokens, beyond the running windows, that layers with a window have room
+for."""
 KV_MEMORY_FRACTION = 0.7
 """The share of the free device memory that the KV cache takes; the rest is for graphs and
 activations."""
 
 
 def select_device(asked: str) -> torch.device:
-    """The device for a config value: cpu, cuda, or auto, which is cuda where there is one."""
+    """The device for a config value: cpu, cuda, or auto, which is cuda if available."""
     there = torch.cuda.is_available()
     if asked == "cuda" and not there:
         raise EtudeError(
@@ -47,7 +47,7 @@ def select_device(asked: str) -> torch.device:
 
 
 def check_ranks(device: torch.device, ranks: int) -> None:
-    """Each rank of a machine has a device of its own."""
+    """Check that each rank of a machine has its own device."""
     if device.type == "cuda" and ranks > (count := torch.cuda.device_count()):
         raise EtudeError(
             f"rank {ranks - 1} has no CUDA device of its own, this machine has {count}: lower "
@@ -57,8 +57,8 @@ def check_ranks(device: torch.device, ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KvCacheSize:
-    """The size of a KV cache in tokens; `windowed`: that of layers with a window, 0 where they use
-    the same blocks as the others."""
+    """The size of a KV cache in tokens; `windowed`: that of layers with a window, 0 if they use the
+    same blocks as the others."""
 
     tokens: int
     windowed: int = 0
@@ -71,12 +71,13 @@ def kv_cache_size(
     max_batched_tokens: int | None = None,
 ) -> KvCacheSize:
     """The size of the KV cache: four times as many tokens as can run at once, so that sessions find
-    what they said before; in any case within `kv_cache_bytes`, and in any case one sequence. None:
-    a GiB, or on a device most of what is free there.
+    their earlier turns; but within `kv_cache_bytes`, and at least one sequence. None: a GiB, or on
+    a device most of its free memory.
 
-    Layers with a window need what running sequences see; beyond that they get room for a share of
-    all tokens, for the windows at the ends of what is cached. Where that is no less than all
-    tokens, or nobody says how many tokens a pass has, they get no blocks of their own."""
+    Layers with a window need the tokens that running sequences see; beyond that they get room for a
+    share of all tokens, for the windows at the ends of cached prefixes. If that is no less than all
+    tokens, or `max_batched_tokens` is not given, they have no blocks of their own.
+    """
     c, weight = model.config, model.model.embed_tokens.weight
     if kv_cache_bytes is None:
         kv_cache_bytes = int(KV_MEMORY_FRACTION * _free(model)) if weight.is_cuda else 1 << 30
@@ -104,16 +105,17 @@ def kv_cache_size(
 
 
 def _free(model: Transformer) -> int:
-    """Bytes of its device, once the runner has laid the weights in FP8 beside the plain ones."""
+    """Free bytes of its device, after the runner has stored FP8 weights in addition to the
+    unquantised ones."""
     free: int = torch.cuda.mem_get_info(model.model.embed_tokens.weight.device)[0]
     return free - sum(own.weight.numel() for own in model.quantised_layers())
 
 
 def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> bool:
-    """Whether the model runs on our CUDA kernels when it computes in `dtype`."""
+    """True if the model runs on our CUDA kernels when it computes in `dtype`."""
     if not model.model.embed_tokens.weight.is_cuda or dtype != torch.bfloat16:
         return False
-    # brings Triton, which is there only with a CUDA build of torch
+    # imports Triton, which comes only with a CUDA build of torch
     from etude.engine.kernels import fused, unfused
 
     found = fused.unsupported(
@@ -126,7 +128,7 @@ def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> b
 
 
 def _say_once(path: str, features: list[str]) -> None:
-    """A model that a fast path cannot compute is computed all the same."""
+    """Warn that a fast path cannot compute a model, which runs all the same."""
     if features:
         why = f"{path} not compute {', '.join(features)}; torch's operators do"
         warnings.warn(why, RuntimeWarning, stacklevel=3)
@@ -141,8 +143,8 @@ def _check_invariant(model: Transformer) -> None:
 
 
 def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transformer:
-    """The model of a trainer that has the same bits as a batch-invariant engine: on the same
-    kernels, or with the same operators."""
+    """The trainer's model with the same bits as a batch-invariant engine: on the same kernels, or
+    with the same operators."""
     if not has_kernels(model, dtype, invariant=True):
         _check_invariant(model)
         return model.compute_with(model.arithmetic.but(invariant=True))
@@ -169,8 +171,8 @@ def select_runner(
 ) -> ModelRunner:
     """The fastest runner that supports the model on its device, with `adapters` if these are given;
     a batch-invariant one if the model's arithmetic is. With `max_num_seqs` 1 on a CPU it is the
-    `TorchRunner`, whose bits anyone can reproduce with the model definition: deterministic runs are
-    checked by that."""
+    `TorchRunner`, whose bits can be reproduced with the model definition: checks of deterministic
+    runs rely on that."""
     weight = model.model.embed_tokens.weight
     room = kv_cache_size(model, max_num_seqs, kv_cache_bytes, max_batched_tokens)
 
@@ -193,7 +195,7 @@ def select_runner(
             model, count, num_windowed_blocks=windowed, with_adapters=with_adapters
         )
     if not weight.is_cuda and max_num_seqs > 1:
-        # It merges the adapter of the weights; in bf16 that would be another model.
+        # It merges the adapter of the weights; in bf16 that would give a different model.
         merges = adapters is not None and not adapters.num_named and weight.dtype == torch.float32
         missing = [] if adapters is None or merges else ["adapters"]
         missing += ["FP8"] if model.arithmetic.fp8 or model.arithmetic.fp8_kv else []

@@ -1,20 +1,20 @@
 """Speculative decoding without a draft model: drafts are copied from texts that an answer may
 repeat (prompt lookup, n-gram speculation). Pure: no tensor, no clock.
 
-An edited file is mostly written again. So the engine hands the model a draft, some tokens that may
-come next, and has it read all of them in one pass. Each place is sampled with the request's own
-random number for it, exactly as in a pass of its own; what was sampled is taken as long as it is
-what the draft said, and one token more. A wrong draft costs work and nothing else: tokens and
-log-probs are those of plain decoding, sampled ones too.
+An edited file is mostly repeated. So the engine gives the model a draft, some tokens that may come
+next, and lets it read all of them in one pass. Each position is sampled with the request's own
+random number for it, exactly as in a separate pass; sampled tokens are accepted as long as they
+equal the draft, and one token more. A wrong draft only costs work: tokens and log-probs are those
+of plain decoding, even when sampled.
 
-A draft continues a text behind the place where the last tokens of the request stand in it. The
-texts are, in order, the client's prediction (the file as it was), the request's own prompt and
-answer, and further drafts (earlier answers to the same task). The longest match wins; of equally
-long ones in one text the first at or behind the pointer, which is where the last draft from there
-was given up: an edit goes on behind it, and seldom before. In a text that repeats itself this also
-leaves the most to go on with.
+A draft continues a text after the position where the last tokens of the request occur in it. The
+texts are, in order, the client's prediction (the file before the edit), the request's own prompt
+and answer, and further drafts (earlier answers to the same task). The longest match wins; of
+equally long ones in one text the first at or after the pointer, which is where the last draft from
+that text was abandoned: an edit continues after it, and seldom before. In a repetitive text this
+also leaves the most to continue with.
 
-Shapes: S tokens of a text, M places in it.
+Shapes: S tokens of a text, M positions in it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 MIN_LENGTH, FIRST_LENGTH, MAX_LENGTH = 8, 16, 128
-"""Tokens of a draft. Found by counting passes over real edits; from 64 to 128 they still fall by
-6 %."""
+"""Tokens of a draft. Found by counting passes over real edits; from 64 to 128 they still fall by 6
+%."""
 MAX_DRAFT_TOKENS = 240
 """Draft tokens in one pass. Up to 16 sequences then compute at most 256 tokens."""
 MAX_MATCH = 16
-"""The longest match that is looked for."""
+"""The longest match that is searched for."""
 TOKENS_PER_MATCHED_TOKEN = 8
-"""The longest draft behind a match of n tokens is this many times n."""
+"""The longest draft after a match of n tokens is this many times n."""
 SEPARATOR = -1
 """Separates drafts; no token is equal to it."""
 
 
 def next_length(length: int, drafted: int, accepted: int) -> int:
-    """The length of the next draft: twice the last when all of that was right, otherwise half."""
+    """The length of the next draft: twice the last if all of that was right, otherwise half."""
     return min(2 * length, MAX_LENGTH) if accepted == drafted else max(length // 2, MIN_LENGTH)
 
 
 def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
-    """The length of the longest suffix of `tail` that occurs in the text with something behind it,
-    and all the places behind it."""
+    """The length of the longest suffix of `tail` that occurs in the text with something after it,
+    and all positions after these occurrences."""
     places_M = np.flatnonzero((text_S[:-1] == tail[-1]) & (text_S[1:] != SEPARATOR)) + 1
     for length in range(1, len(tail)):
         longer_M = places_M[places_M > length]
@@ -59,14 +59,15 @@ def longest_match(text_S: Ints, tail: Ints) -> tuple[int, Ints]:
 
 
 class LookupText:
-    """A text that drafts are copied from, with a pointer to where the last one was given up."""
+    """A text that drafts are copied from, with a pointer to the position where the last one was
+    abandoned."""
 
     def __init__(self, tokens_S: Ints) -> None:
         self.tokens_S = tokens_S
         self.pointer = 0
 
     def find(self, tail: Ints) -> tuple[int, int]:
-        """Find the longest match; return its length and the place behind it."""
+        """Find the longest match; return its length and the position after it."""
         begin = self.pointer - len(tail)
         end = self.pointer
         if (
@@ -83,8 +84,8 @@ class LookupText:
 
 
 class NgramDrafter:
-    """The n-gram drafter of one request. The tokens of each call show what was accepted of the last
-    draft."""
+    """The n-gram drafter of one request. The tokens of each call show how much of the last draft
+    was accepted."""
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class NgramDrafter:
         self._place = 0
 
     def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
-        """Propose a draft behind `tokens`, the prompt and the answer so far: at most `limit`
-        tokens, often none."""
+        """Propose a draft after `tokens`, the prompt and the answer so far: at most `limit` tokens,
+        often none."""
         self._observe(tokens)
         tail = self._history[max(0, self._history_len - MAX_MATCH) : self._history_len]
         longest = 0
@@ -133,7 +134,7 @@ class NgramDrafter:
             if same:
                 self._source.pointer = self._place + same
             elif self._source.pointer == self._place:
-                # or a text that repeats itself would bring it here for ever
+                # or a repetitive text would return here for ever
                 self._source.pointer += 1
             self._draft = []
         self._history[self._history_len : len(tokens)] = new

@@ -1,11 +1,11 @@
-"""New weights prepared beside those in use: what differs waits on the device, so that the swap
-writes that alone.
+"""Staging of new weights during inference: the elements that differ are uploaded to the device, so
+that the swap writes only those.
 
 From one version to the next about one weight in a hundred changes. `stage_weights` compares the new
-weights with those on the device, chunk by chunk, on a stream of its own while the engine serves,
-and keeps the places and values of what differs: six bytes for each changed weight in bf16. The swap
-scatters these. A chunk in which too much differs, as in a first version, is not kept: the swap
-copies it whole from the host.
+weights with those on the device, chunk by chunk, on a separate stream while the engine serves, and
+keeps the indices and values of the elements that differ: six bytes for each changed weight in bf16.
+The swap scatters these. If too much of a chunk differs, as in a first version, nothing is kept for
+it: the swap copies the whole chunk from the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.model.transformer import Transformer
 CHUNK = 1 << 26
 """Elements that are compared at a time; bounds the extra memory on the device."""
 MOST_DIFFERENT = 1 / 8
-"""Largest share of a chunk that is scattered. Beyond it a copy of the whole is as fast."""
+"""Largest share of a chunk that is scattered. Beyond it copying the whole chunk is as fast."""
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
@@ -57,7 +57,7 @@ class _DenseWrite:
 
 def stage_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
     """Stage `tensors`, by their Hugging Face names, for `model`. Call the result to put them in
-    place, in the order of the current stream. The model must not be written to in between."""
+    place, in the order of the current stream. The model must not be modified in between."""
     device = model.model.embed_tokens.weight.device
     with torch.no_grad(), _beside_serving(device):
         writes = [
@@ -83,7 +83,7 @@ def _writes(view: Tensor, new: Tensor) -> Iterator[_SparseWrite | _DenseWrite]:
 
 
 def _difference(target: Tensor, source: Tensor) -> _SparseWrite | _DenseWrite | None:
-    # Bits are compared, not numbers: 0.0 and -0.0 differ, and a NaN is like itself.
+    # Bits are compared, not numbers: 0.0 and -0.0 differ, and a NaN equals itself.
     bits = BITS[target.element_size()]
     staged = source.to(target.device, target.dtype).view(bits)
     places = (staged != target.view(bits)).nonzero().squeeze(1)
@@ -99,8 +99,8 @@ def _beside_serving(device: torch.device) -> AbstractContextManager[object]:
 
 
 class _SideStream(AbstractContextManager[None]):
-    """A context whose work runs on a CUDA stream of its own, after all that the default stream has
-    been given so far. Leaving it waits until that work is done."""
+    """A context whose work runs on a separate CUDA stream, after all work given to the default
+    stream so far. Leaving it waits until that work is done."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -2,8 +2,8 @@
 
 Shapes as in `heads`: H query heads, K key/value heads, D head size, V size of a value. Training: T
 tokens of all sequences, t of one. Inference: N new tokens of B sequences one after the other, S
-tokens that a sequence has in all, M blocks of the cache that hold them, G groups of layers with
-blocks of their own.
+tokens of a sequence in all, M cache blocks that hold them, G groups of layers that have their own
+blocks.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MIN_CONTIGUOUS = 512
 
 
 class CausalAttention:
-    """Causal attention for training: whole sequences of these `lengths` one behind the other, none
-    of which sees another. No lengths: rows [B, T, ..], each a sequence.
+    """Causal attention for training, over whole sequences of these `lengths` one after the other,
+    which do not see each other. Without lengths: rows [B, T, ..], each a sequence.
 
-    On a CUDA device in bf16 one kernel takes all of them, cuDNN's where it can be had and
+    On a CUDA device in bf16 one kernel takes all of them, cuDNN's if it is available and
     FlashAttention's otherwise; elsewhere they are taken one by one.
     """
 
@@ -41,12 +41,12 @@ class CausalAttention:
         self, lengths: Sequence[int] | None = None, device: torch.device | None = None
     ) -> None:
         self.lengths = tuple(lengths or ())
-        # a layer that asked `lengths` would be compiled anew for others
+        # a layer that used `lengths` would be recompiled for every other set of them
         self._packed = lengths is not None
         self._longest = max(self.lengths, default=0)
         self._recurrence: Recurrence | None = None
         borders = [0, *accumulate(self.lengths)]
-        # cuDNN adds up the gradient of queries in any order
+        # cuDNN sums the gradient of queries in an arbitrary order
         self._cudnn = (
             device is not None
             and not torch.are_deterministic_algorithms_enabled()
@@ -124,12 +124,12 @@ def _one_by_one(
 
 
 class CachedRows:
-    """The keys or values of one layer, in blocks [blocks, block size, K, D]: in the type of `like`,
-    or in FP8 with a scale for each token and head."""
+    """Keys or values of one layer, in blocks [blocks, block size, K, D]: in the dtype of `like`, or
+    in FP8 with a scale for each token and head."""
 
     def __init__(self, shape: Sequence[int], like: Tensor, fp8: bool) -> None:
-        # Zeros: what lies past the end of a sequence gets weight 0, which does not help against a
-        # NaN.
+        # Zeros, because a position past the end of a sequence gets weight 0, which does not cancel
+        # a NaN.
         kind = torch.float8_e4m3fn if fp8 else like.dtype
         self.values = like.new_zeros(shape, dtype=kind)
         self.scales = like.new_zeros(shape[:-1], dtype=torch.float32) if fp8 else None
@@ -156,9 +156,9 @@ class CachedRows:
 
 
 class KVCache:
-    """Keys and values of many sequences, in blocks of `block_size` tokens. With a latent (MLA)
-    values are the beginning of keys, and only those are kept. Recurrent layers have a state at the
-    end of each block instead."""
+    """Keys and values of many sequences, in blocks of `block_size` tokens. With a latent (MLA) only
+    keys are kept, because values are their first part. Recurrent layers keep a state at the end of
+    each block instead."""
 
     def __init__(
         self,
@@ -170,8 +170,9 @@ class KVCache:
         *,
         fp8: bool = False,
     ) -> None:
-        """On the device and in the type of `like`, or in FP8. `num_windowed_blocks`: blocks of
-        layers with a window, which are a second group then; 0: all layers are one."""
+        """Allocate on the device and in the dtype of `like`, or in FP8. `num_windowed_blocks`:
+        blocks of the layers with a window, which then form a second group; 0: all layers form one
+        group."""
         self.like = like.new_empty(0)
         self.heads, self.size = config.cached_heads
         self.num_blocks = num_blocks
@@ -186,7 +187,7 @@ class KVCache:
         self.states = StateCache(config, num_blocks, like) if config.linear else None
 
     def gather(self, cached: CachedRows, blocks_M: Tensor, length: int) -> Tensor:
-        """SKD: the first `length` tokens of the sequence in these blocks, from one layer's keys or
+        """First `length` tokens (SKD) of the sequence in these blocks, from one layer's keys or
         values."""
         used_M = blocks_M[: -(-length // self.block_size)]
         return cached.blocks(used_M).flatten(0, 1)[:length]
@@ -196,9 +197,9 @@ class ContiguousCache:
     """Contiguous copies of the keys and values of sequences that are decoding.
 
     Gathering the blocks of a sequence costs as much as attending to them. So a sequence is gathered
-    when it begins to answer, and from then on every new token is written twice. The rows of one
-    shelf are attended to together; they have room for `capacity` tokens each, so that a long
-    sequence does not make the short ones pay for its length.
+    when its answer begins, and from then on every new token is written twice. The rows of one cache
+    are attended to together; each has room for `capacity` tokens, so that a long sequence does not
+    make short ones pay for its length.
     """
 
     def __init__(self, cache: KVCache, capacity: int) -> None:
@@ -212,8 +213,8 @@ class ContiguousCache:
     def place(
         self, ids: Sequence[int], lengths: Sequence[int], block_table_GBM: Tensor
     ) -> list[int]:
-        """Make sure that all but the newest token of each sequence is there. Returns the order of
-        the sequences on rows 0, 1 and so on."""
+        """Make sure that all but the newest token of each sequence is in its row. Return the order
+        of the sequences in rows 0, 1 and so on."""
         count = len(ids)
         if count > self._num_rows:
             self._grow(2 * count)
@@ -256,12 +257,13 @@ class ContiguousCache:
 
 
 class PagedAttention:
-    """Paged attention for inference, over the blocks of a `KVCache`. `engine.batch` says what the
-    arguments mean.
+    """Paged attention for inference, over the blocks of a `KVCache`. `engine.batch` documents the
+    arguments.
 
-    The first `num_decode` sequences have one new token each, and all their others were written in
-    earlier passes; they are attended to together. The rest is taken one by one. New tokens have to
-    be handed to the model in the order `order_N`, which is not quite that of the plan.
+    The first `num_decode` sequences have one new token each, and all their earlier tokens were
+    written in earlier passes; they are attended to together. The others are taken one by one. The
+    model must be given the new tokens in the order `order_N`, which differs slightly from that of
+    the batch.
     """
 
     latent = True
@@ -280,7 +282,7 @@ class PagedAttention:
             by_capacity.setdefault(max(MIN_CONTIGUOUS, 1 << (length - 1).bit_length()), []).append(
                 place
             )
-        # A shelf that nobody needs goes, and so does its memory.
+        # Drop caches that no sequence needs, to free their memory.
         cache.contiguous = {
             capacity: cache.contiguous.get(capacity) or ContiguousCache(cache, capacity)
             for capacity in by_capacity
@@ -356,7 +358,7 @@ class _DecodeGroup:
         places = (rows_BK * shelf.capacity + lengths_B[:, None] - 1).ravel()
         self._places = torch.from_numpy(places).to(shelf.k[0].device)
         self._last_B = torch.from_numpy(lengths_B - 1).to(shelf.k[0].device)
-        self._mask: Tensor | None = None  # added to the scores; made once for all layers
+        self._mask: Tensor | None = None  # added to the scores; built once for all layers
         if self._shortest < self._longest:
             hidden_BS = np.arange(self._longest) >= lengths_B[:, None]
             self._mask = _mask(hidden_BS, shelf.k[0])[:, None, None]
@@ -383,8 +385,8 @@ class _DecodeGroup:
             hidden = scoring.hides(self._last_B[:, None, None], places)
             keys, values = keys[:, :, low:], values[:, :, low:]
             return attend_hidden(q_BHD.unsqueeze(2), keys, values, hidden, scale, scoring)[:, :, 0]
-        # Query heads that share a key head stand in for several queries, so that keys are read once
-        # for all of them.
+        # Query heads that share a key head are passed as several queries, so that its keys are read
+        # once.
         q_BKGD = q_BHD.view(self._num_rows, k.shape[1], -1, q_BHD.shape[2])
         return F.scaled_dot_product_attention(
             q_BKGD, keys, values, attn_mask=self._mask, scale=scale
@@ -392,7 +394,7 @@ class _DecodeGroup:
 
 
 class _PrefillSequence:
-    """One sequence with any number of new tokens, T of them."""
+    """One sequence with T new tokens, one or more."""
 
     def __init__(
         self, cache: KVCache, start: int, end: int, length: int, blocks_GM: Tensor
@@ -440,7 +442,8 @@ class _PrefillSequence:
         return mixed[0].transpose(0, 1)
 
     def _seen(self, layer: int, num_new: int, scoring: Scoring | None) -> tuple[Tensor, int]:
-        """The blocks that any of the new tokens sees, and how many tokens they hold."""
+        """The blocks that at least one of the new tokens sees, and the number of tokens they
+        hold."""
         blocks_M = self._blocks_GM[self._cache.group_of[layer]]
         if scoring is None or scoring.window is None:
             return blocks_M, self._length

@@ -1,11 +1,11 @@
-"""The tensors of a model directory as it was published, each read when it is asked for.
+"""The tensors of a published model directory, each read when it is requested.
 
-Shards are mapped, not loaded, so that a model which is built from them is never in memory twice.
-Quantised tensors come out as the numbers that they stand for, in bf16:
+Shards are memory-mapped, so that a model built from them is never in memory twice. Quantised
+tensors are returned dequantised, in bf16:
 
-- FP8: `X.weight` in e4m3 with `X.weight_scale_inv` or `X.weight_scale`: a factor for each block of
-  it, for each row, or one for all;
-- MXFP4: `X_blocks`, two numbers of four bits in a byte, and `X_scales`, the exponent of each 32.
+- FP8: `X.weight` in e4m3 with `X.weight_scale_inv` or `X.weight_scale`: one factor for each block,
+  for each row, or for the whole tensor;
+- MXFP4: `X_blocks`, two 4-bit numbers in a byte, and `X_scales`, the exponent of each 32 numbers.
 
 Shapes: M outputs, C inputs of a matrix, X experts, B blocks of a row.
 """
@@ -23,16 +23,16 @@ from torch import Tensor
 from etude.model.directory import weight_files
 
 SCALES = ("_scale_inv", "_scale")
-"""What is added to the name of a tensor in FP8."""
+"""Suffixes that name the scale of an FP8 tensor."""
 UNUSED = (".input_scale", ".output_scale", ".activation_scale")
-"""Of activations in FP8; here they stay as they are."""
+"""Scales of FP8 activations; activations are not quantised here."""
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP8_NAME = "F8_E4M3"
 
 
 class Checkpoint(Mapping[str, Tensor]):
-    """The tensors of a directory by their names, without those that only hold scales."""
+    """The tensors of a directory by name, without those that only hold scales."""
 
     def __init__(self, path: Path) -> None:
         files = weight_files(path)
@@ -57,7 +57,7 @@ class Checkpoint(Mapping[str, Tensor]):
         return self._read(name)
 
     def in_bfloat16(self, name: str) -> bool:
-        """Whether it comes out in bf16, without reading it."""
+        """True if the tensor is returned in bf16; does not read it."""
         if name + BLOCKS in self._held or self._scale_of(name) is not None:
             return True
         return str(self._held[name].get_slice(name).get_dtype()) == "BF16"
@@ -86,8 +86,8 @@ class Checkpoint(Mapping[str, Tensor]):
 
 
 def from_fp8(weight_MC: Tensor, scale: Tensor) -> Tensor:
-    """`scale`: one number, [M] or [M, 1], or one for each block of as many rows and columns as
-    make the shapes meet."""
+    """Dequantise an FP8 matrix. `scale`: one number, [M] or [M, 1], or one number for each block;
+    the block size follows from the two shapes."""
     wide = weight_MC.float()
     scale = scale.float()
     if scale.ndim == 1 and len(scale) == len(wide):
@@ -100,7 +100,7 @@ def from_fp8(weight_MC: Tensor, scale: Tensor) -> Tensor:
 
 
 def _block_size(size: int, num_blocks: int) -> int:
-    """Blocks at the edge may be smaller; all others are of a power of two."""
+    """Infer the block size: a power of two, except that blocks at the edge may be smaller."""
     if num_blocks == 1:
         return size
     block = 1 << (-(-size // max(1, num_blocks)) - 1).bit_length()
@@ -110,8 +110,8 @@ def _block_size(size: int, num_blocks: int) -> int:
 
 
 def from_mxfp4(blocks_XMB16: Tensor, exponents_XMB: Tensor) -> Tensor:
-    """[X, C, M]: as gpt-oss has its experts, inputs by outputs. Expert by expert, since in
-    between it is several times as large."""
+    """Dequantise to [X, C, M], inputs by outputs, as gpt-oss stores its experts. Works expert by
+    expert, since the intermediate result is several times as large."""
     values = torch.tensor((*FP4_VALUES, *(-value for value in FP4_VALUES)))
     experts, outputs, *_ = blocks_XMB16.shape
     found = torch.empty(experts, exponents_XMB.shape[2] * 32, outputs, dtype=torch.bfloat16)

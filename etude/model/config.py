@@ -1,9 +1,9 @@
-"""The shape of a model, as config.json of a Hugging Face directory says it.
+"""The shape of a model, as given by the config.json of a Hugging Face directory.
 
-One `ModelConfig` for every family. What sets a family apart is a few features of its layers
-(`families`); what a model may have or not have is a part that is None or there: `latent` (MLA),
-`linear` (recurrent layers), `experts` (mixture of experts), `rope_scaling`. `layer_features`
-says what one layer computes.
+One `ModelConfig` serves every family. A family differs from the others in a few features of its
+layers (`families`). Optional parts of a model are fields that may be None: `latent` (MLA), `linear`
+(recurrent layers), `experts` (mixture of experts), `rope_scaling`. `layer_features` states what one
+layer computes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 SupportedFeatures = Mapping[str, Collection[Any]]
-"""The values beyond the plain ones that a path computes, by the names of `LayerFeatures`."""
+"""The values beyond the defaults that a path computes, by the field names of `LayerFeatures`."""
 WRITTEN_AS_IS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "intermediate_size", "max_position_embeddings", "model_type"),
@@ -48,7 +48,7 @@ class ModelConfig:
     max_position_embeddings: int
     model_type: str = "llama"
     head_dim: int = 0
-    """0: the hidden size shared among the heads. Of no meaning with `latent`."""
+    """0: the hidden size divided by the number of heads. Unused with `latent`."""
     rms_norm_eps: float = 1e-5
     hidden_act: str = "silu"
     tie_word_embeddings: bool = True
@@ -59,14 +59,14 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     use_qk_norm: bool = True
-    """Of families that norm queries and keys."""
+    """Only for families that norm queries and keys."""
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     rope_theta: float = 100_000.0
     rope_scaling: RopeScaling | None = None
     partial_rotary_factor: float = 1.0
     local_rope_theta: float | None = None
-    """Of layers with a window, in families where these rotate in their own way."""
+    """Rope base of layers with a window, in families where these rotate differently."""
     unrotated_layers: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -101,21 +101,21 @@ class ModelConfig:
 
     @property
     def cached_heads(self) -> tuple[int, int]:
-        """Heads and size of what one token leaves in a cache of keys; values are as large, and with
-        `latent` they are the first `kv_lora_rank` numbers of the key."""
+        """Number of heads and size of what one token stores in a key cache. Values have the same
+        size; with `latent` they are the first `kv_lora_rank` numbers of the key."""
         if self.latent:
             return 1, self.latent.kv_lora_rank + self.latent.qk_rope_head_dim
         return self.num_key_value_heads, self.head_dim
 
     @property
     def cached_layers(self) -> tuple[int, ...]:
-        """The layers that leave keys and values in a cache."""
+        """The layers that store keys and values in a cache."""
         recurrent = self.linear.layers if self.linear else ()
         return tuple(n for n in range(self.num_hidden_layers) if n not in recurrent)
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
-        """Those of the cached layers that see no further back than the window."""
+        """The cached layers that see no further back than the window."""
         if self.sliding_window is None:
             return ()
         return tuple(n for n in self.cached_layers if n in self.sliding_layers)
@@ -156,7 +156,7 @@ class ModelConfig:
         return self.attention_multiplier
 
     def unsupported_features(self, supported: SupportedFeatures) -> list[str]:
-        """The features of any layer, in words, that are neither plain nor supported by a path."""
+        """Features of any layer, as text, that are neither defaults nor supported by a path."""
         plain = LayerFeatures()
         found = {
             name: value
@@ -176,7 +176,8 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ModelConfig:
-        """Raises ValueError for a model that this package would compute wrongly, or not at all."""
+        """Parse config.json. Raises ValueError for a model that this package would compute wrongly,
+        or not at all."""
         return cls(**read_fields(json.loads(text)))
 
 

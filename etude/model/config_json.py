@@ -1,8 +1,8 @@
-"""What config.json says, as the fields of a `ModelConfig`.
+"""Parser of config.json into the fields of a `ModelConfig`.
 
-Every key is accounted for: it is read, or it is known to change nothing (`HARMLESS`), or it says
-what is so in every model of the family anyway. All else is refused by its name. A key that is left
-out means what it means to transformers, or is asked for.
+Every key is accounted for: it is read, it is known to change nothing (`HARMLESS`), or it has the
+value that holds for every model of the family. Any other key is refused by name. A missing key has
+the default of transformers, or is required.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLAIN = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
-"""Keys that some families read as they are, with the values of the families that do not."""
+"""Keys that some families read unchanged, with the values for families that do not read them."""
 OFF = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -46,15 +46,15 @@ OFF = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
 }
-"""Keys that change nothing in a family that does not read them, at these values."""
+"""Keys, and the values at which they change nothing in a family that does not read them."""
 NULLABLE = {
     *("num_key_value_heads", "head_dim", "q_lora_rank", "mlp_only_layers", "layer_types"),
     *("sliding_window", "no_rope_layers", "attn_logit_softcapping", "final_logit_softcapping"),
     *("factor", "partial_rotary_factor", "use_sliding_window"),
     *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
 }
-"""Keys that may say null, beside those whose default is null; to transformers it means the same as
-to us."""
+"""Keys that may be null, in addition to those whose default is null; null means the same to
+transformers as to us."""
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 ROPE_DEFAULTS = {
     "beta_fast": None,
@@ -69,12 +69,12 @@ ROPE_KEYS = {f.name for f in fields(RopeScaling)} | {
     "rope_theta",
     "partial_rotary_factor",
 }
-"""Of a table of rope; what its type has no use for changes nothing."""
+"""Keys of a rope table; those that its type does not use change nothing."""
 FULL, LOCAL, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 class _Reader:
-    """The keys of config.json, and for those that it leaves out what the family makes of it."""
+    """The keys of config.json, with the family's defaults for those that it leaves out."""
 
     def __init__(self, said: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._said = said
@@ -82,7 +82,7 @@ class _Reader:
         self.asked: set[str] = set()
 
     def __call__(self, *names: str) -> Any:
-        """The first of these names for one thing that is there."""
+        """Value of the first of these synonymous keys that is present."""
         self.asked.update(names)
         for table in (self._said, self._defaults):
             for name in names:
@@ -102,8 +102,8 @@ class _Reader:
 
 
 def read_fields(said: object) -> dict[str, Any]:
-    """The fields of a `ModelConfig`. Raises ValueError for a model that this package would compute
-    wrongly, or not at all."""
+    """Parse the fields of a `ModelConfig`. Raises ValueError for a model that this package would
+    compute wrongly, or not at all."""
     if not isinstance(said, dict) or said.get("model_type") not in FAMILIES:
         found = said.get("model_type") if isinstance(said, dict) else None
         why = f" ({REFUSED[str(found)]})" if found in REFUSED else ""
@@ -172,7 +172,8 @@ def _latent(said: Mapping[str, Any], read: _Reader, family: Family) -> LatentCon
         if f.name != "rope_interleave" or read.knows("rope_interleave")
     ]
     latent = LatentConfig(**{name: read(name) for name in keys})
-    # transformers writes down what follows from the others, and computes with what it reads.
+    # transformers writes keys that follow from the others, and computes with the ones that it
+    # reads.
     rotated = latent.qk_rope_head_dim
     follows = {"head_dim": rotated, "qk_head_dim": latent.qk_nope_head_dim + rotated}
     for name, size in follows.items():
@@ -212,7 +213,7 @@ def _linear(read: _Reader, family: Family) -> LinearConfig | None:
 
 
 def _windows(read: _Reader, family: Family) -> dict[str, Any]:
-    """The window, and which layers have it; and the layers without positions."""
+    """The window, the layers that have it, and the layers without positions."""
     depth = range(read("num_hidden_layers"))
     unrotated = _unrotated(read, depth) if read.knows("no_rope_layers") else ()
     found: dict[str, Any] = {"unrotated_layers": unrotated}
@@ -263,8 +264,8 @@ def _unrotated(read: _Reader, depth: Iterable[int]) -> tuple[int, ...]:
 
 
 def stated_rope(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The table of rope in what config.json says, under its name in transformers 4 or 5; of layers
-    that see all tokens, if the others have their own."""
+    """The rope table of config.json, under its name in transformers 4 or 5; if layers with a window
+    have their own table, the one of the layers that see all tokens."""
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     return rope.get(FULL) or {} if FULL in rope or LOCAL in rope else rope
 
@@ -285,14 +286,14 @@ def _rope(said: Mapping[str, Any], read: _Reader, family: Family) -> dict[str, A
         rope = dict(GPT_OSS_ROPE)
     if unknown := rope.keys() - ROPE_KEYS:
         raise ValueError(f"config.json: rope: {', '.join(sorted(unknown))}: of no known meaning")
-    # Rope stood in several keys until transformers 5, and stands in one since.
+    # The rope settings were several keys until transformers 5, and are one table since.
     context = read("max_position_embeddings")
     around = ROPE_DEFAULTS | {
         "rope_theta": read("rope_theta"),
         "original_max_position_embeddings": context,
     }
     if read.knows("original_max_position_embeddings"):
-        # To transformers it overrules the same key in the table.
+        # In transformers this key overrides the one in the table.
         original = read("original_max_position_embeddings")
         rope |= {"original_max_position_embeddings": original}
     if read.knows("partial_rotary_factor"):
@@ -342,7 +343,7 @@ def _local_theta(said: Mapping[str, Any], read: _Reader) -> float:
 
 
 def _rope_scaling(kind: str, rope: _Reader, context: int) -> RopeScaling | None:
-    """`context`: of the model as it is, stretched."""
+    """`context`: the context length of the model after stretching."""
     if kind == "default":
         return None
     original = rope("original_max_position_embeddings")
@@ -378,8 +379,8 @@ def _rope_scaling(kind: str, rope: _Reader, context: int) -> RopeScaling | None:
 
 
 def pin_context(said: dict[str, Any]) -> None:
-    """Write down what the table of rope says relative to the context that the model was made for,
-    so that the model may be given another one."""
+    """Make the rope table independent of the context length: write out what it states relative to
+    the model's original context, so that the model may be given another one."""
     rope = stated_rope(said)
     if not rope:
         return

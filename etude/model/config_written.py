@@ -1,4 +1,4 @@
-"""A `ModelConfig` as config.json says it: what `config_json` reads comes back."""
+"""Writer of a `ModelConfig` as config.json, such that `config_json` reads the same config back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etude.model.parts import ExpertsConfig, RopeScaling
 
 
 def written(config: Any, family: Family) -> dict[str, Any]:
-    """What config.json says of a `ModelConfig`, beyond its plain fields."""
+    """Keys of config.json for a `ModelConfig`, beyond its plain fields."""
     known = {**DEFAULTS, **family.defaults}
     said: dict[str, Any] = {name: getattr(config, name) for name in PLAIN if name in known}
     said["hidden_activation" if "hidden_activation" in known else "hidden_act"] = config.hidden_act

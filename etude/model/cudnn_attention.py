@@ -1,13 +1,14 @@
-"""Causal attention of packed sequences by cuDNN: all of them in one kernel call, forward and
+"""Causal attention of packed sequences by cuDNN: one kernel call for all of them, forward and
 backward, on Hopper devices and later ones.
 
-cuDNN is asked through its own Python frontend (`pip install nvidia-cudnn-frontend`): torch's entry
-to the same kernels builds the plan of a call anew every time. A plan is made for room: so many
-sequences, so long a sequence, so many tokens, all rounded up to powers of two, so that a run whose
-lengths vary makes few of them. Where sequences begin is read on the device.
+cuDNN is called through its own Python frontend (`pip install nvidia-cudnn-frontend`), because
+torch's entry point to the same kernels rebuilds the plan on every call. A plan is built for a
+capacity: a number of sequences, a sequence length and a number of tokens, all rounded up to powers
+of two, so that a run with varying lengths builds few plans. The starts of sequences are read on the
+device.
 
-Shapes as in `attention`, and B borders: where each sequence begins and the last one ends, the rest
-filled with that end, which stands for sequences without a token.
+Shapes as in `attention`, and B borders: the start of each sequence and the end of the last one; the
+rest is filled with that end, which stands for sequences without a token.
 """
 
 from __future__ import annotations
@@ -24,23 +25,24 @@ import torch
 from torch import Tensor
 
 SWITCH = "ETUDE_CUDNN_ATTENTION"
-"""Set to 0 in the environment: without it, to compare."""
+"""Environment variable; set to 0 to attend without cuDNN, for comparison."""
 MIN_VERSION = 90600
-"""Of cuDNN: packed sequences with fewer key heads than query heads."""
+"""First cuDNN version with packed sequences that have fewer key heads than query heads."""
 MIN_BORDERS = 8
 MIN_LENGTH = 128
 GRADIENT_OF = {"dO": "o", "dQ": "q", "dK": "k", "dV": "v"}
-"""Names as cuDNN has them; "o" is what attention gives, "stats" the logarithms of its sums."""
+"""cuDNN's names of tensors; "o" is the output of attention, "stats" the log-sum-exp of its
+scores."""
 
 
 def available(device: torch.device) -> bool:
-    """Whether frontend, library and device can do it, and nobody switched it off."""
+    """True if frontend, library and device support it and it is not switched off."""
     return os.environ.get(SWITCH) != "0" and _works(device)
 
 
 @cache
 def _works(device: torch.device) -> bool:
-    """A small attention is tried."""
+    """Try a small attention."""
     if device.type != "cuda" or importlib.util.find_spec("cudnn") is None:
         return False
     import cudnn
@@ -61,14 +63,14 @@ def _works(device: torch.device) -> bool:
 
 
 def knows(q_THD: Tensor, v_TKV: Tensor) -> bool:
-    """Whether it is asked for heads of that size and type."""
+    """True if cuDNN is used for heads of this size and dtype."""
     size = q_THD.shape[-1]
     sizes_fit = size % 16 == 0 and size <= 128 and size == v_TKV.shape[-1]
     return sizes_fit and v_TKV.dtype == torch.bfloat16
 
 
 def padded(borders: Sequence[int]) -> list[int]:
-    """Borders with room for as many sequences as the next plan has."""
+    """Pad borders to the capacity of the next larger plan."""
     return [*borders, *[borders[-1]] * (max(MIN_BORDERS, room(len(borders))) - len(borders))]
 
 
@@ -79,10 +81,10 @@ def room(count: int) -> int:
 def attend(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, borders_B: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """Each token attends to those of its sequence that stand before it, and to itself."""
+    """Attend each token to itself and to the earlier tokens of its sequence."""
     q_THD, k_TKD = q_THD.contiguous(), k_TKD.contiguous()
-    # Values are a part of a wider tensor in most models. As of 9.19 cuDNN writes their gradient
-    # elsewhere only if it adds that up over several heads.
+    # In most models values are a part of a wider tensor. As of 9.19 cuDNN respects the layout of
+    # their gradient only if it sums that gradient over several heads.
     if k_TKD.shape[1] == q_THD.shape[1]:
         v_TKD = v_TKD.contiguous()
     mixed_THD: Tensor = _forward(q_THD, k_TKD, v_TKD, borders_B, longest, scale)[0]
@@ -154,7 +156,7 @@ _forward.register_autograd(_go_back, setup_context=_keep)
 
 
 def check_layouts(tensors: dict[str, Tensor]) -> None:
-    """Refuse tensors that cuDNN would read or write beside."""
+    """Refuse tensors whose layout would make cuDNN read or write out of place."""
     heads = tensors["q"].shape[1]
     keys = tensors["k"].shape[1]
     size = tensors["q"].shape[2]
@@ -212,17 +214,17 @@ def _empty_graph(device: torch.device) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A graph that is ready to run. Its tensors go by numbers."""
+    """A graph that is ready to run. Its tensors are identified by number."""
 
     graph: Any
     tensors: dict[str, int]
     lengths: int
     starts: list[int]
-    """Where sequences begin, one of them for each of the `strides`."""
+    """Tensors with the starts of sequences, one for each of the `strides`."""
     strides: Tensor
-    """From token to token."""
+    """Distance between tokens."""
     workspace: int
-    """Bytes."""
+    """In bytes."""
 
 
 @cache
@@ -242,8 +244,8 @@ def _plan(
     strides: dict[str, int] = {}
 
     def place(name: str) -> dict[str, Any]:
-        """How a tensor lies: as if all sequences were of one length; where one really begins, its
-        `starts` say, which a gradient shares with what it is the gradient of."""
+        """Layout of a tensor, as if all sequences had one length; the real starts are in its
+        `starts`, which a gradient shares with the tensor that it is the gradient of."""
         of = GRADIENT_OF.get(name, name)
         width = 1 if name == "stats" else size
         own = keys if of in ("k", "v") else heads

@@ -37,10 +37,10 @@ class GatedDeltaNet(nn.Module):
             "in_proj_ba": 2 * linear.num_value_heads,
         }
         self.in_proj = Fused(c.hidden_size, sizes)
-        self.in_proj.quantisable = False  # it says how fast a memory fades
+        self.in_proj.quantisable = False  # it determines how fast a memory fades
         self.conv1d = Convolution(linear.conv_dim, linear.conv_kernel_dim)
         self.dt_bias = nn.Parameter(torch.ones(linear.num_value_heads))
-        # Not `linspace`: after transformers has loaded a model, it knows no `torch.device`.
+        # Not `linspace`: once transformers has loaded a model, `linspace` ignores `torch.device`.
         spread = torch.arange(linear.num_value_heads) / max(1, linear.num_value_heads - 1)
         self.A_log = nn.Parameter((1 + 15 * spread).log())
         self.norm = RMSNorm(linear.value_head_dim, c.rms_norm_eps)
@@ -61,14 +61,15 @@ class GatedDeltaNet(nn.Module):
         recur = attend.recurrence(x.shape[:-1])
         flat = (part.flatten(0, -2) for part in (mixed, decay, sigmoid(b)))
         read_NHV = recur(self.place, rule, *flat)
-        # In float32 up to here: a read of nearly nothing becomes as large as any other.
+        # In float32 up to this point, because the norm makes a nearly empty read as large as any
+        # other.
         normed = F.rms_norm(read_NHV, (c.value_head_dim,), self.norm.weight.float(), self.norm.eps)
         normed = normed * F.silu(z.reshape(read_NHV.shape).float())
         return self.out_proj(normed.to(x.dtype).view(*x.shape[:-1], -1))  # type: ignore[no-any-return]
 
     def _projected(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, values, gates of the result, of what is put in and of what fades: in the
-        files those of a key head stand together."""
+        """Queries, keys, values, output gates, input gates and decay of one layer. In the files the
+        rows of one key head are contiguous."""
         c = self.c
         shared = c.num_value_heads // c.num_key_heads
         values = shared * c.value_head_dim

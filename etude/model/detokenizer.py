@@ -1,8 +1,8 @@
-"""Incremental detokenization. Pure, and exact: the pieces joined are what the whole would have
-given.
+"""Incremental detokenization. Pure and exact: the pieces joined equal the whole text decoded at
+once.
 
-A piece is handed out only when nothing that follows can change it: not while a character lacks
-bytes, and not while it may be the beginning of a stop text.
+A piece is returned only when no later token can change it: not while a character lacks bytes, and
+not while the text may be the beginning of a stop text.
 """
 
 from __future__ import annotations
@@ -10,38 +10,38 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-REPLACEMENT_CHARACTER = "\ufffd"  # what the beginning of a character decodes to
+REPLACEMENT_CHARACTER = "\ufffd"  # the decoding of an incomplete character
 
 
 class IncrementalDetokenizer:
-    """Decodes a growing list of tokens, each time from a little before the end only."""
+    """Decoder of a growing list of tokens; each step decodes only a little before the end."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        # from the last but one place where all of the text was certain
+        # from the last but one place up to which the text was certain
         self._tokens: list[int] = []
-        self._known = 0  # of those tokens, the ones before the last such place
-        self._given = 0  # characters behind that place that were handed out
+        self._known = 0  # number of those tokens before the last such place
+        self._given = 0  # characters after that place that were returned
 
     def push(self, token: int) -> str:
         return self._text_of((token,), self._decode([*self._tokens, token]))
 
     def extend(self, tokens: Sequence[int]) -> str:
-        """Several at once: what they give one by one, in less time."""
+        """Push several tokens at once: the same text as one by one, in less time."""
         text = self._decode([*self._tokens, *tokens])
-        # What is no character is not written alike by all vocabularies, whole and in parts.
+        # Vocabularies differ in how they decode bytes that are not a character, whole or in parts.
         if REPLACEMENT_CHARACTER in text:
             return "".join(map(self.push, tokens))
         return self._text_of(tokens, text)
 
     def _text_of(self, tokens: Sequence[int], text: str) -> str:
-        """`text`: of all tokens that are held, and these."""
-        # A token may be written in another way at the beginning of a text, so one certain stretch
-        # goes before it.
+        """`text`: the decoding of all held tokens and these."""
+        # A token may be decoded differently at the beginning of a text, so one certain stretch is
+        # kept before it.
         start = len(self._decode(self._tokens[: self._known])) + self._given
         self._tokens += tokens
-        # Only what may be the beginning of a character waits: a stop text may end right before it,
-        # in the same token.
+        # Only a possible beginning of a character is held back: a stop text may end right before
+        # it, in the same token.
         certain = text.rstrip(REPLACEMENT_CHARACTER)
         if certain == text:
             self._tokens = self._tokens[self._known :]
@@ -58,7 +58,7 @@ class IncrementalDetokenizer:
 
 
 class StopStringFilter:
-    """Lets text through up to the first stop text."""
+    """Passes text through up to the first stop text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -103,19 +103,19 @@ class PieceStream:
         self._controls = controls
         self._decoder = IncrementalDetokenizer(decode)
         self._finder = StopStringFilter(stops)
-        self._waiting: deque[str] = deque()  # the pieces whose text was not all let through
-        self._passed = 0  # characters of theirs that were
+        self._waiting: deque[str] = deque()  # the pieces whose text has not all been passed
+        self._passed = 0  # characters of these that have
 
     @property
     def is_stopped(self) -> bool:
-        """A stop text has come."""
+        """True once a stop text has been found."""
         return self._finder.found
 
     def push(self, token: int) -> list[str]:
         return self._read(self._decoder.push(token), self._controls.get(token))
 
     def extend(self, tokens: Sequence[int]) -> list[str]:
-        """Several at once."""
+        """Push several tokens at once."""
         if self._finder.has_stops:
             return [piece for token in tokens for piece in self.push(token)]
         pieces: list[str] = []
@@ -165,12 +165,12 @@ class PieceStream:
 
 
 def first_of(stops: Sequence[str], text: str) -> int | None:
-    """Where the first of these texts begins."""
+    """Position of the first of these texts."""
     return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
 
 
 def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
+    """Length of the longest end of `text` that may be the beginning of `mark`."""
     at = text.find(mark[:1], max(0, len(text) - len(mark) + 1))
     while at >= 0 and not mark.startswith(text[at:]):
         at = text.find(mark[:1], at + 1)

@@ -13,9 +13,9 @@ from etude.model.tokenizer import ChatTokenizer, chat_template, read_config
 
 TEMPLATE = "chat_template.jinja"
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", TEMPLATE)
-"""What a run needs."""
+"""Files that a run needs."""
 GENERATION = "generation_config.json"
-"""May be there too, and says which tokens end an answer."""
+"""Optional; names the tokens that end an answer."""
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -28,7 +28,7 @@ def missing_files(path: Path) -> list[str]:
 
 
 def weight_files(path: Path) -> list[str]:
-    """The names of the files of weights. Raises ValueError for an index that does not name files of
+    """The names of the weight files. Raises ValueError for an index that does not name files of
     this directory."""
     if not (path / INDEX).is_file():
         return [SINGLE_FILE]
@@ -46,7 +46,7 @@ def _is_inside(name: object) -> bool:
 
 
 def check_weights(path: Path) -> None:
-    """Raises ValueError for files of weights that are missing or not whole. Reads their headers."""
+    """Check the headers of the weight files. Raises ValueError for missing or incomplete files."""
     from safetensors import SafetensorError, safe_open
 
     for name in weight_files(path):
@@ -58,7 +58,8 @@ def check_weights(path: Path) -> None:
 
 
 def read_model_files(path: Path) -> dict[str, bytes]:
-    """Those that are there; a template within tokenizer_config.json is given a file of its own."""
+    """Read the model files that exist; a template within tokenizer_config.json becomes a file of
+    its own."""
     names = (*MODEL_FILES, GENERATION)
     small = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
     if TEMPLATE not in small and (
@@ -69,7 +70,7 @@ def read_model_files(path: Path) -> dict[str, bytes]:
 
 
 def cut_context(files: Mapping[str, bytes], max_context: int) -> dict[str, bytes]:
-    """The files as a run uses them: with a context of `max_context`, if the model's is longer."""
+    """The files with the context cut to `max_context`, if the model's is longer."""
     shape = read_config(files, "config.json")
     own = shape["max_position_embeddings"]
     pin_context(shape)
@@ -78,7 +79,7 @@ def cut_context(files: Mapping[str, bytes], max_context: int) -> dict[str, bytes
 
 
 def with_stop_tokens(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The files with all tokens that end an answer where other programs look for them, in
+    """The files with all tokens that end an answer written where other programs look for them, in
     generation_config.json and config.json."""
     stops = list(ChatTokenizer(files).stop_token_ids)
     said = {"eos_token_id": stops if len(stops) > 1 else stops[0]}

@@ -1,14 +1,14 @@
-"""Mixture-of-experts layers: every token uses a few experts only.
+"""Mixture-of-experts layers: every token uses only a few experts.
 
-Which experts a token uses is decided by comparing scores that lie close together, and rounding may
-turn the decision. A trainer that decides otherwise than the engine did trains another model than
-the one that sampled. So the engine records the choice (`Routing.chosen`), and the trainer may
-replay it (`Routing.replay`): the scores still are its own, and so is their gradient. What it
-replays should be what rounding or a few steps of training could have made of its own choice; an
-expert that its router finds implausible is replaced by the best that is left (`Routing.min_score`).
+A router picks the experts of a token by comparing scores that are close together, and rounding may
+change its choice. If the trainer chooses differently than the engine did, it trains a model other
+than the one that sampled. So the engine records the choice (`Routing.chosen`), and the trainer may
+replay it (`Routing.replay`); the scores and their gradient are still its own. A replayed expert
+should be one that rounding or a few training steps could have made its own choice; an expert that
+the trainer's router finds implausible is replaced by the best remaining one (`Routing.min_score`).
 
-Shapes: N tokens, X experts, k experts of a token, M = N * k pairs of a token and an expert of it, E
-hidden size, F size within an expert, L layers that have experts.
+Shapes: N tokens, X experts, k experts of a token, M = N * k pairs of a token and one of its
+experts, E hidden size, F size within an expert, L layers that have experts.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from etude.model.numerics import PLAIN
 
 
 class Routing:
-    """The choices of one forward pass, layer after layer, and what can be seen of the routers on
-    the way."""
+    """The expert choices of one forward pass, layer after layer, and what was observed of the
+    routers."""
 
     def __init__(
         self, replay: Tensor | None = None, *, min_score: float = 0.0, keep_scores: bool = False
     ) -> None:
-        """`replay`: [.., L, k] of any integer type, with the leading dimensions of the tokens;
-        where it is negative, the router decides. `min_score`: the share of the lowest score among
-        the router's own choices that a replayed expert must have to be used; 0 trusts all.
-        `keep_scores`: `scores` are wanted afterwards, with their gradient."""
+        """`replay`: [.., L, k] of any integer type, with the leading dimensions of the tokens; the
+        router decides where it is negative. `min_score`: a replayed expert is used if its score is
+        at least this share of the lowest score among the router's own choices; 0 accepts all.
+        `keep_scores`: keep `scores` after the pass, with their gradient."""
         self.replay = replay
         self.min_score = min_score
         self.keep_scores = keep_scores
         self.scores: list[Tensor] = []
-        """One [N, X] a layer, if they are kept."""
+        """One [N, X] for each layer, if they are kept."""
         self._used: list[Tensor] = []
         self._differs: list[Tensor] = []
         self._replaced: list[Tensor] = []
 
     def choose(self, place: int, scores_NX: Tensor, ranks_NX: Tensor, num: int) -> Tensor:
-        """The experts of all tokens in one layer, number `place` of those with experts. Left alone,
-        the router takes the `num` that `ranks_NX` ranks first. What was chosen stands where a layer
-        is computed again (gradient checkpointing)."""
+        """Choose the experts of all tokens in one layer, number `place` of those with experts.
+        Without replay these are the `num` experts that `ranks_NX` ranks first. A layer that is
+        recomputed (gradient checkpointing) gets its first choice again."""
         if place < len(self._used):
             return self._used[place]
         if self.keep_scores:
@@ -69,8 +69,8 @@ class Routing:
         least_N1 = self.min_score * scores_NX.gather(-1, own_Nk).amin(-1, keepdim=True)
         holds_Nk = is_told_Nk & (scores_NX.gather(-1, told_Nk) >= least_N1)
         self._replaced.append((is_told_Nk & ~holds_Nk).sum(-1))
-        # Whoever holds keeps its place, since sums are taken in this order; the router's best fill
-        # the others.
+        # Experts that are kept keep their place, since sums are taken in this order; the router's
+        # best experts fill the others.
         taken_NX = _marked(
             torch.where(holds_Nk, told_Nk, ranks_NX.shape[-1]), ranks_NX.shape[-1] + 1
         )[:, :-1]
@@ -83,13 +83,13 @@ class Routing:
         return torch.stack(self._used, 1)
 
     def mismatches(self) -> Tensor:
-        """[N], after a pass that replayed: whether in any layer the router would have chosen
-        another expert."""
+        """Mask [N], after a pass with replay: True if the router would have chosen another expert
+        in any layer."""
         return torch.stack(self._differs, 1).any(1)
 
     def replaced(self) -> Tensor:
-        """[N], likewise: how many of the experts that were to be replayed were not, in all layers
-        together."""
+        """Counts [N], after a pass with replay: the experts of all layers that were to be replayed
+        and were replaced."""
         return torch.stack(self._replaced, 1).sum(1)
 
 
@@ -101,8 +101,8 @@ def _marked(ids_Nk: Tensor, size: int) -> Tensor:
 
 
 def read_ids(data: bytes, c: ExpertsConfig) -> Tensor:
-    """[tokens, L, k] from what an engine records: a byte for each id, or two with more than 256
-    experts."""
+    """Parse the expert ids that an engine records, into [tokens, L, k]: one byte for each id, or
+    two with more than 256 experts."""
     kind: torch.dtype = getattr(torch, c.id_dtype)
     token_bytes = len(c.layers) * c.num_experts_per_tok * kind.itemsize
     if not data or len(data) % token_bytes:
@@ -119,7 +119,7 @@ def read_ids(data: bytes, c: ExpertsConfig) -> Tensor:
 
 
 class Router(nn.Module):
-    """Scores every expert for a token. Always in fp32: a choice is not a place to round."""
+    """Scores every expert for a token. Always in fp32, because rounding could change the choice."""
 
     arithmetic = PLAIN
     e_score_correction_bias: Tensor | None
@@ -134,8 +134,8 @@ class Router(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """A model that is cast to bf16 keeps the bias as it is; one that is moved takes it
-        along."""
+        """Keep the dtype of the bias when the model is cast to bf16; move the bias when the model
+        is moved."""
         bias = self.e_score_correction_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if bias is not None:
@@ -159,8 +159,8 @@ class Router(nn.Module):
         return self.arithmetic.sigmoid(logits_NX) if self.c.sigmoid else logits_NX.softmax(-1)
 
     def _ranks(self, scores_NX: Tensor) -> Tensor:
-        """The scores by which experts are chosen: with the bias that balances their load, and only
-        in the groups whose best experts are the best."""
+        """The scores by which experts are chosen: with the load-balancing bias, and restricted to
+        the groups with the best experts."""
         if self.e_score_correction_bias is not None:
             scores_NX = scores_NX + self.e_score_correction_bias
         if self.c.n_group == self.c.topk_group:
@@ -173,21 +173,21 @@ class Router(nn.Module):
 
 
 class ExpertExchange(Protocol):
-    """Where the experts of a layer are divided among processes: brings tokens to them and back."""
+    """Moves tokens to their experts and back when a layer's experts are divided among processes."""
 
     places_X: Tensor
-    """The place of each expert in the order in which the processes hold them."""
+    """Index of each expert in the order in which the processes hold them."""
 
     def __call__(
         self, x_ME: Tensor, ends_X: Tensor, compute: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """What the experts make of tokens that are sorted by the place of their expert; `compute`
-        does it for the experts that are here."""
+        """Outputs of the experts for tokens sorted by the place of their expert; `compute`
+        evaluates the experts of this process."""
 
 
 class StackedExperts(nn.Module):
-    """The weights of all experts of a layer, one behind the other; of those that this process
-    holds, where there is an `exchange`."""
+    """The stacked weights of all experts of a layer; with an `exchange`, those that this process
+    holds."""
 
     arithmetic = PLAIN
     exchange: ExpertExchange | None = None
@@ -213,15 +213,15 @@ class StackedExperts(nn.Module):
                         yield f"experts.{number}.{name}.weight", view
 
     def forward(self, x_NE: Tensor, ids_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
-        """The weighted sum of what the experts of each token make of it. Sorted by expert, so that
-        each reads its tokens in one product; added up in the order of `ids_Nk`, so that a token
-        does not depend on its neighbours."""
+        """Weighted sum of the outputs of each token's experts. Tokens are sorted by expert, so that
+        each expert takes one product; sums follow the order of `ids_Nk`, so that a token does not
+        depend on its neighbours."""
         num_per_token = ids_Nk.shape[1]
         exchange = self.exchange
         if exchange is not None:
             ids_Nk = exchange.places_X[ids_Nk]
         ids_M, order_M = ids_Nk.flatten().sort(stable=True)
-        # Not `bincount`, whose result has a size that a compiler cannot know.
+        # Not `bincount`: the compiler cannot know the size of its result.
         ends_X = torch.searchsorted(
             ids_M, torch.arange(1, self.num_experts + 1, device=ids_M.device)
         )
@@ -234,7 +234,7 @@ class StackedExperts(nn.Module):
         return (y_NkE * weights_Nk.unsqueeze(-1).to(y_NkE.dtype)).sum(1)
 
     def _each(self, x_ME: Tensor, ends_X: Tensor) -> Tensor:
-        """What experts make of the tokens that are theirs, sorted by expert: `ends_X`."""
+        """Outputs of each expert for its tokens, which are sorted by expert and end at `ends_X`."""
         bf16 = x_ME.is_cuda and x_ME.dtype == torch.bfloat16 and len(x_ME)
         if bf16 and not self.arithmetic.invariant and self.act == "silu":
             return _grouped(x_ME, self.gate_up_proj, self.down_proj, ends_X.int())
@@ -248,9 +248,9 @@ class StackedExperts(nn.Module):
 
 
 class ClampedExperts(StackedExperts):
-    """Those of gpt-oss: with biases, gates that are clamped, and matrices that lie as they do in
-    its files, which hold all experts of a layer in one tensor: inputs by outputs, each number of
-    the gate followed by the one that it gates."""
+    """Experts of gpt-oss: with biases and clamped gates. The matrices keep the layout of its files,
+    which hold all experts of a layer in one tensor: inputs by outputs, with the numbers of gate and
+    up alternating."""
 
     def __init__(self, hidden_size: int, c: ExpertsConfig) -> None:
         nn.Module.__init__(self)
@@ -298,7 +298,7 @@ def _one_by_one(x_ME: Tensor, ends_X: Tensor, compute: Callable[[int, Tensor], T
         for expert, x_nE in enumerate(x_ME.split_with_sizes(counts_X.tolist()))
         if len(x_nE)
     ]
-    # Without a token the weights still get a gradient, of zeros, which ranks add up.
+    # Without tokens the weights still get a gradient, of zeros, because ranks sum gradients.
     return torch.cat(parts) if parts else compute(0, x_ME)
 
 
@@ -310,7 +310,7 @@ def _grouped(x_ME: Tensor, gate_up_XFE: Tensor, down_XEF: Tensor, ends_X: Tensor
 
 
 class SparseMoE(nn.Module):
-    """A sparse mixture of experts in the place of an MLP. `place`: its number among the layers with
+    """A sparse mixture of experts in place of an MLP. `place`: its index among the layers with
     experts."""
 
     def __init__(self, hidden_size: int, c: ExpertsConfig, place: int, act: str = "silu") -> None:

@@ -1,9 +1,9 @@
-"""The model families: for each the facts about its layers that config.json does not say, and what
-the keys mean that it may leave out.
+"""The model families: facts about their layers that config.json does not state, and defaults of the
+keys that it may leave out.
 
-`FAMILIES` is the whole list. What a key means that is left out is transformers' value for the
-family; a key without a default must be there, because what transformers assumes is the size of one
-model. A key that is in no list is refused by `config_json`, never skipped.
+`FAMILIES` is the complete list. The default of a key is that of transformers for the family; a key
+without a default is required, because transformers assumes the size of one particular model.
+`config_json` refuses a key that is in no list; it never skips one.
 """
 
 from __future__ import annotations
@@ -13,68 +13,67 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Norms = Literal["before", "after", "around"]
-"""Where a block has its norms: before attention and MLP, after them, or both."""
+"""Position of a block's norms: before attention and MLP, after them, or both."""
 Windows = Literal["all", "asked", "late", "odd", "unrotated", "alternating", "pattern", "all but 4"]
-"""Which layers see a window of tokens only, where `layer_types` does not say: see
-`config_json`."""
+"""Rule for which layers have a window, if `layer_types` does not state it: see `config_json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertKeys:
-    """How a family names its experts and routes to them."""
+    """Config keys of a family's experts and of its router."""
 
     number: tuple[str, ...]
-    """Names of one key; the first is written."""
+    """Synonyms of one key; the first is written."""
     size: str = "moe_intermediate_size"
     layers: Literal["all", "after", "every"] = "all"
     """`after`: from `first_k_dense_replace` on. `every`: by `decoder_sparse_step` and
     `mlp_only_layers`."""
     keys: tuple[str, ...] = ()
-    """Read as they are: fields of `ExpertsConfig`."""
+    """Keys read unchanged: fields of `ExpertsConfig`."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `ExpertsConfig` that no key says."""
+    """Fields of `ExpertsConfig` that no key states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Facts about a model family that config.json does not say. The defaults are Llama's."""
+    """Facts about a model family that config.json does not state. The defaults are Llama's."""
 
     architecture: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The keys that it reads beyond `DEFAULTS`, or with other values, with what they mean if they
-    are left out."""
+    """Keys that the family reads beyond `DEFAULTS`, or with other defaults, and their default
+    values."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that it may have with one of these values, and with no other."""
+    """Keys that may only have one of these values."""
     harmless: frozenset[str] = frozenset()
     """Keys of its files that change nothing."""
     rope_types: tuple[str, ...] = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
     qkv_bias: bool = False
-    """Queries, keys and values have a bias whatever `attention_bias` says."""
+    """Queries, keys and values have a bias, whatever `attention_bias` is."""
     out_bias: str | None = None
-    """The key that gives attention's output a bias."""
+    """Config key that gives the attention output a bias."""
     qk_norm: Literal["head", "row"] | None = None
-    """Queries and keys are normed before they are rotated, head by head or all heads as one."""
+    """Queries and keys are normed before they are rotated, head by head or all heads as one row."""
     sinks: bool = False
-    """Every head has a score that takes a part of the attention and gives nothing."""
+    """Every head has a score that takes a share of the attention and contributes nothing."""
     windows: Windows | None = None
     local_rope: bool = False
-    """Layers with a window rotate in their own way."""
+    """Layers with a window have their own rope."""
     norms: Norms = "before"
     centred_norms: bool = False
     """Norms multiply by 1 plus their weight."""
     scaled_embeddings: bool = False
-    """By the root of the hidden size."""
+    """Embeddings are multiplied by the square root of the hidden size."""
     latent: bool = False
     linear: bool = False
     """Some layers are recurrent: Gated DeltaNet."""
     gated_attention: bool = False
-    """Queries come with a gate for what attention gives."""
+    """Queries come with a gate on the attention output."""
     experts: ExpertKeys | None = None
     fused_files: bool = False
-    """Files hold queries, keys and values in one matrix, gate and up in another, as we do."""
+    """Files hold queries, keys and values in one matrix and gate and up in another, as we do."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Parts of the names of tensors: ours, and theirs."""
+    """Parts of tensor names: ours, and theirs."""
 
 
 DEFAULTS: Mapping[str, Any] = {
@@ -84,7 +83,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 10_000.0,
     "head_dim": None,
 }
-"""Keys of all families."""
+"""Keys that every family reads."""
 
 _BIASES = {"attention_bias": False, "mlp_bias": False}
 _OWN_KEYS = {"num_key_value_heads": None}
@@ -214,7 +213,7 @@ FAMILIES: dict[str, Family] = {
         out_bias="attention_bias",
         windows="asked",
         experts=_QWEN_EXPERTS,
-        # of the family before; transformers reads none of them
+        # keys of the previous family; transformers reads none of them
         only={
             "qkv_bias": (False,),
             "shared_expert_intermediate_size": (0,),
@@ -263,7 +262,7 @@ FAMILIES: dict[str, Family] = {
         windows="all",
         fused_files=True,
         rope_types=("default", "longrope"),
-        # of other code than transformers', which reads none of the last three
+        # keys of code other than transformers, which reads none of the last three
         only={
             "attention_bias": (False,),
             "full_attn_mod": (1,),
@@ -344,7 +343,7 @@ FAMILIES: dict[str, Family] = {
         norms="around",
         centred_norms=True,
         scaled_embeddings=True,
-        # transformers hands its own key for capped scores on to nobody.
+        # transformers does not use its own key for capped scores here.
         only=_CAUSAL | {"attn_logit_softcapping": (None,)},
         harmless=frozenset({"_sliding_window_pattern"}),
         defaults=_CAPPED
@@ -440,7 +439,7 @@ REFUSED: Mapping[str, str] = {
     "gemma3": "it sees images; the text-only models of the family are gemma3_text",
     "mistral3": "it sees images; the text-only models of the family are mistral",
 }
-"""Model types that people ask for and that are not read, with the reason."""
+"""Model types that people ask for and that are not supported, with the reason."""
 
 HARMLESS = frozenset(
     {
@@ -452,11 +451,11 @@ HARMLESS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits"),
         *("id2label", "label2id", "problem_type", "task_specific_params", "finetuning_task"),
         *("chunk_size_feed_forward", "is_encoder_decoder", "tokenizer_class", "prefix"),
-        # of training alone; Etude trains without noise
+        # used in training only; Etude trains without noise
         *("initializer_range", "attention_dropout", "resid_pdrop", "embd_pdrop"),
         *("residual_dropout", "hidden_dropout", "router_jitter_noise", "aux_loss_alpha"),
-        # layers that guess ahead, which are not loaded
+        # layers that predict further tokens, which are not loaded
         *("num_nextn_predict_layers", "num_mtp_layers"),
     }
 )
-"""Keys that change nothing about what any model computes."""
+"""Keys that change nothing about the computation of any model."""

@@ -1,9 +1,9 @@
-"""A model as the files of a Hugging Face directory: config.json, tokenizer.json, model.safetensors
+"""Models as the files of a Hugging Face directory: config.json, tokenizer.json, model.safetensors
 and so on.
 
-The small files travel as a dict (name -> bytes), because in a run they live in the object store,
-not on a disk. Outside `model/` tensors are known by their Hugging Face names only; `hf_tensors` is
-where these meet our own parameters, some of which hold several of such tensors.
+The small files are passed as a dict (name -> bytes), because a run keeps them in the object store,
+not on a disk. Outside `model/` tensors are known only by their Hugging Face names; `hf_tensors`
+maps these to our own parameters, some of which hold several such tensors.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SHARD_BYTES = 5 * 10**9
 
 def hf_tensors(model: Transformer, state: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The model's tensors by their Hugging Face names: views, so that writing to them writes to the
-    model. `state`: other tensors instead, known by the names of the model's own parameters, such as
-    gradients or masters."""
+    model. `state`: tensors to use instead, by the names of the model's own parameters, such as
+    gradients or master weights."""
     state = model.state_dict() if state is None else state
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -67,8 +67,8 @@ def _their_name(name: str, config: ModelConfig) -> str:
 
 
 Rows = tuple[Tensor, int, int, torch.dtype]
-"""Rows of a tensor, the number of the first one, how many it has in all, and what it is published
-in."""
+"""Rows of a tensor, the index of the first one, the number of rows of the whole tensor, and the
+dtype in which it is published."""
 
 
 def hf_rows(
@@ -78,10 +78,10 @@ def hf_rows(
     *,
     counts: Mapping[str, int] | None = None,
 ) -> dict[str, Rows]:
-    """What a rank that holds some rows of each parameter has of the tensors by their Hugging Face
-    names: views. `held`: name of a parameter or buffer -> the number of its first row here, and the
-    rows; of others it has nothing to say. `counts`: how many rows a parameter has in all, if not as
-    many as the model's."""
+    """The tensor rows of a rank that holds some rows of each parameter, as views by Hugging Face
+    name. `held`: name of a parameter or buffer -> index of its first row on this rank, and the
+    rows; other parameters are left out. `counts`: the number of rows of a whole parameter, if it
+    differs from the model's."""
     counts = counts or {}
     whole = {
         name: torch.empty(
@@ -97,8 +97,8 @@ def hf_rows(
     for name, view in hf_tensors(model, whole).items():
         base = view if view._base is None else view._base
         first, own = held[names[id(base)]]
-        assert view.is_contiguous()  # parts are cut from parameters along their first dimensions
-        # of what is here, counted from where the view starts
+        assert view.is_contiguous()  # parts are split along the first dimensions of a parameter
+        # offset of the rank's rows, counted from the start of the view
         begin = first * base[:1].numel() - view.storage_offset()
         low, high = max(0, begin), min(view.numel(), begin + own.numel())
         if low < high:
@@ -113,7 +113,7 @@ def hf_state_dict(
     dtype: torch.dtype = torch.bfloat16,
     state: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """A copy of the tensors by their Hugging Face names: what is published, saved and served.
+    """A copy of the tensors by their Hugging Face names, as they are published, saved and served.
     `state` as in `hf_tensors`."""
     with torch.no_grad():
         found = hf_tensors(model, state)
@@ -124,21 +124,21 @@ def hf_state_dict(
 
 
 def load_weights(model: Transformer, tensors: Mapping[str, Tensor]) -> None:
-    """Copies values in place, so that whoever holds the model goes on with the new ones."""
+    """Copy values in place, so that every holder of the model uses the new ones."""
     with torch.no_grad():
         for name, view in fitting_views(model, tensors).items():
             view.copy_(tensors[name])
 
 
 def fitting_views(model: Transformer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Where each of `tensors` belongs in the model. Raises ValueError if they do not fit."""
+    """The model's views that `tensors` belong in. Raises ValueError if they do not fit."""
     own = hf_tensors(model)
     _check_fit(own, tensors)
     return own
 
 
 def check_fit(config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if these are not just the tensors of such a model."""
+    """Raises ValueError if these are not exactly the tensors of such a model."""
     _check_fit(hf_tensors(Transformer(config)), tensors)
 
 
@@ -163,15 +163,16 @@ def write_directory(
         )
     for file, shard in zip(files, shards, strict=True):
         (path / file).touch()
-        # as the umask says; what safetensors writes is for its owner only
+        # keep the mode given by the umask; safetensors makes files readable for the owner only
         mode = (path / file).stat().st_mode
         save_file(shard, path / file, metadata={"format": "pt"})
         (path / file).chmod(mode)
 
 
 def read_directory(path: Path) -> tuple[dict[str, bytes], Checkpoint]:
-    """The small files and the tensors of a model directory. Tensors are read one by one, and come
-    out in bf16 if they are stored in FP8 or MXFP4; config.json no longer says that they are."""
+    """Read the small files and the tensors of a model directory. Tensors are read one by one, and
+    are returned in bf16 if they are stored in FP8 or MXFP4; config.json then no longer mentions
+    quantization."""
     if missing := missing_files(path):
         raise FileNotFoundError(f"{path} is not a model directory: it has no {', '.join(missing)}")
     small = read_model_files(path)
@@ -195,13 +196,14 @@ def build_model(
 
 
 def _is_exact(name: str) -> bool:
-    """Never rounded: it decides between scores that lie close together."""
+    """True for tensors that are never rounded, because they decide between scores that are close
+    together."""
     return name.endswith("e_score_correction_bias")
 
 
 def _is_unused(name: str, config: ModelConfig) -> bool:
-    """In the files of some models, and of no use here: tables, a copy of the embedding, layers that
-    guess ahead."""
+    """True for tensors that some models' files contain and that are not used here: tables, a copy
+    of the embedding, layers that predict further tokens."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
         name.endswith("rotary_emb.inv_freq")

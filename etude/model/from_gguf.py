@@ -1,14 +1,13 @@
-"""A GGUF file, in which llama.cpp keeps whole models, as a Hugging Face directory: shape, text,
-template, weights.
+"""Converter from a GGUF file, llama.cpp's format for whole models, to a Hugging Face directory:
+config, tokenizer, template, weights.
 
-Quantised weights become bf16 of the values that they stand for. Three things differ between the
-formats, and silently give a worse model where they are forgotten:
+Quantised weights become bf16. Three differences between the formats silently give a worse model if
+they are forgotten:
 
 - For `llama`, rows of queries and keys are stored in the order of another way to rotate
   (`_unrotate`).
-- How text is cut before the vocabulary is applied is only named in the file; `CUTS` knows the
-  patterns.
-- Numbers are float32 there: 1e-5 reads as 0.00000999999975.
+- The file only names how text is split before the vocabulary is applied; `CUTS` has the patterns.
+- Numbers are float32: 1e-5 reads as 0.00000999999975.
 """
 
 from __future__ import annotations
@@ -83,9 +82,10 @@ CUTS: dict[str, Callable[[], list[Any]]] = {
     "qwen2": lambda: _by_pattern(r"\p{N}"),
     "llama-bpe": lambda: _by_pattern(r"\p{N}{1,3}"),
 }
-"""`tokenizer.ggml.pre` -> how a text is cut into pieces, within which the vocabulary is applied."""
+"""`tokenizer.ggml.pre` -> how a text is split into pieces, within which the vocabulary is
+applied."""
 
-CONTROL, USER_DEFINED = 3, 4  # kinds of token that are found in a text before it is cut
+CONTROL, USER_DEFINED = 3, 4  # kinds of token that are found in a text before it is split
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Converted:
 def convert(
     path: Path, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> Converted:
-    """`progress` is told how many tensors of how many are done."""
+    """Convert the file. `progress` is called with the number of tensors done and their total."""
     reader, said = _open(path)
     if (kind := said.get("general.architecture")) not in ARCHITECTURES:
         raise EtudeError(
@@ -125,14 +125,14 @@ def convert(
         raise EtudeError(
             f"{path} says nothing of {e}: it is no whole model of language; fetch another file"
         ) from e
-    # all but the first: of sizes, ids and kinds that no model has
+    # all but the first: sizes, ids and kinds that no model has
     except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError) as e:
         raise EtudeError(f"{path} cannot be imported: {e}") from e
     return Converted(small, tensors)
 
 
 def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
-    """The file, and what it says of the model."""
+    """Open the file; return the reader and the file's metadata."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -173,7 +173,7 @@ def _config(said: Mapping[str, Any], tied: bool) -> ModelConfig:
 
 
 def _shortest(value: float) -> float:
-    """The number that someone wrote before it was rounded to float32."""
+    """The decimal number from before rounding to float32."""
     return float(str(np.float32(value)))
 
 
@@ -189,7 +189,7 @@ def _values(tensor: gguf.ReaderTensor, config: ModelConfig) -> Tensor:
     values = torch.from_numpy(
         np.array(gguf.dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
     )
-    # GGUF names the fastest axis first
+    # GGUF lists the fastest axis first
     values = values.view([int(size) for size in reversed(tensor.shape)])
     if config.model_type == "llama" and re.search(r"\.attn_[qk]\.", tensor.name):
         values = _unrotate(values, config.head_dim)
@@ -197,7 +197,7 @@ def _values(tensor: gguf.ReaderTensor, config: ModelConfig) -> Tensor:
 
 
 def _unrotate(rows: Tensor, head_dim: int) -> Tensor:
-    """From pairs of neighbours, which llama.cpp rotates, to the two halves of a head."""
+    """Reorder rows from llama.cpp's adjacent pairs to the two halves of a head."""
     return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -248,7 +248,7 @@ def _special(said: Mapping[str, Any], tokens: list[str]) -> Iterator[tuple[str, 
 
 
 def _notes(said: Mapping[str, Any], source: str) -> dict[str, bytes]:
-    """What other readers of the directory look for, and where the weights came from."""
+    """Files for other readers of the directory, and a note on the origin of the weights."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     card = (

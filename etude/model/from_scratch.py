@@ -1,4 +1,4 @@
-"""The small files of a model that starts from nothing: a vocabulary learnt from text, and a chat
+"""The small files of a model with fresh weights: a vocabulary learnt from text, and a chat
 template. No torch."""
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ SPECIAL = (
     TOOL_CALL_END,
 )  # fmt: skip
 
-# One token a word, a digit, an operator or a run of spaces: a bug is one token, and so is its
-# repair.
+# One token for each word, digit, operator or run of spaces: a bug is one token, and so is its fix.
 PRE_TOKENS = r" ?[A-Za-z_]+| ?\d| ?[+\-*<>=!]=?|\n|  +|\"{3}| ?[^\sA-Za-z_\d]| "
 
 _TEMPLATE = """\

@@ -1,10 +1,10 @@
 """Attention layers: grouped-query attention (GQA), and multi-head latent attention (MLA).
 
-The attention backend is handed in as `attend`.
+The attention backend is passed as `attend`.
 
 Shapes: .. any leading dimensions (B rows of T tokens in training, N tokens of many sequences in
 inference), E hidden size, H query heads, K key/value heads, D head size, R size of the latent, P of
-the rotated part, Q and V the parts of a key that is not rotated and of a value.
+the rotated part, Q and V the sizes of the unrotated part of a key and of a value.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from etude.model.recurrence import Recur
 from etude.model.rope import mla_score_scale, rotate, split_halves
 from etude.model.scoring import Scoring
 
-LATENT_EPS = 1e-6  # of the norms within MLA, whatever the model's own is
+LATENT_EPS = 1e-6  # eps of the norms within MLA, whatever the model's own is
 
 
 class AttentionBackend(Protocol):
     latent: bool
-    """True: an MLA layer hands its latent as the one key head, and as values the first R numbers of
-    it (a view, not to be kept twice). False: it hands the keys and values of all heads."""
+    """True: an MLA layer passes its latent as the only key head, and the first R numbers of it as
+    values (a view, not to be stored twice). False: it passes the keys and values of all heads."""
 
     def __call__(
         self,
@@ -40,12 +40,11 @@ class AttentionBackend(Protocol):
         scoring: Scoring | None = None,
     ) -> Tensor:
         """Attend every token to the tokens that it sees: q [.., H, D], k [.., K, D], v [.., K, V]
-        -> [.., H, V]. Scores are multiplied by `scale`, or by 1 / sqrt(D); `scoring`: what else is
-        done to them."""
+        -> [.., H, V]. Scores are multiplied by `scale`, or by 1 / sqrt(D); `scoring` holds further
+        changes to them."""
 
     def recurrence(self, shape: torch.Size) -> Recur:
-        """How tokens of these leading dimensions follow each other, for layers without
-        attention."""
+        """The order of tokens with these leading dimensions, for layers without attention."""
 
 
 class GroupedQueryAttention(nn.Module):
@@ -91,7 +90,7 @@ class GroupedQueryAttention(nn.Module):
         num_q = 2 * self.num_q if self.gated else self.num_q
         q, k, v = heads.split_with_sizes((num_q, self.num_kv, self.num_kv), -2)
         gate = None
-        if self.gated:  # each head's gate is behind its query
+        if self.gated:  # each head's gate follows its query
             q, gate = q.unflatten(-2, (self.num_q, 2)).unbind(-2)
         if self.q_norm and self.k_norm:
             q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
@@ -131,7 +130,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, LATENT_EPS)
         expanded = self.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.kv_b_proj = Linear(latent.kv_lora_rank, expanded, bias=False)
-        self.kv_b_proj.quantisable = False  # `_over_latent` multiplies its pieces with others
+        self.kv_b_proj.quantisable = False  # `_over_latent` multiplies its parts separately
         self.o_proj = Linear(self.num_heads * latent.v_head_dim, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: AttentionBackend) -> Tensor:
@@ -147,7 +146,7 @@ class LatentAttention(nn.Module):
         q = q.view(*x.shape[:-1], self.num_heads, -1)
         q_nope, q_rope = q.split_with_sizes((c.qk_nope_head_dim, c.qk_rope_head_dim), -1)
         latent = self.kv_a_layernorm(latent)
-        # One head of keys is rotated for all heads of queries: together, in one go.
+        # The one key head is rotated together with all query heads.
         turned = torch.cat((q_rope, k_rope.unsqueeze(-2)), -2)
         turned = rotate(
             split_halves(turned) if c.rope_interleave else turned, cos, sin, self.arithmetic
@@ -177,8 +176,8 @@ class LatentAttention(nn.Module):
         k_rope: Tensor,
         attend: AttentionBackend,
     ) -> Tensor:
-        """The same numbers, with the expansion of keys moved over to the queries, and that of
-        values to the result."""
+        """Same result, with the expansion of keys applied to the queries, and that of values to the
+        output."""
         expand = self.kv_b_proj.weight.view(self.num_heads, -1, self.c.kv_lora_rank)
         keys_HQR, values_HVR = expand.split_with_sizes(
             (self.c.qk_nope_head_dim, self.c.v_head_dim), 1

@@ -1,8 +1,8 @@
-"""The small pieces of a layer. Shapes: E hidden size, F size within an MLP.
+"""The small parts of a layer. Shapes: E hidden size, F size within an MLP.
 
-Matrices that read the same input are one parameter, so that trainer and engine run one product
-where Hugging Face files have several tensors. Such a module says how its parameter is cut
-(`parts`), and `files` names the cuts.
+Matrices with the same input are one parameter, so that trainer and engine run one product where
+Hugging Face files have several tensors. Such a module states how its parameter is split (`parts`),
+and `files` names the parts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from etude.model.numerics import PLAIN
 
 @runtime_checkable
 class FusedModule(Protocol):
-    """A module whose tensors have other names in Hugging Face files than here."""
+    """A module whose tensors have different names in Hugging Face files."""
 
     def parts(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """(name in the files below the name of the parent module, view) of all that is in
-        `tensors`, the module's own parameters or others of their shapes, by their names in this
-        module."""
+        """Pairs (name in the files below the name of the parent module, view) for all of `tensors`:
+        the module's own parameters or others of their shapes, by their names in this module."""
 
 
 ADAPTER_KINDS = ("lora_A", "lora_B")
@@ -35,24 +34,25 @@ ADAPTER_KINDS = ("lora_A", "lora_B")
 class Linear(nn.Linear):
     arithmetic = PLAIN
     adapter: Callable[[Linear, Tensor, Tensor], Tensor] | None = None
-    """Adds to the product y of x what adapters say: (this layer, x, y) -> y."""
+    """Adds the output of adapters to the product y of x: (this layer, x, y) -> y."""
     quantisable = True
-    """False: it keeps its type where others are quantised. For what decides between scores that lie
-    close together, and for weights that are not only multiplied with a row."""
+    """False: the layer keeps its dtype when others are quantised. For weights that decide between
+    scores that are close together, and weights that are not only multiplied with a row."""
     quantised: fp8.Quantised | None = None
-    """The weight in FP8, where an engine keeps that beside the plain one."""
+    """The weight in FP8, if an engine keeps it in addition to the unquantised one."""
     lora_A: nn.Parameter
     lora_B: nn.Parameter
     adapted_parts: Mapping[str, int] = {}
-    """The parts whose pairs stand in `lora_A` and `lora_B`, and how many outputs each has."""
+    """The parts whose pairs are stacked in `lora_A` and `lora_B`, and the number of outputs of
+    each."""
 
     def reset_parameters(self) -> None:
-        """Values come from files or from `fresh`; drawing others first would take longer than
-        loading them."""
+        """Do nothing: values come from files or from `fresh`, and drawing others first would take
+        longer than loading them."""
 
     @property
     def in_fp8(self) -> bool:
-        """Whether it multiplies in FP8, with the weight that is kept so or one that is rounded in
+        """True if the layer multiplies in FP8, with a stored FP8 weight or one that is rounded in
         each pass."""
         return self.arithmetic.fp8 and self.quantisable
 
@@ -68,11 +68,11 @@ class Linear(nn.Linear):
 
 class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
-        """As above."""
+        """As in `Linear`."""
 
 
 class Fused(Linear):
-    """Several linear maps of one input: `sizes` are their names and output sizes."""
+    """Several linear maps of one input; `sizes` has their names and output sizes."""
 
     def __init__(self, inputs: int, sizes: Mapping[str, int], bias: bool = False) -> None:
         super().__init__(inputs, sum(sizes.values()), bias=bias)
@@ -90,7 +90,7 @@ class Fused(Linear):
 
 
 class RMSNorm(nn.Module):
-    """`centred`: what it multiplies by is 1 plus its weight."""
+    """RMS norm; if `centred`, the factor is 1 plus the weight."""
 
     def __init__(self, size: int, eps: float, centred: bool = False) -> None:
         super().__init__()

@@ -1,15 +1,14 @@
 """LoRA: a product with a frozen matrix plus a product of two thin ones, y = W x + scale B A x.
 
-An adapter is such a pair for some of the linear layers of a model. Hugging Face's PEFT names them
+An adapter has such a pair for some of the linear layers of a model. Hugging Face's PEFT names them
 `X.lora_A.weight` [rank, inputs] and `X.lora_B.weight` [outputs, rank] for a matrix `X.weight`, and
-`adapter_config.json` says the rest; here they have the same names without PEFT's prefix. Layers
-that are one parameter here have one A and one B too, in which the pairs of their parts stand one
-below the other.
+`adapter_config.json` has the rest; here they have the same names without PEFT's prefix. A layer
+that fuses several matrices also has one A and one B, in which the pairs of its parts are stacked.
 
 Training adds the pair to the layer as parameters (`add_adapter`). In inference the layer has a
-function instead, which knows what adapter each token of the pass has (`engine.adapters`).
+function instead, which knows the adapter of each token of the pass (`engine.adapters`).
 
-Shapes: N tokens, C what goes into a layer, M what comes out, R rank.
+Shapes: N tokens, C inputs of a layer, M outputs, R rank.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ UNSUPPORTED = (
     "lora_bias",
     "alora_invocation_tokens",
 )
-"""Keys of adapter_config.json that change what is computed, and are refused where they are set."""
+"""Keys of adapter_config.json that change the computation; refused if they are set."""
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -51,14 +50,14 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
-    """What `adapter_config.json` says of an adapter."""
+    """The contents of `adapter_config.json`."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    """The last names of the matrices that have a pair, such as q_proj."""
+    """Last names of the matrices that have a pair, such as q_proj."""
     by_root: bool = False
-    """PEFT's use_rslora: the scale is alpha over the root of the rank."""
+    """PEFT's use_rslora: the scale is alpha over the square root of the rank."""
 
     @property
     def scale(self) -> float:
@@ -66,7 +65,8 @@ class LoraConfig:
 
     @classmethod
     def from_json(cls, data: bytes) -> LoraConfig:
-        """Raises ValueError for what is no LoRA, or one that is not computed here."""
+        """Parse adapter_config.json. Raises ValueError if it does not describe a LoRA adapter, or
+        one that is not supported."""
         said = json.loads(data)
         if not isinstance(said, dict) or said.get("peft_type") != "LORA":
             raise ValueError(f"{CONFIG_FILE} does not describe a LoRA adapter")
@@ -88,7 +88,7 @@ class LoraConfig:
         )
 
     def to_json(self, base: str = "") -> bytes:
-        """As PEFT writes it; `base`: the model that the adapter is for."""
+        """The JSON that PEFT would write; `base`: the model that the adapter is for."""
         told: dict[str, Any] = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -114,13 +114,13 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What one layer has of an adapter: A and B of its parts one below the other."""
+    """One layer's pair of an adapter, with the A and B of its parts stacked."""
 
     a: Tensor
     b: Tensor
     scale: float
     widths: tuple[tuple[int, bool], ...]
-    """How many outputs each part has, and whether it has a pair."""
+    """For each part, its number of outputs and whether it has a pair."""
 
     def added(self, product: Product, x: Tensor, y: Tensor) -> Tensor:
         """y + scale B A x."""
@@ -137,14 +137,15 @@ class Pair:
 
 
 def parts_of(path: str, layer: Linear) -> dict[str, int]:
-    """The matrices of a layer by their last names, and how many outputs each has."""
+    """The matrices of a layer by their last names, with the number of outputs of each."""
     return (
         layer.sizes if isinstance(layer, Fused) else {path.rpartition(".")[2]: layer.out_features}
     )
 
 
 def adaptable_layers(model: Transformer) -> dict[str, Linear]:
-    """The layers that can have adapters, by their paths. Raises for a model that cannot."""
+    """The layers that can have adapters, by path. Raises EtudeError for a model that cannot have
+    any."""
     c = model.config
     if c.latent or c.linear:
         kind = "latent attention (MLA)" if c.latent else "recurrent layers"
@@ -183,8 +184,8 @@ class _TrainedPair:
 
 
 def add_adapter(model: Transformer, config: LoraConfig, seed: int) -> Transformer:
-    """Freeze the model and give it a fresh adapter to train: A random, B zero, so that at first
-    nothing changes. Returns the model."""
+    """Freeze the model and add a fresh adapter to train: A random, B zero, so that nothing changes
+    at first. Return the model."""
     check_targets(model, config.targets)
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -207,14 +208,14 @@ def is_adapter_tensor(name: str) -> bool:
 
 
 def split_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of the base, and those of an adapter to it."""
+    """The tensors of the base, and those of its adapter."""
     own = {name: tensor for name, tensor in tensors.items() if is_adapter_tensor(name)}
     return {name: tensor for name, tensor in tensors.items() if name not in own}, own
 
 
 def layer_pairs(model: Transformer, adapter: Adapter, like: Tensor) -> Iterator[tuple[str, Pair]]:
-    """(path of a layer, its pair) of an adapter for this model, on the device and in the type of
-    `like`. Raises ValueError if the adapter does not fit."""
+    """Pairs (path of a layer, its `Pair`) of an adapter for this model, on the device and in the
+    dtype of `like`. Raises ValueError if the adapter does not fit."""
     left = dict(adapter.tensors)
     rank = adapter.config.rank
     for path, layer in adaptable_layers(model).items():
@@ -246,7 +247,7 @@ def layer_pairs(model: Transformer, adapter: Adapter, like: Tensor) -> Iterator[
 
 
 def pair_tensors(path: str, layer: Linear, pair: Pair) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a layer's pair by their names: what `layer_pairs` was made of."""
+    """The tensors of a layer's pair by name, the inverse of `layer_pairs`."""
     parent = path.rpartition(".")[0]
     parts = parts_of(path, layer)
     own = [name for name, (_, has_pair) in zip(parts, pair.widths, strict=True) if has_pair]
@@ -259,8 +260,8 @@ def pair_tensors(path: str, layer: Linear, pair: Pair) -> Iterator[tuple[str, Te
 
 
 def merged(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tensor]:
-    """The tensors of the base with the adapter among them added: W + scale B A, computed in fp32
-    and rounded once to what W is stored in."""
+    """The tensors of the base with the contained adapter merged: W + scale B A, computed in fp32
+    and rounded once to the dtype of W."""
     base, own = split_tensors(tensors)
     for name in own:
         stem, a_or_b = name.removesuffix(".weight").rsplit(".", 1)
@@ -272,25 +273,26 @@ def merged(tensors: Mapping[str, Tensor], config: LoraConfig) -> dict[str, Tenso
 
 
 def whole_model(files: Mapping[str, bytes], tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors of a whole model, of whatever a version holds. `files`: those of its run."""
+    """The tensors of a whole model, from those of a version, which may be an adapter version.
+    `files`: those of its run."""
     if not any(map(is_adapter_tensor, tensors)):
         return tensors
     return merged(tensors, LoraConfig.from_json(files[CONFIG_FILE]))
 
 
 def write_adapter(path: Path, adapter: Adapter, base: str) -> None:
-    """A directory as PEFT reads it."""
+    """Write a directory that PEFT can read."""
     path.mkdir(parents=True, exist_ok=True)
     named = {f"{PEFT_PREFIX}{name}": t.contiguous() for name, t in adapter.tensors.items()}
     (path / CONFIG_FILE).write_bytes(adapter.config.to_json(base))
     (path / WEIGHTS_FILE).touch()
-    mode = (path / WEIGHTS_FILE).stat().st_mode  # what safetensors writes is for its owner only
+    mode = (path / WEIGHTS_FILE).stat().st_mode  # safetensors makes files owner-readable
     save_file(named, path / WEIGHTS_FILE, metadata={"format": "pt"})
     (path / WEIGHTS_FILE).chmod(mode)
 
 
 def read_adapter(path: Path) -> Adapter:
-    """The adapter in a directory that PEFT wrote, or `write_adapter`. Raises EtudeError."""
+    """The adapter in a directory written by PEFT or by `write_adapter`. Raises EtudeError."""
     try:
         config = LoraConfig.from_json((path / CONFIG_FILE).read_bytes())
         tensors = load_file(path / WEIGHTS_FILE)

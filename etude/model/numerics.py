@@ -1,25 +1,23 @@
-"""The arithmetic of a model: the usual one, or a batch-invariant one, in which a token does not
-depend on its neighbours in the batch. Either may take the products of its layers in FP8, and round
-keys and values to FP8.
+"""The arithmetic of a model: plain, or batch-invariant, in which a token does not depend on its
+neighbours in the batch. Either may compute the products of its layers in FP8, and round keys and
+values to FP8.
 
-A matrix product of one row and one of twenty add up in different orders, and so do attention over a
-prompt and over a cache. `PLAIN` lets the library choose. In `INVARIANT` whatever is computed for a
-token has the same bits alone or among others, read at once, in pieces or token by token, in the
-engine or in the trainer:
+A matrix product with one row and one with twenty sum in different orders, and so do attention over
+a prompt and attention over a cache. `PLAIN` lets the library choose. With `INVARIANT` every value
+computed for a token has the same bits alone or among others, processed at once, in chunks or token
+by token, in the engine or in the trainer:
 
-- products are taken in tiles of `TILE_ROWS` rows, the last one filled up, so that every row sees
+- products are computed in tiles of `TILE_ROWS` rows, the last one padded, so that every row sees
   the same kernel;
-- attention adds up over tiles of keys of a fixed size, in order (`tiled_attention`);
-- functions of one number are made of steps that IEEE 754 defines to the bit. The library's own
-  `silu` treats numbers that fill a vector register in another way than the rest, and which these
-  are depends on how many stand before.
+- attention sums over tiles of keys of a fixed size, in order (`tiled_attention`);
+- elementwise functions consist of steps that IEEE 754 defines to the bit. The library's own `silu`
+  treats numbers that fill a vector register differently from the rest, and which numbers these are
+  depends on how many come before them.
 
-Norms and softmax are computed row by row anyway. All this is a property of the libraries on a
-machine, and tests/engine/test_batch_invariance.py asks whether it holds. Bits do not carry over to
-another kind of processor.
+Norms and softmax are computed row by row anyway. All this depends on the libraries of a machine;
+tests/engine/test_batch_invariance.py checks it. Bits are not the same on another kind of processor.
 
-Shapes: N rows, C what goes in, M what comes out, H heads, Q and R what goes in and comes out of
-each.
+Shapes: N rows, C inputs, M outputs, H heads, Q and R inputs and outputs of each.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ from torch.nn import functional as F
 
 LN2_HIGH = 0.693359375
 LN2_LOW = math.log(2) - LN2_HIGH
-"""The first has few enough digits that a multiple of it is exact."""
+"""LN2_HIGH has few enough digits that a multiple of it is exact."""
 TILE_ROWS = 32
-"""Enough for a product to be efficient, few enough that a lone token does not pay much for the
-empty rows."""
+"""Enough for an efficient product, few enough that a lone token does not pay much for the empty
+rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ class Arithmetic:
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     """(x [.., C], w [M, C], bias [M]) -> [.., M]"""
     per_head: Callable[[Tensor, Tensor], Tensor]
-    """(x [.., H, Q], w [H, Q, R]) -> [.., H, R]: each head has a matrix of its own."""
+    """(x [.., H, Q], w [H, Q, R]) -> [.., H, R]: each head has its own matrix."""
     sigmoid: Callable[[Tensor], Tensor]
     silu: Callable[[Tensor], Tensor]
     gelu_tanh: Callable[[Tensor], Tensor]
@@ -54,28 +52,28 @@ class Arithmetic:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     """(x, cos, other, sin) -> x cos + other sin"""
     invariant: bool = False
-    """A token has the same bits in any company."""
+    """A token has the same bits whatever else is in the batch."""
     fp8: bool = False
-    """Matrices of layers are multiplied in FP8 (`model.fp8`)."""
+    """Products of layers are computed in FP8 (`model.fp8`)."""
     fp8_kv: bool = False
-    """Keys and values are rounded to FP8, and a KV cache keeps them so."""
+    """Keys and values are rounded to FP8, and a KV cache stores them in FP8."""
 
     @staticmethod
     def of(*, invariant: bool, fp8: bool, fp8_kv: bool = False) -> Arithmetic:
         return replace(INVARIANT if invariant else PLAIN, fp8=fp8, fp8_kv=fp8_kv)
 
     def but(self, *, invariant: bool) -> Arithmetic:
-        """The same with or without batch invariance."""
+        """The same arithmetic with or without batch invariance."""
         return Arithmetic.of(invariant=invariant, fp8=self.fp8, fp8_kv=self.fp8_kv)
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """By the name that config.json gives it."""
+        """Activation function by its name in config.json."""
         return {"silu": self.silu, "gelu_pytorch_tanh": self.gelu_tanh}[name]
 
 
 def value_of(exact: Callable[[], Tensor], *, gradient_of: Callable[[], Tensor]) -> Tensor:
-    """The value of `exact`, and in the backward pass the gradient of the other, which is the same
-    function but for rounding. Gradients need not be invariant, and are faster that way."""
+    """The value of `exact`, with the gradient of the other function in the backward pass; the two
+    are equal except for rounding. Gradients need not be invariant, and are faster this way."""
     if not torch.is_grad_enabled():
         return exact()
     with torch.no_grad():
@@ -97,8 +95,8 @@ class _Instead(torch.autograd.Function):
 def value_of_later(
     exact: Callable[[], Tensor], gradient_of: Callable[..., Tensor], *inputs: Tensor
 ) -> Tensor:
-    """As `value_of`, where the other function is first computed in the backward pass, and until
-    then only its inputs are kept; they are all that it has a gradient for."""
+    """Like `value_of`, but the other function is computed only in the backward pass, and until then
+    only its inputs are kept; the gradient reaches these inputs alone."""
     value: Tensor = _Later.apply(exact, gradient_of, *inputs)  # type: ignore[no-untyped-call]
     return value
 
@@ -127,8 +125,9 @@ class _Later(torch.autograd.Function):
 def product_of(
     exact: Callable[[], Tensor], x: Tensor, w_MC: Tensor, bias_M: Tensor | None = None
 ) -> Tensor:
-    """The value of `exact`, and in the backward pass the gradient of x wᵀ + bias, which is the same
-    but for rounding: it takes x and w alone, so the plain product is not computed."""
+    """The value of `exact`, with the gradient of x wᵀ + bias in the backward pass; the two are
+    equal except for rounding. The gradient needs x and w alone, so the plain product is not
+    computed."""
     if not torch.is_grad_enabled():
         return exact()
     with torch.no_grad():
@@ -197,8 +196,8 @@ def _turn(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
 
 
 def _turn_in_steps(x: Tensor, cos: Tensor, other: Tensor, sin: Tensor) -> Tensor:
-    # Each step is rounded by itself, as IEEE 754 says; what one instruction would do in one depends
-    # on the place.
+    # Each step is rounded separately, as IEEE 754 defines it; whether one fused instruction does
+    # both depends on the position.
     return x * cos + other * sin
 
 
@@ -232,8 +231,8 @@ def _stepwise_gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _stepwise_exp(x: Tensor) -> Tensor:
-    """2^n e^r, for finite results: every step is rounded by itself, so the place of a number does
-    not matter."""
+    """2^n e^r, for finite results: every step is rounded separately, so the position of a number
+    does not matter."""
     n = torch.round(x * (1 / math.log(2)))
     r = x - n * LN2_HIGH - n * LN2_LOW
     series = torch.full_like(r, 1 / math.factorial(7))

@@ -1,13 +1,13 @@
-"""Reasoning, content and tool calls out of the tokens of an answer, as they come. Pure, and exact:
-however the answer is cut into tokens, the events are the same.
+"""Parser of the tokens of an answer into reasoning, content and tool calls, as they arrive. Pure
+and exact: the events do not depend on how the answer is cut into tokens.
 
-A family marks the parts of an answer with control tokens. Where a mark is a token of the
-vocabulary, only that token is the mark: text that spells it is text. Where it is not, as with
-models that were taught a format later, the spelling counts. Texts are handed out as soon as nothing
-that follows can change them; a call comes whole.
+A family marks the parts of an answer with control tokens. If a mark is a token of the vocabulary,
+only that token is the mark, and text that spells it is text. If it is not, as with models that were
+taught a format later, the spelling counts. Text is returned as soon as no later token can change
+it; a call is returned whole.
 
-`FORMATS` has one entry for each family. Which of them a model writes is seen from its chat
-template (`detect_format`), or said by `tool_syntax` in tokenizer_config.json.
+`FORMATS` has one entry for each family. The format of a model is detected from its chat template
+(`detect_format`), or set by `tool_syntax` in tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ Event = Reasoning | Content | Call
 
 
 class OutputParser(Protocol):
-    """Reads the pieces of one answer."""
+    """Parser of the pieces of one answer."""
 
     def push(self, piece: str) -> Iterable[Event]: ...
 
     def end(self, *, finished: bool) -> Iterable[Event]:
-        """The answer is over; `finished`: the model ended it, it was not cut off, be it by a limit
-        or by a stop text. A call that was is content, unless all of it is there."""
+        """End the answer. `finished`: the model ended it; False if a limit or a stop text cut it
+        off. A call that was cut off is content, unless it is complete."""
 
 
 class MarkedParser:
@@ -56,8 +56,8 @@ class MarkedParser:
     def __init__(
         self, format: MarkedFormat, schemas: Schemas | None, *, reasons: bool, reasoning: bool
     ) -> None:
-        """`schemas`: None if nothing may be called. `reasons`: the model does, between marks.
-        `reasoning`: the prompt has begun it."""
+        """`schemas`: None if no tools may be called. `reasons`: the model reasons, between marks.
+        `reasoning`: the prompt has begun the reasoning."""
         self._format = format
         self._schemas = schemas
         self._reasons = reasons
@@ -66,7 +66,7 @@ class MarkedParser:
         self._body: list[str] | None = None
 
     def push(self, piece: str) -> Iterable[Event]:
-        # Nearly all pieces are text, of which each costs as much as a generator.
+        # Nearly all pieces are text; this branch avoids a generator for each of them.
         if self._body is None and not isinstance(piece, Mark):
             return self._say(piece)
         return self._read(piece)
@@ -88,7 +88,7 @@ class MarkedParser:
         yield from read_calls(self._format.read, body, self._schemas)
 
     def _turns(self, mark: Mark) -> bool:
-        """Another part of the answer begins, or the mark is text."""
+        """Begin another part of the answer; False if the mark is text."""
         calls = self._schemas is not None and mark in self._format.call_marks
         if self._reasons and mark == self._format.think[self._reasoning is not None]:
             self._reasoning = None if self._reasoning else _Trimmed(always=True)
@@ -123,7 +123,7 @@ class MarkedParser:
 
 
 class _Trimmed:
-    """A text without the space at its ends, if there are marks beside it."""
+    """A text without the space at its ends, if it is next to marks."""
 
     def __init__(self, *, always: bool = False) -> None:
         self._trims = always
@@ -147,7 +147,7 @@ class _Trimmed:
 
 
 class Llama3Parser:
-    """Parser of Llama 3: an answer that calls is JSON from its first character on, or whatever
+    """Parser of Llama 3: a call is an answer that is JSON from its first character on, or all that
     follows `<|python_tag|>`."""
 
     TAG = "<|python_tag|>"
@@ -184,7 +184,8 @@ class Llama3Parser:
 
 class HarmonyParser:
     """Parser of gpt-oss: an answer is a list of messages, each with a channel and perhaps a
-    recipient in its header. Analysis is reasoning, a message to a function is a call."""
+    recipient in its header. The analysis channel is reasoning, a message to a function is a
+    call."""
 
     START, MESSAGE, CHANNEL = "<|start|>", "<|message|>", "<|channel|>"
     ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -246,14 +247,14 @@ class HarmonyParser:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedFormat:
-    """The marks around a call, those around all calls of an answer, and what stands between."""
+    """The marks around a call, those around all calls of an answer, and the syntax between them."""
 
     read: Read
     begin: str = TOOL_CALL_START
     end: str | None = TOOL_CALL_END
     section: tuple[str, ...] = ()
     ends_with_answer: bool = False
-    """A call may also end where the next one begins, or the answer ends."""
+    """A call may also end where the next one begins, or where the answer ends."""
     think: tuple[str, str] = (THINK_START, THINK_END)
 
     @property
@@ -262,7 +263,7 @@ class MarkedFormat:
 
     @property
     def ends(self) -> tuple[str | None, ...]:
-        """What ends a call."""
+        """Marks that end a call."""
         return (self.end, self.begin) if self.ends_with_answer else (self.end,)
 
     @property
@@ -276,7 +277,7 @@ class MarkedFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnFormat:
-    """A family with a parser of its own."""
+    """A family with its own parser."""
 
     make: Callable[[Schemas | None], OutputParser]
     marks: tuple[str, ...]
@@ -337,7 +338,8 @@ THINK_MARKS = tuple(dict.fromkeys(format.think for format in FORMATS.values()))
 
 
 def with_think_marks_of(template: str, format: Format) -> Format:
-    """Fine-tunes reason with other marks than their family; its own come first."""
+    """Use the reasoning marks in the template, since fine-tunes may use other marks than their
+    family; the family's own come first."""
     written = (
         marks for marks in (format.think, *THINK_MARKS) if any(mark in template for mark in marks)
     )
@@ -359,7 +361,7 @@ SIGNS = {
     "<|python_tag|>": "llama3",
     "<|start_header_id|>": "llama3",
 }
-"""Words of a chat template that tell the family, the surest first."""
+"""Words of a chat template that identify the family, the most reliable first."""
 
 
 def detect_format(template: str) -> str:
@@ -367,7 +369,7 @@ def detect_format(template: str) -> str:
 
 
 class MarkScanner:
-    """Finds the marks that a vocabulary has no token for, by their spelling."""
+    """Finds the marks that are not tokens of the vocabulary, by their spelling."""
 
     def __init__(self, spelled: Sequence[str]) -> None:
         self._spelled = spelled
@@ -402,12 +404,12 @@ class MarkScanner:
 
 @lru_cache
 def any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
-    """Finds the first mark, and of two at one place the shorter."""
+    """Pattern of the first mark, and of two at one position the shorter."""
     return re.compile("|".join(map(re.escape, sorted(marks))) or r"(?!)")
 
 
 class AnswerParser:
-    """Reads the tokens of one answer."""
+    """Parser of the tokens of one answer."""
 
     def __init__(
         self, pieces: PieceStream, scanner: MarkScanner, parser: OutputParser,
@@ -424,7 +426,7 @@ class AnswerParser:
         return self._read(self._pieces.push(token))
 
     def extend(self, tokens: Sequence[int]) -> list[Event]:
-        """Several at once: the same events, but for texts that come in fewer pieces."""
+        """Push several tokens at once: the same events, except that texts come in fewer pieces."""
         return self._read(self._pieces.extend([each for each in tokens if each not in self._stop]))
 
     def end(self, *, finished: bool) -> list[Event]:
@@ -446,8 +448,8 @@ class AnswerParser:
 def with_ids(
     events: Iterable[Event], call_id: Callable[[int], str], taken: set[str] | None = None
 ) -> list[Event]:
-    """With an id for every call: the model's own if it wrote one that no other call of the answer
-    has. `call_id`: of the n-th. `taken`: the ids of the calls before these, which join them."""
+    """Give every call an id: the model's own if it wrote one that no other call of the answer has.
+    `call_id`: id of the n-th call. `taken`: the ids of earlier calls, to which these are added."""
     taken = set() if taken is None else taken
     found = list[Event]()
     for event in events:
@@ -460,7 +462,7 @@ def with_ids(
 
 
 def message_of(events: Sequence[Event]) -> dict[str, Any]:
-    """The assistant message that the events of an answer make, in OpenAI's form."""
+    """The assistant message that the events of an answer make, in OpenAI's format."""
     reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
     content = "".join(event.text for event in events if isinstance(event, Content))
     calls = [call_object(event) for event in events if isinstance(event, Call)]

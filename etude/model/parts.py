@@ -1,4 +1,4 @@
-"""The parts of a model's shape that a model may have or not have, and the features of one layer."""
+"""The optional parts of a model's shape, and the features of one layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from etude.model.families import Norms
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeScaling:
-    """RoPE scaling to more positions than the model first learnt; the fields are those of
+    """RoPE scaling to more positions than the model was first trained on; the fields are those of
     `rope_scaling`."""
 
     rope_type: str
@@ -23,18 +23,18 @@ class RopeScaling:
     mscale_all_dim: float
     truncate: bool
     low_freq_factor: float = 1.0
-    """This and the next of llama3 alone, whose config.json says both."""
+    """This and the next field are for llama3 only, whose config.json has both."""
     high_freq_factor: float = 4.0
     short_factor: tuple[float, ...] = ()
-    """This and the next of longrope alone: for each pair, within the original context and beyond
-    it."""
+    """This and the next field are for longrope only: a factor for each pair, within the original
+    context and beyond it."""
     long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """MLA: keys and values of all heads are made from one short vector a token, and only that is
-    cached."""
+    """MLA: keys and values of all heads are computed from one short vector for each token, and only
+    that is cached."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -46,7 +46,7 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearConfig:
-    """Gated DeltaNet: layers that keep a state of one size instead of keys and values."""
+    """Gated DeltaNet: layers that keep a state of fixed size instead of keys and values."""
 
     num_key_heads: int
     num_value_heads: int
@@ -54,7 +54,7 @@ class LinearConfig:
     value_head_dim: int
     conv_kernel_dim: int
     layers: tuple[int, ...]
-    """The layers that are such; the others have attention."""
+    """The recurrent layers; the others have attention."""
 
     @property
     def conv_dim(self) -> int:
@@ -72,57 +72,57 @@ class ExpertsConfig:
     """The layers that have experts; the others have a plain MLP."""
     norm_topk_prob: bool = False
     sigmoid: bool = False
-    """DeepSeek's router: a sigmoid for each expert, and a bias that only steers the choice.
+    """DeepSeek's router: a sigmoid for each expert, and a bias that affects only the choice.
     Otherwise a softmax."""
     router_bias: bool = False
     """The scores have a bias that is learnt like any weight."""
     n_group: int = 1
     topk_group: int = 1
     best_in_group: int = 2
-    """A group is as good as the sum of so many of its best experts."""
+    """The score of a group is the sum of this many of its best experts."""
     routed_scaling_factor: float = 1.0
     n_shared_experts: int = 0
     shared_expert_intermediate_size: int = 0
-    """Of one shared expert whose part each token decides; 0: none."""
+    """Size of one shared expert that each token weighs with its own gate; 0: none."""
     swiglu_limit: float | None = None
-    """gpt-oss: gates are clamped to it, experts have biases, and the part that is gated is one
-    more."""
+    """gpt-oss: gates are clamped to it, experts have biases, and 1 is added to the part that is
+    gated."""
     swiglu_alpha: float = 1.702
     router_aux_loss_coef: float = 0.0
-    """How much the loss that balances the experts weighs, in families that have one."""
+    """Weight of the loss that balances the experts, in families that have one."""
 
     @property
     def id_dtype(self) -> str:
-        """The dtype of recorded expert ids, by the name that torch and numpy give it."""
+        """The dtype of recorded expert ids, by its name in torch and numpy."""
         return "uint8" if self.num_experts <= 256 else "int16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFeatures:
-    """What a layer computes, and what stands before the first and after the last; sizes apart. The
-    defaults are Llama's.
+    """Features of a layer's computation, and of the steps before the first and after the last
+    layer, but not sizes. The defaults are Llama's.
 
-    A path that is faster than the model definition states the values that it can compute beyond
-    these (`ModelConfig.unsupported_features`), so that a feature which nobody taught it keeps a
-    model off it.
+    A path that is faster than the model definition lists the values that it can compute beyond
+    these (`ModelConfig.unsupported_features`), so that a model with any other feature is kept off
+    it.
     """
 
     linear: bool = False
-    """No attention but a recurrent state (Gated DeltaNet)."""
+    """A recurrent state (Gated DeltaNet) instead of attention."""
     latent: bool = False
     gated_attention: bool = False
-    """What attention gives is multiplied by a sigmoid, for each number of each head."""
+    """The attention output is multiplied by a sigmoid, for each number of each head."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["head", "row"] | None = None
     scale: float | None = None
-    """Of the scores; None: 1 / sqrt(D)."""
+    """Factor of the scores; None: 1 / sqrt(D)."""
     softcap: float | None = None
     sinks: bool = False
     window: int | None = None
-    """A token sees so many tokens, itself among them; None: all before it."""
+    """Number of tokens that a token sees, including itself; None: all before it."""
     rope: Literal["global", "local"] | None = "global"
-    """The table by which queries and keys are rotated; None: they are not."""
+    """Rope table of queries and keys; None: they are not rotated."""
     partial_rotary: bool = False
     """Only the first numbers of a head are rotated."""
     norms: Norms = "before"

@@ -1,4 +1,4 @@
-"""Which quantised weights can be read, by what config.json says of them."""
+"""The quantised weight formats that can be read, as config.json describes them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ QUANTIZED: dict[str, dict[str, tuple[Any, ...]]] = {
     "compressed-tensors": {"format": ("float-quantized",)},
     "mxfp4": {},
 }
-"""Methods whose tensors `checkpoint` reads, with what else they may say; a block at the edge of a
-matrix may be smaller, so others must be of a known size."""
+"""Methods whose tensors `checkpoint` reads, and the allowed values of their other keys. A block at
+the edge of a matrix may be smaller, so the block size must be a known one."""
 
 
 def check_quantization(how: Mapping[str, Any] | None) -> None:
-    """Raises ValueError for weights that cannot be read. How activations would be rounded makes no
-    difference: they are not."""
+    """Raises ValueError for weights that cannot be read. The rounding of activations is ignored:
+    they are not rounded here."""
     if not how:
         return
     only = QUANTIZED.get(method := how.get("quant_method", ""))

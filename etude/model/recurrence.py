@@ -1,18 +1,18 @@
 """Layers that keep a state instead of keys and values: a short convolution and the gated delta rule
 (Gated DeltaNet).
 
-The rule reads a memory of each head, a matrix from keys to values. A token lets it fade, takes out
-what its key finds there, puts in its own value instead, and reads it by its query. Tokens of a
-chunk are taken together: what each of them takes out follows from the others by a triangular
-system (the WY form), and only the memory goes from chunk to chunk.
+Each head has a memory, a matrix from keys to values. A token lets the memory fade, removes what its
+key finds in it, adds its own value instead, and reads it with its query. The tokens of a chunk are
+processed together: what each of them removes follows from the others through a triangular system
+(the WY form), and only the memory is passed from chunk to chunk.
 
-In the engine the state belongs to a block of the KV cache like its keys and values do: it is the
-one after the last token of the block. So whoever begins behind a cached block finds it there, and
-blocks that are freed, shared or written anew take it along. Chunks end where blocks end.
+In the engine the state belongs to a block of the KV cache, as keys and values do: it is the state
+after the last token of the block. So a sequence that begins after a cached block finds its state
+there, and the state goes along when blocks are freed, shared or overwritten. Chunks end where
+blocks end.
 
 Shapes: N tokens, B sequences, U chunks, J tokens of a chunk, C channels and W width of the
-convolution, Y keys to look up (states to keep), H heads of the memory, K size of a key, V of a
-value.
+convolution, Y states to keep, H heads of the memory, K size of a key, V of a value.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.model.config import ModelConfig
 
 Ints = NDArray[np.int64]
 CHUNK = 64
-"""Tokens that are taken together, at most."""
+"""The most tokens that are processed together."""
 NORM_EPS = 1e-6
 
 
@@ -48,8 +48,8 @@ class StateCache:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The new tokens of one sequence, `start` to `end` of those of a pass; `first` is the position
-    of the first. `blocks`: those of the sequence, each with `block_size` tokens; none in
+    """The new tokens of one sequence, `start` to `end` among those of a pass; `first` is the
+    position of the first. `blocks`: those of the sequence, each with `block_size` tokens; none in
     training."""
 
     start: int
@@ -60,12 +60,13 @@ class Span:
 
     @property
     def before(self) -> int | None:
-        """The block that holds the state before the first new token; None: there is none."""
+        """The block that holds the state before the first new token; None at the beginning of a
+        sequence."""
         return self.blocks[(self.first - 1) // self.block_size] if self.first else None
 
     @property
     def written(self) -> list[tuple[int, int]]:
-        """The blocks that get a state, with the number of new tokens up to there."""
+        """The blocks that get a state, each with the number of new tokens up to its end."""
         if not self.blocks:
             return []
         last = self.first + self.end - self.start
@@ -76,7 +77,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """What a layer does between its projections, beside the states."""
+    """The computation of a layer between its projections, apart from the states."""
 
     weight_CW: Tensor
     num_key_heads: int
@@ -85,18 +86,18 @@ class DeltaRule:
     act: Callable[[Tensor], Tensor]
 
     def convolved(self, rows_RC: Tensor) -> Tensor:
-        """What each of the rows from the W-th on is after the convolution, in float32."""
+        """The rows from the W-th on after the convolution, in float32."""
         count = len(rows_RC) - self.weight_CW.shape[-1] + 1
         taps = self.weight_CW.float().unbind(-1)
-        # A convolution of this shape is slow on a GPU.
+        # A loop over the taps: a convolution of this shape is slow on a GPU.
         convolved = rows_RC[:count] * taps[0]
         for place, tap_C in enumerate(taps[1:], 1):
             convolved = convolved + rows_RC[place : place + count] * tap_C
         return convolved.float()
 
     def heads(self, mixed_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """NHK, NHK, NHV in float32: queries and keys of length 1, the former scaled; all heads that
-        share a key have it."""
+        """NHK, NHK, NHV in float32: queries and keys of length 1, queries also scaled; heads that
+        share a key each get a copy."""
         keys = self.num_key_heads * self.key_size
         q, k, v = mixed_NC.float().split_with_sizes((keys, keys, mixed_NC.shape[-1] - 2 * keys), -1)
         v_NHV = v.view(len(v), -1, self.value_size)
@@ -113,14 +114,14 @@ def _unit(x: Tensor) -> Tensor:
 
 
 Recur = Callable[[int, DeltaRule, Tensor, Tensor, Tensor], Tensor]
-"""(number of the recurrent layer, its rule, mixed_NC, decay_NH, beta_NH) -> what every token reads,
-NHV. `decay_NH`: the log of what is left of the memory; `beta_NH`: how much of the new value is put
-in."""
+"""(index of the recurrent layer, its rule, mixed_NC, decay_NH, beta_NH) -> what every token reads,
+NHV. `decay_NH`: the log of the share of the memory that remains; `beta_NH`: the share of the new
+value that is added."""
 
 
 class Recurrence:
-    """The sequences of a pass, as recurrent layers see them. A sequence that begins behind a block
-    which another one writes in the same pass comes after it, in a wave of its own."""
+    """The sequences of a pass, as recurrent layers see them. A sequence that begins after a block
+    which another sequence writes in the same pass comes after it, in a later wave."""
 
     def __init__(
         self,
@@ -128,13 +129,13 @@ class Recurrence:
         states: StateCache | None = None,
         rule_of_chunks: RuleOfChunks | None = None,
     ) -> None:
-        """`rule_of_chunks`: what computes chunks; by default `delta_chunks`."""
+        """`rule_of_chunks`: computes chunks; by default `delta_chunks`."""
         wave_of: dict[int, int] = {}
         waves: dict[tuple[int, bool], list[Span]] = {}
         for span in spans:
             wave = 0 if span.before is None else wave_of.get(span.before, -1) + 1
             wave_of |= dict.fromkeys((block for block, _ in span.written), wave)
-            # Lone tokens need no chunks.
+            # Single tokens need no chunks.
             waves.setdefault((wave, span.end - span.start > 1), []).append(span)
         self._states = states
         self._spans = [waves[key] for key in sorted(waves)]
@@ -144,7 +145,7 @@ class Recurrence:
     def __call__(
         self, place: int, rule: DeltaRule, mixed_NC: Tensor, decay_NH: Tensor, beta_NH: Tensor
     ) -> Tensor:
-        """As `Recur` says."""
+        """A call as in `Recur`."""
         if not self._waves:
             width = rule.weight_CW.shape[-1]
             self._waves = [
@@ -161,7 +162,7 @@ class Recurrence:
 
 
 def _on(device: torch.device, arrays: dict[str, Ints]) -> dict[str, Tensor]:
-    """Numbers of the host on a device, in one copy that nobody waits for."""
+    """Copy numbers of the host to a device, in one transfer without waiting for it."""
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays.values()]))
     if device.type == "cuda":
         flat = flat.pin_memory()
@@ -172,7 +173,7 @@ def _on(device: torch.device, arrays: dict[str, Ints]) -> dict[str, Tensor]:
 
 
 class _Wave:
-    """Sequences none of which waits for another."""
+    """Sequences that do not depend on each other."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class _Wave:
         token_N = np.arange(len(sequence_N))
         written = [(b, block, upto) for b, span in enumerate(spans) for block, upto in span.written]
         owner_Y, blocks_Y, upto_Y = np.array(written, np.int64).reshape(-1, 3).T
-        # For the convolution each sequence stands behind the tail of what was there before.
+        # For the convolution each sequence comes after the tail of its earlier tokens.
         tail = np.arange(width - 1)
         start_B = begins_B + np.arange(len(spans)) * len(tail)
         ends_N = token_N + sequence_N * len(tail)
@@ -271,9 +272,9 @@ def delta_step(
 
 
 class Chunks:
-    """Where the tokens of a wave stand in chunks. Chunks of a block begin where it does and are
-    filled up with tokens that neither change the memory nor let it fade. First come the first
-    chunks of all sequences, longest sequence first, then the second ones, and so on."""
+    """The positions of a wave's tokens in chunks. A block's chunks begin where the block does and
+    are padded with tokens that neither change the memory nor let it fade. The first chunks of all
+    sequences come first, longest sequence first, then the second chunks, and so on."""
 
     def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
         size = min(CHUNK, spans[0].block_size)
@@ -285,7 +286,7 @@ class Chunks:
         alive_S = np.array([(chunks_B > step).sum() for step in range(chunks_B.max())])
         firsts_S = alive_S.cumsum() - alive_S
         self.num_alive = alive_S.tolist()
-        """Of each step, how many sequences have a chunk."""
+        """Number of sequences that have a chunk in each step."""
 
         sequence_N = np.arange(len(spans)).repeat(counts_B)
         begins_B = counts_B.cumsum() - counts_B
@@ -315,7 +316,7 @@ class Chunks:
             },
         )
         self.tokens_UJ = numbers["tokens"]
-        """The token in each place; their number where there is none."""
+        """The token at each position; the number of tokens N for padding."""
         self.places_N = numbers["places"]
         self.sequences_B = numbers["sequences"]
         self.num_chunks_B = numbers["num_chunks"]
@@ -323,7 +324,7 @@ class Chunks:
         self.firsts_S = numbers["firsts"]
         """The first chunk of each step."""
         self.keep_U = numbers["keep"]
-        """Which of the states to keep is the one after this chunk; -1: none."""
+        """Index of the kept state that follows this chunk; -1: none."""
         self.kept_Y = numbers["kept"]
 
 
@@ -340,7 +341,7 @@ def delta_chunks(
     beta_NH: Tensor,
     memory_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `RuleOfChunks` says, on torch's operators."""
+    """`RuleOfChunks` on torch's operators."""
 
     def cut(x: Tensor) -> Tensor:
         return F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))[chunks.tokens_UJ].transpose(1, 2)

@@ -1,8 +1,8 @@
-"""Rotary positions: how fast each pair of numbers of a head turns, and the table of all turns of a
-model.
+"""Rotary positions: the frequency of each pair of numbers of a head, and a model's table of all
+rotations.
 
-Everything is computed in float64 and rounded once: every device and build starts from the same
-table.
+Everything is computed in float64 and rounded once, so that every device and build starts from the
+same table.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from etude.model.numerics import Arithmetic
 
 
 def table(config: ModelConfig) -> Tensor:
-    """[positions, 2, 1, rotary_dim]: cosines, and sines whose first half is negated, so that
-    `rotate` only has to swap the halves of a head. The 1 stands for the heads."""
+    """[positions, 2, 1, rotary_dim]: cosines, and sines with the first half negated, so that
+    `rotate` only has to swap the halves of a head. The 1 is the dimension of the heads."""
     return _turns(config, inverse_frequencies(config), attention_factor(config.rope_scaling))
 
 
 def local_table(config: ModelConfig) -> Tensor | None:
-    """The same of layers with a window, where these rotate in their own way: never scaled."""
+    """The table of layers with a window, if these have their own rope; it is never scaled."""
     if config.local_rope_theta is None:
         return None
     return _turns(config, _speeds(config.local_rope_theta, config.rotary_dim), 1.0)
@@ -39,8 +39,8 @@ def _turns(config: ModelConfig, speeds: Tensor, factor: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """x [.., heads, D], the two halves of a head paired with each other; cos and sin [.., 1, D]
-    from the table; numbers of a head beyond those stay as they are."""
+    """Rotate x [.., heads, D], pairing the two halves of a head; cos and sin [.., 1, D] come from
+    the table. Numbers of a head beyond their size stay unchanged."""
     if (size := cos.shape[-1]) < x.shape[-1]:
         turned = rotate(x[..., :size], cos, sin, arithmetic)
         return torch.cat((turned, x[..., size:]), -1)
@@ -49,16 +49,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, arithmetic: Arithmetic) -> Tenso
 
 
 def split_halves(x: Tensor) -> Tensor:
-    """From the layout of DeepSeek, where the numbers of a pair are neighbours, to that of
+    """Reorder from the layout of DeepSeek, where the numbers of a pair are adjacent, to that of
     `rotate`."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), -1)
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Radians a position, for each pair."""
+    """Radians per position, for each pair."""
     dim, scaling = config.rotary_dim, config.rope_scaling
     speed = _speeds(config.rope_theta, dim)
-    # A dynamic rope changes only beyond the context that the model was made for.
+    # A dynamic rope differs only beyond the context that the model was made for.
     if scaling is None or scaling.rope_type == "dynamic":
         return speed
     if scaling.rope_type == "longrope":
@@ -67,12 +67,12 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
         return speed / scaling.factor
     context = scaling.original_max_position_embeddings
     if scaling.rope_type == "llama3":
-        turns = speed * context / (2 * math.pi)  # within the context that the model first learnt
+        turns = speed * context / (2 * math.pi)  # within the context of the first training
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         keep = ((turns - low) / (high - low)).clamp(0, 1)
     else:
         keep = 1 - _ramp(scaling, dim, config.rope_theta, context)
-    # Fast pairs see neighbours and stay as they are, slow ones are stretched, those between are
+    # Fast pairs see neighbours and stay unchanged, slow ones are stretched, those between are
     # mixed.
     return speed / scaling.factor * (1 - keep) + speed * keep
 
@@ -83,7 +83,7 @@ def _speeds(theta: float, dim: int) -> Tensor:
 
 def _ramp(scaling: RopeScaling, dim: int, theta: float, context: int) -> Tensor:
     """YaRN: 0 for pairs that turn more than `beta_fast` times in the context, 1 below `beta_slow`,
-    a line between."""
+    linear between."""
 
     def pair_that_turns(times: float) -> float:
         return dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
@@ -98,7 +98,8 @@ def _ramp(scaling: RopeScaling, dim: int, theta: float, context: int) -> Tensor:
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
-    """YaRN and longrope sharpen attention in long contexts by longer queries and keys."""
+    """The factor by which YaRN and longrope scale queries and keys, to sharpen attention in long
+    contexts."""
     if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -114,7 +115,8 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def mla_score_scale(scaling: RopeScaling | None) -> float:
-    """The factor on the scores of MLA, since only a part of its queries and keys is rotated."""
+    """The factor on the scores of MLA, needed since only a part of its queries and keys is
+    rotated."""
     if scaling is None or not scaling.mscale_all_dim:
         return 1.0
     return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2

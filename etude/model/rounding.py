@@ -1,18 +1,19 @@
-"""Random rounding: what rounding alone does to the output of a model, on the data at hand.
+"""Random rounding: an estimate of how much rounding alone changes the output of a model, on the
+data at hand.
 
-Two implementations of one model in one floating-point type differ because each operator rounds
-its result, and because sums are added up in different orders. `RandomRounding` runs a model as a
-further implementation, drawn at random (stochastic, or Monte Carlo, arithmetic):
+Two implementations of one model in one floating-point type differ because each operator rounds its
+result, and because sums are taken in different orders. `RandomRounding` runs a model as one more
+implementation, drawn at random (stochastic, or Monte Carlo, arithmetic):
 
 - the result of each operator is computed in a wider type and rounded to one of its two neighbours
-  in its own type, with the probability that makes the rounding unbiased. On average its square
-  error is at least that of rounding to the nearest;
-- a product that adds up n numbers in float32 gets the error that adding them up in any order has:
-  up to sqrt(n) times the unit roundoff relative to each number (Higham and Mary, 2019). A product
-  in bfloat16 adds up in float32, where that is negligible beside rounding the result.
+  in its own type, with the probability that makes the rounding unbiased. Its expected square error
+  is at least that of rounding to the nearest;
+- a product that sums n numbers in float32 gets the error of summing them in an arbitrary order: up
+  to sqrt(n) times the unit roundoff relative to each number (Higham and Mary, 2019). A product in
+  bfloat16 sums in float32, where this is negligible compared to rounding the result.
 
-Operators that only move numbers stay exact. `upper_bound` says from a figure of several draws how
-large it may be in a further one.
+Operators that only move numbers stay exact. `upper_bound` computes, from a metric of several draws,
+how large it may be in another one.
 
 Shapes: N tokens of all rows, T of one row, H query heads, K key/value heads, D head size, V size of
 a value.
@@ -35,7 +36,7 @@ from etude.model.scoring import Scoring
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
-"""Which argument is the left factor."""
+"""Index of the argument that is the left factor."""
 MOVES = {
     f"aten::{name}"
     for name in (
@@ -43,23 +44,24 @@ MOVES = {
         "roll", "_unsafe_view",
     )
 }  # fmt: skip
-"""Operators that are exact in any type. Others that are exact come out so; these need not be
-widened."""
+"""Operators that are exact in any type and need not be widened. Other exact operators are widened,
+and stay exact."""
 
 NUM_DRAWS = 8
 QUANTILE = 4.785
-"""Of Student's distribution with 7 degrees of freedom: exceeded once in a thousand times."""
+"""Quantile of Student's distribution with 7 degrees of freedom: exceeded once in a thousand
+times."""
 
 
 def upper_bound(draws: Sequence[float]) -> float:
-    """The one-sided 99.9 % prediction bound for a further draw."""
+    """The one-sided 99.9 % prediction bound for another draw."""
     assert len(draws) == NUM_DRAWS
     spread = statistics.stdev(draws) * math.sqrt(1 + 1 / NUM_DRAWS)
     return statistics.fmean(draws) + QUANTILE * spread
 
 
 class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As long as the block lasts, operators round at random."""
+    """Context in which operators round at random."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,7 +69,7 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the compiler alone takes seconds to import
+        return False  # nothing is compiled here, and importing the compiler alone takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -103,14 +105,14 @@ class RandomRounding(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _result_type(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The floating-point type of what an operator computes; None if it computes nothing."""
+    """The floating-point type of an operator's result; None if it computes nothing."""
     schema = func._schema
     if schema.is_mutable or schema.name in MOVES or any(r.alias_info for r in schema.returns):
         return None
     found = [x for x in args if _is_rounded(x)]
     if (told := kwargs.get("dtype")) is not None:
         return told if told in WIDER and found else None
-    # A tensor without a dimension does not decide the type.
+    # A zero-dimensional tensor does not decide the type.
     kinds = {x.dtype for x in found if x.ndim} or {x.dtype for x in found}
     return max(kinds, key=lambda kind: kind.itemsize) if kinds else None
 
@@ -124,8 +126,8 @@ def _is_wide(x: object, wide: torch.dtype) -> bool:
 
 
 class StepwiseCausal:
-    """`attention.CausalAttention` for rows that stand one after the other, step by step, so that
-    each step is rounded. Scores are float32, as in every fused kernel; weights have the type of the
+    """`attention.CausalAttention` for rows one after the other, computed step by step, so that each
+    step is rounded. Scores are float32, as in every fused kernel; weights have the dtype of the
     model."""
 
     latent = True

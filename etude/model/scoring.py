@@ -1,4 +1,4 @@
-"""What a layer does to its attention scores beyond causal softmax: a window, capped scores, sinks.
+"""Changes to attention scores beyond causal softmax: a window, capped scores, sinks.
 
 One plain computation for all backends; kernels take layers without any of these.
 
@@ -21,14 +21,16 @@ QUERIES = 512
 @dataclass(frozen=True, slots=True)
 class Scoring:
     window: int | None = None
-    """A token sees so many tokens, itself among them; None: all before it."""
+    """Number of tokens that a token sees, including itself; None: all before it."""
     softcap: float | None = None
     """Scores are bent to stay below it."""
     sinks_H: Tensor | None = None
-    """A score of each head beside those of the keys; its part of the attention gives nothing."""
+    """A score of each head in addition to those of the keys; its share of the attention contributes
+    nothing."""
 
     def hides(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[.., t, S]: whether tokens at these places [.., t] do not see those [S]."""
+        """Mask [.., t, S]: True where the tokens at positions `queries` [.., t] do not see those at
+        `keys` [S]."""
         hidden = keys > queries.unsqueeze(-1)
         if self.window is None:
             return hidden
@@ -38,7 +40,7 @@ class Scoring:
 def attend_scored(
     q_tHD: Tensor, k_SKD: Tensor, v_SKV: Tensor, scale: float | None, scoring: Scoring
 ) -> Tensor:
-    """The last t of S tokens attend, in pieces that look no further back than they must."""
+    """Attend the last t of S tokens, in pieces that look no further back than necessary."""
     first = len(k_SKD) - len(q_tHD)
     window = scoring.window
     parts = []
@@ -63,7 +65,7 @@ def attend_hidden(
     scale: float | None,
     scoring: Scoring,
 ) -> Tensor:
-    """BHtV. `hidden`: [.., t, S], True where a query does not see a key."""
+    """Returns BHtV. `hidden`: [.., t, S], True where a query does not see a key."""
     if scoring.softcap is None and scoring.sinks_H is None:
         return F.scaled_dot_product_attention(
             q_BHtD, k_BKSD, v_BKSV, attn_mask=~hidden, scale=scale, enable_gqa=True

@@ -1,14 +1,14 @@
-"""Chat templates, in the environment that they are written for: jinja2 with what Hugging Face's
-templates may use.
+"""Chat templates, in the environment that they are written for: jinja2 with the extensions that
+Hugging Face's templates may use.
 
-A template comes with a model, from whoever made it: it runs in a sandbox, and sees nothing but what
-it is handed.
+A template comes with a model, from an untrusted author: it runs in a sandbox, and sees only its
+arguments.
 
 Templates disagree about the calls of a message. Most want the arguments as an object, and a text
-beside the calls, if only an empty one; DeepSeek's want the arguments as the text that they came as,
-and nothing for a message that only calls. A template that is handed the other form breaks, or
-leaves the call out. None says what it wants, so each is asked: it is shown a call in every form,
-and gets the first that it shows in full.
+next to the calls, if only an empty one; DeepSeek's want the arguments as the original text, and no
+content for a message that only calls. A template that gets the other form breaks, or leaves the
+call out. No template states what it wants, so each is tried: it is shown a call in every form, and
+gets the first form that it shows in full.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant says, for trainers that learn from text. Here it
+    """`{% generation %}` marks the assistant's part, for trainers that learn from text. Here it
     changes nothing."""
 
     tags = {"generation"}
@@ -38,8 +38,9 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, with a short way to what messages hold. Theirs fails twice before it says
-    that a dict has no such key, for every key of every message that a template asks for."""
+    """jinja2's sandbox, with a short path to the keys of messages. jinja2 itself fails twice before
+    it decides that a dict has no such key, for every key of every message that a template asks
+    for."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is not dict or hasattr(dict, attribute):
@@ -53,7 +54,8 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None,
     separators: tuple[str, str] | None = None, sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """jinja2's own filter escapes for HTML; a model must see the text as it is."""
+    """JSON without escapes, unlike jinja2's own filter, which escapes for HTML; a model must see
+    the original text."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -68,29 +70,30 @@ def _now(form: str) -> str:
 
 
 def compile_template(text: str) -> Callable[..., str]:
-    """A function of keyword arguments. Both this and it raise TemplateError."""
+    """Compile to a function of keyword arguments. Both this and that function raise
+    TemplateError."""
     jinja = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     jinja.filters["tojson"] = _to_json
     jinja.globals |= {"raise_exception": _raise, "strftime_now": _now}
     template = jinja.from_string(text)
-    # Copied each time that it is shown, which takes longer from a chain of dicts than from one.
+    # Copied on every render, which takes longer from a chain of dicts than from one.
     template.globals = dict(template.globals)
     return template.render
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template wants a message that calls tools."""
+    """The form in which a template wants a message that calls tools."""
 
     as_text: bool = False
-    """The arguments, as JSON; otherwise as an object."""
+    """Arguments are JSON text; otherwise an object."""
     silent: str | None = ""
     """The content of a message that only calls."""
     short_ids: bool = False
-    """Ids are nine letters and digits, as Mistral has them."""
+    """Ids have nine letters and digits, as Mistral requires."""
 
     def shape(self, message: dict[str, Any]) -> dict[str, Any]:
-        """A message as clients send it, or as trainers write it, in this form."""
+        """Convert a message as clients send it, or as trainers write it, to this form."""
         if self.short_ids and isinstance(message.get("tool_call_id"), str):
             message = message | {"tool_call_id": _short(message["tool_call_id"])}
         if not message.get("tool_calls"):
@@ -151,7 +154,7 @@ def call_form(render: Callable[..., str], **special: str) -> CallForm:
         except (TemplateError, TypeError):
             return False
         shown = text.rpartition(asked["content"])[2]
-        # no dict as Python writes it
+        # no dict in Python's notation
         return "some_tool" in shown and "some_value" in shown and "{'" not in shown
 
     return next((form for form in FORMS if shows(form)), CallForm())

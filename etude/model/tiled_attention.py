@@ -1,10 +1,11 @@
-"""Batch-invariant attention: every token adds up in the same way, whatever else is in the batch.
+"""Batch-invariant attention: every token's sums are taken in the same way, whatever else is in the
+batch.
 
 Queries are taken in tiles of a few tokens, keys and values in tiles of `KEYS` tokens from the first
 one on. A product of two tiles always has the same shape, and so the same kernel; sums over the
 tiles of keys are taken in order. Keys that a query does not see get weight 0, which changes no sum,
-so it does not matter how many of them follow. `TiledCausalAttention` and `TiledPagedAttention` only
-differ in where the keys lie. Both hand over the latent of an MLA layer, not the expanded heads.
+so their number does not matter. `TiledCausalAttention` and `TiledPagedAttention` differ only in
+where the keys are. Both take the latent of an MLA layer, not the expanded heads.
 
 Shapes as in `attention`, and U tiles, W tokens of a tile of queries, J of a tile of keys, S tokens
 of the longest sequence rounded up to whole tiles.
@@ -27,20 +28,20 @@ from etude.model.scoring import Scoring
 
 KEYS = 64
 QUERIES = 16
-"""Rows of a tile of queries: so many pairs of a token and a head of a group, or one token with all
-of them."""
+"""Rows of a tile of queries: this many pairs of a token and a head of a group, or one token with
+all its heads."""
 
 PRODUCTS = 64
 
 Ints = NDArray[np.int64]
 Slots = Callable[[Tensor], Tensor]
-"""Keys or values of all heads at the places of any tensor of them."""
+"""Keys or values of all heads at the given slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of query tokens, and where the keys that they see lie. The last tile of a sequence is
-    filled up with tokens that are not real."""
+    """Tiles of query tokens, and the slots of the keys that they see. The last tile of a sequence
+    is padded with tokens that are not real."""
 
     tokens_UW: Tensor
     real_UW: Tensor
@@ -59,8 +60,7 @@ class Tiles:
         width: int,
         device: torch.device | None,
     ) -> Tiles:
-        """Tokens `starts_B` to `ends_B` are the last ones of sequences that have `lengths_B` in
-        all."""
+        """Tokens `starts_B` to `ends_B` are the last ones of sequences of `lengths_B` tokens."""
         tiles = [
             (b, first)
             for b, (s, e) in enumerate(zip(starts_B, ends_B, strict=True))
@@ -89,7 +89,8 @@ def attend_in_tiles(
     groups: int,
     scoring: Scoring | None = None,
 ) -> Tensor:
-    """In float32, whatever the type: the result is rounded once. `groups`: heads of keys."""
+    """Attention in float32, whatever the dtype: the result is rounded once. `groups`: number of key
+    heads."""
     num_tiles, width = tiles.tokens_UW.shape
     heads = q_NHD.shape[1]
 
@@ -129,7 +130,7 @@ def _weights(tiles: Tiles, scores_UKWGS: Tensor, scoring: Scoring | None) -> Ten
     scores_UKWGS = scores_UKWGS.masked_fill(hidden_UWS[:, None, :, None], -torch.inf)
     if (sinks_H := scoring.sinks_H) is None:
         return shares(scores_UKWGS)
-    # A tile of its own in front, so that the keys stay in the places that they have without it.
+    # A separate tile in front, so that the keys keep the positions that they have without sinks.
     groups, each = scores_UKWGS.shape[1], scores_UKWGS.shape[3]
     sinks_KGJ = F.pad(sinks_H.float().view(groups, each, 1), (0, KEYS - 1), value=-torch.inf)
     sinks = sinks_KGJ[None, :, None].expand(*scores_UKWGS.shape[:-1], KEYS)
@@ -137,8 +138,8 @@ def _weights(tiles: Tiles, scores_UKWGS: Tensor, scoring: Scoring | None) -> Ten
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """`torch.bmm`, whose kernel on CUDA depends on how many products there are and how the matrices
-    lie: so always as many, and lying alike."""
+    """`torch.bmm` with a fixed number of products and a fixed layout, because its kernel on CUDA
+    depends on both."""
     if not a.is_cuda:
         return torch.bmm(a, b)
     padded = (
@@ -150,8 +151,8 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 def shares(scores: Tensor) -> Tensor:
     """Softmax over the last axis, a multiple of `KEYS`, in which scores of -inf at the end change
-    nothing. On a CPU that is how the library does it; on CUDA the order of its sum depends on the
-    length."""
+    nothing. On a CPU the library's softmax has this property; on CUDA the order of its sum depends
+    on the length."""
     if not scores.is_cuda:
         return torch.softmax(scores, -1)
     powers = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -168,7 +169,7 @@ def tokens_of_a_tile(num_heads: int, num_keys: int) -> int:
 
 
 class TiledCausalAttention:
-    """Training: whole sequences of these `lengths` one behind the other."""
+    """Attention for training: whole sequences of these `lengths` one after the other."""
 
     latent = True
 
@@ -214,7 +215,8 @@ class TiledCausalAttention:
 
 
 class TiledPagedAttention:
-    """Inference, over the blocks of a `KVCache`. `engine.batch` says what the arguments mean."""
+    """Attention for inference, over the blocks of a `KVCache`. `engine.batch` documents the
+    arguments."""
 
     latent = True
 
@@ -232,7 +234,7 @@ class TiledPagedAttention:
         device = cache.like.device
         size = cache.block_size
         self._slot_mapping_GN = torch.from_numpy(slot_mapping_GN).to(device)
-        # Whatever lies past the end of a sequence is hidden from it.
+        # Slots past the end of a sequence are hidden from it.
         places_S = np.arange(-(-int(lengths_B.max()) // KEYS) * KEYS).clip(
             max=block_table_GBM.shape[2] * size - 1
         )

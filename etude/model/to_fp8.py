@@ -1,6 +1,6 @@
-"""A model directory in FP8, as servers read it: e4m3 with a scale for each block of 128 by 128, the
-layout of DeepSeek-V3. Matrices of layers are rounded; embeddings, head, routers and norms are
-not."""
+"""Converter of a model directory to FP8, as servers read it: e4m3 with a scale for each block of
+128 by 128, the layout of DeepSeek-V3. Matrices of layers are rounded; embeddings, head, routers and
+norms are not."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 BLOCK = 128
 LARGEST = 448.0
-"""Of e4m3."""
+"""The largest number in e4m3."""
 KEPT = ("gate.weight", "router.weight", "shared_expert_gate.weight", "in_proj_ba.weight")
-"""Ends of names: what decides between scores that lie close together, and how fast a memory
+"""Suffixes of tensors that decide between scores that are close together, or set how fast a memory
 fades."""
 FILTERS = "conv1d.weight"
 
@@ -24,8 +24,8 @@ FILTERS = "conv1d.weight"
 def to_fp8(
     small: Mapping[str, bytes], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, bytes], dict[str, Tensor]]:
-    """The small files and tensors of the same model in FP8. Raises ValueError for a model that no
-    such layout is known for."""
+    """The small files and tensors of the same model in FP8. Raises ValueError for a model without a
+    known layout of this kind."""
     large = (name for name, t in tensors.items() if t.ndim > 2 and not name.endswith(FILTERS))
     if stacked := next(large, None):
         raise ValueError(f"{stacked} holds many matrices, and there is no FP8 of those: take bf16")

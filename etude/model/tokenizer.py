@@ -1,17 +1,16 @@
-"""Text, chat messages and token ids, from the files of a Hugging Face directory. No torch in here:
-the gateway uses it.
+"""Conversion between text, chat messages and token ids, from the files of a Hugging Face directory.
+No torch: the gateway uses it.
 
-`tokenizer.json` is read by `tokenizers`. `tokenizer_config.json` says which tokens are special
-(`eos_token` ends a turn; others that may end it too are in `generation_config.json`, if there is
-one) and, if the chat template does not tell, how the model writes tool calls (`tool_syntax`, a key
-of our own). The chat template stands in `chat_template.jinja`, or in `tokenizer_config.json` as in
-older directories.
+`tokenizers` reads `tokenizer.json`. `tokenizer_config.json` names the special tokens (`eos_token`
+ends a turn; `generation_config.json`, if present, names others that may end it) and, if the chat
+template does not show it, the syntax of tool calls (`tool_syntax`, a key of our own). The chat
+template is in `chat_template.jinja`, or in `tokenizer_config.json` in older directories.
 
-Who writes a message must not be able to end it, or to begin one in another's name: the text of a
-control token within a message or a tool is text. `render` puts a stand-in in its place, so that
-what then looks like a control token was written by the template, and `encode` gives the tokens of
-the text that the stand-in is for. Of an assistant's messages this holds for special tokens only:
-templates look into them for the marks of reasoning.
+The author of a message must not be able to end it, or to begin one in another's name: the text of a
+control token within a message or a tool is text. `render` replaces it by a stand-in, so that
+anything that then looks like a control token was written by the template, and `encode` produces the
+tokens of the text behind the stand-in. In an assistant's messages only special tokens are replaced,
+because templates search these messages for the marks of reasoning.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ SPECIAL = (
     "cls_token",
     "mask_token",
 )
-"""What a template may know of, by these names."""
+"""Special tokens that a template may use, by these names."""
 
 REASONING_KEYS = {"reasoning_content": "reasoning_content", "message.thinking": "thinking"}
-"""Words of a template, and where it then looks for the reasoning of a message. One that has none of
-them finds it within the content, between its marks."""
+"""Words of a template, and the key where it then looks for the reasoning of a message. A template
+without these words finds it within the content, between marks."""
 _MARK = re.compile(r"[<\[]\S+[>\]]")
-"""An added token that means something else than its letters; others are words or runs of
-spaces."""
+"""Added tokens that mean something other than their letters; the other added tokens are words or
+runs of spaces."""
 _TAIL = 8
-"""Tokens at the end of a prompt that may hold the mark with which it begins the reasoning."""
+"""Tokens at the end of a prompt that may contain the mark that begins the reasoning."""
 _REMEMBERED = 1 << 16
-"""Tokens and pairs of them, as text."""
+"""Single tokens and pairs whose text is cached."""
 _NONCE = f"{secrets.randbelow(10**10):010d}"
-"""Nobody else writes it. Digits, because templates may trim, escape or change the case of what they
-show."""
+"""Unguessable part of a stand-in. Digits only, because templates may trim, escape or change the
+case of text."""
 _STAND_IN = re.compile(rf"~{_NONCE}:(\d+)~")
 
 
@@ -84,13 +83,13 @@ class ChatTokenizer:
         self._control_ids = {_in_json(text): id for id, text in self._controls.items()}
         self._control_texts = _any_of(self._control_ids)
         self._are_spelt_alike = self._control_ids.keys() == set(self._controls.values())
-        """In JSON as elsewhere."""
+        """True if control tokens have the same spelling in JSON."""
         self._special_ids = {id for id, token in added.items() if token.special}
         special = [added[id].content for id in sorted(self._special_ids)]
         self._special_texts = _any_of(map(_in_json, special))
         self.longest = 2 * max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)))
-        """No token stands for more characters. A vocabulary spells a token with at least one for
-        each of them; twice, because a normaliser may have put some together."""
+        """Upper bound of the characters of one token. The vocabulary's spelling of a token has at
+        least one character for each of them; doubled because a normaliser may have joined some."""
         config = read_config(files, "tokenizer_config.json")
         self._special = {key: _text(config[key]) for key in SPECIAL if config.get(key)}
         self.eos_token = self._special.get("eos_token", "")
@@ -109,7 +108,7 @@ class ChatTokenizer:
         ) or ""
         self._read_format(config, template)
         self.supports_tools = "tools" in template
-        """Otherwise the model is not told of them."""
+        """False: the template cannot show tools."""
         try:
             self._render = compile_template(template) if template else None
         except TemplateError as e:
@@ -121,7 +120,7 @@ class ChatTokenizer:
         """All tokens that end an answer, `eos_token_id` first."""
 
     def _read_format(self, config: Mapping[str, Any], template: str) -> None:
-        """How the model writes what is more than text."""
+        """Detect the model's syntax of reasoning and tool calls."""
         self.tool_syntax = config.get("tool_syntax") or detect_format(template)
         if self.tool_syntax not in FORMATS:
             raise EtudeError(
@@ -137,7 +136,7 @@ class ChatTokenizer:
         self._reasoning_key = next(keys, None)
 
     def _ends_of_turn(self) -> list[int]:
-        """The special token that the template writes behind an answer, if it is one."""
+        """The special token that the template writes after an answer, if it writes one."""
         asked = [{"role": "user", "content": "Ask"}, {"role": "assistant", "content": "Answer"}]
         try:
             shown = self.render(asked)
@@ -148,7 +147,7 @@ class ChatTokenizer:
 
     @cached_property
     def vocabulary(self) -> str:
-        """A digest of tokenizer.json: where it is the same, ids mean the same."""
+        """A digest of tokenizer.json: if it is equal, ids mean the same."""
         return hashlib.blake2b(self._json, digest_size=16).hexdigest()
 
     @property
@@ -156,8 +155,8 @@ class ChatTokenizer:
         return self._tokenizer.get_vocab_size()
 
     def encode(self, text: str, *, long: bool = False) -> list[int]:
-        """`text` may come from `render`. If it is `long`, the other threads of the process go on
-        meanwhile."""
+        """Token ids of a text, which may come from `render`. If it is `long`, the other threads of
+        the process keep running."""
         encoding = _encoded(self._tokenizer, text, long)
         ids: list[int] = encoding.ids
         if _NONCE not in text:
@@ -174,7 +173,7 @@ class ChatTokenizer:
         return found
 
     def encode_plain(self, text: str, *, long: bool = False) -> list[int]:
-        """A text of anybody's: nothing in it is a control token."""
+        """Token ids of an untrusted text: nothing in it is a control token."""
         ids: list[int] = _encoded(self._plain, text, long).ids
         return ids
 
@@ -183,8 +182,7 @@ class ChatTokenizer:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """To which no text is a control token. Few need it, so it is made for the first who
-        does."""
+        """A tokenizer without control tokens. Created on first use, since few need it."""
         spelled = json.loads(self._json)
         for token in spelled.get("added_tokens") or ():
             token["special"] = token["id"] in self._controls
@@ -200,14 +198,13 @@ class ChatTokenizer:
         )
 
     def exceeds(self, text: str, num_tokens: int) -> bool:
-        """Whether it is certain that the text has more tokens. To encode it may take seconds; this
-        does not."""
-        if text.count(_NONCE) > num_tokens:  # what they stand for is several tokens each
+        """True if the text certainly has more tokens. Encoding may take seconds; this does not."""
+        if text.count(_NONCE) > num_tokens:  # each stands for several tokens
             return True
         return len(self._as_said(text)) > num_tokens * self.longest
 
     def is_plain(self, text: str) -> bool:
-        """Whether no control token is spelt in what `render` made."""
+        """True if output of `render` spells no control token."""
         return _NONCE not in text and self._control_texts.search(text) is None
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -217,7 +214,7 @@ class ChatTokenizer:
 
     @cached_property
     def _decode_few(self) -> Callable[[tuple[int, ...]], str]:
-        """Remembered: every token of an answer is decoded by itself, and with the one before."""
+        """A cache, since every token of an answer is decoded alone, and with the one before it."""
         return lru_cache(_REMEMBERED)(
             lambda ids: self._tokenizer.decode(list(ids), skip_special_tokens=False)
         )
@@ -230,8 +227,8 @@ class ChatTokenizer:
         answer: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that the model reads, for `encode`. With `answer` it ends where the model is to
-        go on. `options`: more that the template may know of. Raises ValueError for messages that
+        """The text that the model reads, for `encode`. With `answer` it ends where the model should
+        continue. `options`: further variables of the template. Raises ValueError for messages that
         the template cannot show."""
         if self._render is None:
             raise ValueError(
@@ -244,7 +241,7 @@ class ChatTokenizer:
         known = {"messages": shown, "tools": rest["tools"] or None, "add_generation_prompt": answer}
         try:
             return self._render(**{"documents": None, **rest, **self._special, **known})
-        # TypeError: a template that adds a text to what is none
+        # TypeError: the template concatenates a text and something else
         except (TemplateError, TypeError) as e:
             raise ValueError(f"chat template: {self._as_said(str(e))}") from e
 
@@ -254,7 +251,8 @@ class ChatTokenizer:
         return call_form(self._render, **self._special)
 
     def _as_template_has_it(self, message: Message) -> Message:
-        """With a role that it knows, and the reasoning where it looks for it."""
+        """The message with a role that the template knows, and the reasoning under the key that it
+        reads."""
         if message.get("role") == "developer" and not self._knows_developer:
             return message | {"role": "system"}
         reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -262,7 +260,7 @@ class ChatTokenizer:
             return message
         said = message.get("content") or ""
         if self._reasoning_key == "thinking" and said and message.get("tool_calls"):
-            # gpt-oss shows one text beside a call
+            # gpt-oss shows one text next to a call
             return message | {"thinking": f"{reasoning}\n\n{said}", "content": ""}
         if self._reasoning_key is not None:
             return message | {self._reasoning_key: reasoning}
@@ -274,7 +272,7 @@ class ChatTokenizer:
     def _with_stand_ins(
         self, messages: list[Message], rest: dict[str, Any]
     ) -> tuple[list[Message], dict[str, Any]]:
-        """Of all that they say, at whatever depth."""
+        """Replace control tokens by stand-ins in messages and options, at any depth."""
         if not self._are_plain(messages):
             messages = [
                 self._guarded(message, assistant=message.get("role") == "assistant")
@@ -283,12 +281,12 @@ class ChatTokenizer:
         return messages, self._guarded(rest) if any(rest.values()) else rest
 
     def _are_plain(self, messages: list[Message]) -> bool:
-        """Whether it is certain, by one look at all of them, that no control token is spelt."""
+        """True if certainly no message spells a control token; one search covers all of them."""
         if not self._are_spelt_alike:
             return False
         values = [value for message in messages for value in message.values()]
         said = [value for value in values if isinstance(value, str)]
-        if len(said) < len(values):  # calls, and whatever else a client says
+        if len(said) < len(values):  # calls, and any other values of a client
             others = [value for value in values if not isinstance(value, str)]
             said.append(json.dumps(others, ensure_ascii=False))
         return self._control_texts.search("\n".join(said)) is None
@@ -308,7 +306,7 @@ class ChatTokenizer:
         return guarded
 
     def begins_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether the prompt ends in the mark behind which the model reasons."""
+        """True if the prompt ends with the mark that begins the reasoning."""
         end = self.decode(prompt[-_TAIL:]).rstrip()
         return self._reasons and end.endswith(self._format.think[0])
 
@@ -320,7 +318,7 @@ class ChatTokenizer:
         stop_token_ids: Sequence[int] | None = None,
         stop: Sequence[str] = (),
     ) -> AnswerParser:
-        """What reads the answer to a prompt, token by token. `tools`: None if what looks like a
+        """Parser of the answer to a prompt, token by token. `tools`: None if text that looks like a
         call is text."""
         parser = self._format.parser(
             None if tools is None else schemas_of(tools),
@@ -341,7 +339,7 @@ class ChatTokenizer:
         call_id: Callable[[int], str],
         prompt: Sequence[int] = (),
     ) -> Message:
-        """The assistant message that sampled tokens say."""
+        """The assistant message that sampled tokens make."""
         parser = self.answer_parser(prompt, tools)
         events = parser.extend(tokens)
         finished = bool(tokens) and tokens[-1] in self.stop_token_ids
@@ -350,7 +348,7 @@ class ChatTokenizer:
 
 
 def chat_template(config: Mapping[str, Any]) -> str | None:
-    """The template within tokenizer_config.json: a text, or several with names."""
+    """The template within tokenizer_config.json, which has one text, or several with names."""
     said = config.get("chat_template")
     if isinstance(said, list):
         said = {entry["name"]: entry["template"] for entry in said}.get("default")
@@ -358,7 +356,7 @@ def chat_template(config: Mapping[str, Any]) -> str | None:
 
 
 def same_vocabulary(one: bytes, other: bytes) -> bool:
-    """Whether two tokenizer.json give every token the same id."""
+    """True if two tokenizer.json files give every token the same id."""
     first, second = (
         _read_tokenizer(data).get_vocab(with_added_tokens=True) for data in (one, other)
     )
@@ -373,7 +371,7 @@ def _read_tokenizer(data: bytes) -> Tokenizer:
 
 
 def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Empty if the file is not there."""
+    """Parse a JSON file; {} if it is missing."""
     try:
         config = json.loads(files.get(name, b"{}"))
     except ValueError as e:
@@ -394,8 +392,8 @@ def _end_ids(generation: Mapping[str, Any]) -> list[int]:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, long: bool) -> Encoding:
-    """Only a batch is encoded without the interpreter's lock; for a short text that costs more than
-    it saves."""
+    """Encode a text; only a batch is encoded without the interpreter's lock, which for a short text
+    costs more than it saves."""
     if long:
         return tokenizer.encode_batch([text], add_special_tokens=False)[0]
     return tokenizer.encode(text, add_special_tokens=False)
@@ -411,5 +409,5 @@ def _in_json(text: str) -> str:
 
 
 def _text(token: Any) -> str:
-    """A special token is a text, or an object that says more about it."""
+    """Text of a special token, which is a string or an object with more fields."""
     return token if isinstance(token, str) else str(token["content"])

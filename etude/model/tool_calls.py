@@ -1,9 +1,8 @@
-"""How model families write the body of a tool call, read back. Pure.
+"""Parsers of the tool call syntaxes of model families. Pure.
 
-A reader takes the text between the marks of one call and the tools that were offered, and gives
-the calls that it says; `output_parser.py` finds the marks. A body that cannot be read is still a
-call, named `invalid`: the harness answers it with an error, so that the model pays for it and can
-learn.
+A reader takes the text between the marks of one call and the offered tools, and returns the calls
+in it; `output_parser.py` finds the marks. A body that cannot be read is still a call, named
+`invalid`: the harness answers it with an error, so that the model pays for it and can learn.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 
 INVALID = "invalid"
 _SPARE = 100
-"""Levels of nesting that a call leaves unused, since it is read again with more of the stack in use
-than here."""
+"""Levels of nesting that a call must leave unused, since it is parsed again later with more of the
+stack in use."""
 
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
@@ -51,12 +50,12 @@ class InvalidToolCall(ValueError):
 class Call:
     name: str
     arguments: str
-    """An object, in JSON."""
+    """A JSON object."""
     id: str | None = None
-    """The model's own, if its family writes one."""
+    """The model's own id, if its family writes one."""
 
     def means(self, other: Call) -> bool:
-        """Whether both call the same, however that is spelt."""
+        """True if both calls mean the same, however they are spelt."""
         if self.name != other.name or self.name == INVALID:
             return self.name == other.name
         try:
@@ -76,14 +75,13 @@ def read_calls(read: Read, body: str, schemas: Schemas) -> list[Call]:
 
 
 def can_read(calls: Sequence[Call]) -> bool:
-    """Whether what `read_calls` gives is what was written."""
+    """True if none of the results of `read_calls` is invalid."""
     return all(call.name != INVALID for call in calls)
 
 
 def compact(body: str, schemas: Schemas) -> list[Call]:
     """`edit 3 return a + b`: the tool's name, then its arguments in the order of its schema; the
-    last one takes the rest of the line. It costs a small model a fifth of the tokens that JSON
-    would."""
+    last one takes the rest of the line. It costs a small model a fifth of the tokens of JSON."""
     name, _, rest = body.strip().partition(" ")
     parameters = list(schemas.get(name, {}).items())
     values = rest.split(" ", len(parameters) - 1) if parameters and rest else []
@@ -107,7 +105,7 @@ def hermes(body: str, schemas: Schemas) -> list[Call]:
 
 
 def llama3(body: str, schemas: Schemas) -> list[Call]:
-    """`{"name": "edit", "parameters": {"line": 3}}`, several parted by semicolons."""
+    """`{"name": "edit", "parameters": {"line": 3}}`, several separated by semicolons."""
     decoder = json.JSONDecoder()
     calls = list[Call]()
     rest = body.strip()
@@ -124,7 +122,8 @@ def llama3(body: str, schemas: Schemas) -> list[Call]:
 
 
 def qwen3_coder(body: str, schemas: Schemas) -> list[Call]:
-    """`<function=edit>`, in it `<parameter=text>` with the value as it is, on lines of its own."""
+    """`<function=edit>`, which contains `<parameter=text>` with the raw value, on lines of its
+    own."""
     found = _FUNCTION.fullmatch(body.strip())
     if found is None:
         raise InvalidToolCall("a call is <function=NAME> .. </function>")
@@ -169,7 +168,7 @@ def kimi_k2(body: str, schemas: Schemas) -> list[Call]:
 
 def mistral(body: str, schemas: Schemas) -> list[Call]:
     """`edit[ARGS]{"line": 3}`, before the arguments perhaps `[CALL_ID]` and the id (Devstral); or a
-    list of objects with their ids (before it)."""
+    list of objects with their ids (earlier models)."""
     head, separator, rest = body.partition(MISTRAL_ARGUMENTS)
     if not separator or head.lstrip().startswith("["):
         return hermes(body, schemas)
@@ -178,8 +177,8 @@ def mistral(body: str, schemas: Schemas) -> list[Call]:
 
 
 def olmo3(body: str, schemas: Schemas) -> list[Call]:
-    """`edit(line=3, text="return a + b")`, each call on lines of its own; Python, or the words of
-    JSON in it."""
+    """`edit(line=3, text="return a + b")`, each call on lines of its own, in Python, possibly with
+    JSON's literals."""
     try:
         statements = ast.parse(body.strip()).body
     except (SyntaxError, ValueError, MemoryError) as e:
@@ -200,7 +199,7 @@ def _from_python(statement: ast.stmt) -> Call:
                 raise InvalidToolCall("a call is NAME(argument=value, ..)")
             arguments[word.arg] = ast.literal_eval(_JsonWords().visit(word.value))
         return _call(ast.unparse(call.func), arguments)
-    except TypeError as e:  # a set, bytes, or a key that is none
+    except TypeError as e:  # a set, bytes, or an invalid key
         raise InvalidToolCall(f"arguments are such as JSON has: {e}") from e
 
 
@@ -245,7 +244,7 @@ def _on_lines(value: str) -> str:
 
 
 def _typed(values: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Texts as the schema has them: what is not a text there is JSON."""
+    """Convert texts to the types of the schema: values that are not strings in it are JSON."""
     return {key: _value(text, schema.get(key)) for key, text in values.items()}
 
 
@@ -270,8 +269,9 @@ def _kinds(schema: Any) -> set[str]:
 
 
 def _call(name: str, arguments: dict[str, Any], id: str | None = None) -> Call:
-    """Raises for what could not be sent or read again: infinity and numbers of thousands of digits,
-    halves of surrogate pairs, and objects that are nested deeper than the stack."""
+    """Build a call. Raises for arguments that could not be sent or parsed again: infinity and
+    numbers of thousands of digits, halves of surrogate pairs, and objects nested deeper than the
+    stack."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     json.dumps([name, text, id], ensure_ascii=False).encode()
     json.loads("[" * _SPARE + text + "]" * _SPARE)

@@ -1,8 +1,8 @@
 """A decoder-only transformer, for every family that `config` knows.
 
-The trainer and the engine run this one definition. What differs between them is how a token sees
-the tokens before it, so attention is handed in: `attend` is `attention.CausalAttention` in
-training, another class of that module in inference.
+The trainer and the engine run this one definition. They differ in how a token sees earlier tokens,
+so attention is passed in: `attend` is `attention.CausalAttention` in training, and another class of
+that module in inference.
 
 Shapes: .. any leading dimensions (B rows of T tokens, or N tokens of many sequences one after the
 other), E hidden size, V vocabulary, D rotated part of a head.
@@ -104,7 +104,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Everything but the head; a module of its own because the tensor names begin with `model.`"""
+    """Everything but the head; a separate module because tensor names begin with `model.`"""
 
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
@@ -119,12 +119,12 @@ class Transformer(nn.Module):
 
     rope: Tensor
     local_rope: Tensor | None
-    """Of the layers with a window, where these rotate in their own way."""
+    """Table of the layers with a window, if these have their own rope."""
     arithmetic = PLAIN
     fused = False
     """Layers and head are compiled."""
     gradient_checkpointing = False
-    """Layers keep their inputs alone, and are computed again in the backward pass."""
+    """Layers keep only their inputs, and are computed again in the backward pass."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -145,16 +145,17 @@ class Transformer(nn.Module):
 
     @property
     def invariant(self) -> bool:
-        """What is computed for a token has the same bits whatever else is computed with it."""
+        """True if every value computed for a token has the same bits whatever else is in the
+        batch."""
         return self.arithmetic.invariant
 
     def rope_of(self, layer: int) -> Tensor:
-        """The table by which a layer rotates."""
+        """The rope table of a layer."""
         local = self.local_rope if self._is_local[layer] else None
         return self.rope if local is None else local
 
     def compute_with(self, arithmetic: Arithmetic) -> Transformer:
-        """From now on, in all of its parts; returns itself."""
+        """Use this arithmetic in all parts from now on; returns the model."""
         if arithmetic.fp8_kv and (self.config.latent or self.config.linear):
             kept = "a latent" if self.config.latent else "states of recurrent layers"
             raise EtudeError(
@@ -166,17 +167,17 @@ class Transformer(nn.Module):
         return self
 
     def quantised_layers(self) -> list[Linear]:
-        """Those that multiply in FP8."""
+        """The layers that multiply in FP8."""
         return [own for own in self.model.modules() if isinstance(own, Linear) and own.in_fp8]
 
     @torch.no_grad()
     def quantise(self) -> None:
-        """Keep their weights in FP8, for inference: to be done again after every change of them."""
+        """Store their weights in FP8, for inference. Repeat after every change of the weights."""
         for own in self.quantised_layers():
             own.quantised = quantise_rows(own.weight)
 
     def cast(self, dtype: torch.dtype) -> Transformer:
-        """Parameters in this type, tables and biases of routers as they are; returns itself."""
+        """Cast parameters to this dtype, but not tables and router biases; returns the model."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(dtype)
         return self
@@ -190,7 +191,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         x = self.model.embed_tokens(tokens)
         if self._embedding_scale != 1:
-            # The factor is rounded, too, as it is where such models were trained.
+            # The factor is rounded too, as it is where such models were trained.
             x = x * float(torch.tensor(self._embedding_scale, dtype=x.dtype))
         turns = self.rope[positions].to(x.dtype).unbind(-3)
         local = turns
@@ -207,16 +208,16 @@ class Transformer(nn.Module):
     def logprobs(
         self, hidden_NE: Tensor, tokens_N: Tensor, temperature_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of the token after each hidden state; and of every token that could have stood there
-        (NV). `temperature_N`: what each is drawn at; None: all at 1."""
+        """Log-probs of the token after each hidden state, and of every token of the vocabulary
+        (NV). `temperature_N`: sampling temperature of each; None: all at 1."""
         logits_NV = self.logits(hidden_NE)
         if temperature_N is not None:
-            # A tensor also where all are equal: on CUDA a plain number would be multiplied by its
-            # inverse, which rounds otherwise.
+            # A tensor even if all are equal: on CUDA, division by a Python number is multiplication
+            # by its inverse, which rounds differently.
             logits_NV = logits_NV / temperature_N[:, None]
         logp_NV = torch.log_softmax(logits_NV, dim=-1)
-        # `gather` would say the same, but its gradient is not compiled without a tensor as large as
-        # all logits.
+        # `gather` would give the same, but compiled, its gradient needs a tensor as large as all
+        # logits.
         return -F.nll_loss(logp_NV, tokens_N, reduction="none"), logp_NV
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ class Transformer(nn.Module):
         return self.bent(self.arithmetic.linear(hidden, head, None).float())
 
     def bent(self, logits: Tensor) -> Tensor:
-        """What a family does to its logits after the head."""
+        """The family's transformation of logits after the head."""
         if self._logits_scale != 1:
             logits = logits / self._logits_scale
         if self._logits_softcap is not None:
@@ -233,13 +234,13 @@ class Transformer(nn.Module):
 
 
 def init_from_scratch(config: ModelConfig, seed: int) -> Transformer:
-    """Random weights, scaled by what goes into each matrix, and by depth for what writes to the
-    residual stream.
+    """Random weights, scaled by the input size of each matrix, and by depth for matrices that write
+    to the residual stream.
 
-    The output of each head starts as the transpose of its values, so that a head begins by copying
-    what it looks at and only has to learn where to look. A small model discovers copying in about
-    half the steps that way, and more reliably with embeddings of that size: with smaller ones,
-    tokens are hardly told apart until the embeddings have grown.
+    The output matrix of each head starts as the transpose of its values, so that a head begins by
+    copying the tokens it attends to and only has to learn where to look. A small model discovers
+    copying in about half the steps this way, and more reliably with embeddings of this size: with
+    smaller ones, tokens are hard to tell apart until the embeddings have grown.
     """
     model = Transformer(config)
     generator = torch.Generator().manual_seed(seed)

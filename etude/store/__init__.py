@@ -1,6 +1,6 @@
-"""The only door to storage: objects under keys, append-only logs of records over them, and the
-layout of one run.
+"""Access to storage: objects under keys, append-only logs of records over them, and the layout of
+one run. No other package accesses storage.
 
-Everything here is synchronous and thread-safe; a process that runs an event loop calls it by
+Everything here is synchronous and thread-safe; a process that runs an event loop calls it through
 `asyncio.to_thread`.
 """

@@ -1,13 +1,13 @@
-"""A trainer's checkpoints in the store of its run: written in the background, there whole or not at
-all.
+"""A trainer's checkpoints in the store of its run: written in the background, and stored
+atomically.
 
-    checkpoints/{name}/{rank}.{sha256}   what one rank holds
+    checkpoints/{name}/{rank}.{sha256}   the state of one rank
     checkpoints/{name}/manifest.json     a `Checkpoint`: written last, by rank 0, when the parts of
-                                         all ranks are there
+                                         all ranks are stored
 
-A checkpoint is named `version.step`: so many steps of the running stage after that version. Ranks
-learn from the store that the others have written their parts, and so need not meet while they
-train. What a killed trainer has left without a manifest is removed when the next one starts.
+A checkpoint is named `version.step`: this many steps of the running stage after that version. Ranks
+learn from the store that the others have written their parts, and so need no collective while they
+train. Parts that a killed trainer has left without a manifest are removed when the next one starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.store.runs import Run
 
 KEEP_CHECKPOINTS = 2
 PARTS_TIMEOUT_S = 600.0
-"""How long rank 0 waits for the parts of the others."""
+"""The longest wait of rank 0 for the parts of the others."""
 POLL_S = 0.05
 
 
@@ -42,9 +42,9 @@ class Origin:
     parent: str
     """The weights that it started from."""
     config: dict[str, Json]
-    """What it was told."""
+    """The config of the stage."""
     data: str
-    """What it learned from, with a digest."""
+    """The data that it learned from, with a digest."""
     code: str
     """The version of etude that began it."""
 
@@ -55,13 +55,13 @@ class Checkpoint:
     step: int
     """Steps of the stage that are done since `version`."""
     version: int
-    """The weight version that these weights come after, or are if `step` is 0."""
+    """The weight version that these weights follow, or are if `step` is 0."""
     lineage: tuple[Origin, ...]
     """Oldest first; the last one is this stage."""
     cursor: dict[str, Json]
-    """The further state that the stage needs to go on: its place in its data."""
+    """Further state that the stage needs to resume, such as its position in its data."""
     parts: tuple[str, ...] = ()
-    """By rank; each ends with the SHA-256 of its bytes."""
+    """Parts by rank; the name of each ends with the SHA-256 of its bytes."""
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Checkpoint:
 
 
 def version_name(version: int, step: int = 0) -> str:
-    """The name of the checkpoint so many steps after a version."""
+    """The name of the checkpoint this many steps after a version."""
     return f"{version:06d}.{step:06d}"
 
 
@@ -78,7 +78,7 @@ def read(run: Run, name: str) -> Checkpoint:
 
 
 def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
-    """Checked against its digest."""
+    """Read a part, checked against its digest."""
     part = checkpoint.parts[rank]
     damage = "not what its name says"
     try:
@@ -95,8 +95,8 @@ def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
 
 
 class CheckpointWriter:
-    """Writes one rank's parts, one checkpoint after the other. What goes wrong is raised by the
-    next call."""
+    """Writes one rank's parts, one checkpoint after the other. The next call raises an error of the
+    previous write."""
 
     def __init__(self, run: Run, rank: int = 0, ranks: int = 1) -> None:
         self.run = run
@@ -106,10 +106,10 @@ class CheckpointWriter:
         self._pending: Future[None] | None = None
         self._given_up = threading.Event()
         self.kept: frozenset[str] = frozenset()
-        """Those that stay, however old."""
+        """Checkpoints that are kept, however old."""
 
     def clean(self) -> None:
-        """Removes what was never committed. For rank 0, before any rank saves."""
+        """Remove parts that were never committed. For rank 0, before any rank saves."""
         self.run.sweep_checkpoints()
         committed = set(self.run.checkpoints())
         for name in {name for name, _ in self.run.checkpoint_parts()} - committed:
@@ -118,8 +118,8 @@ class CheckpointWriter:
     def save(
         self, checkpoint: Checkpoint, part: bytes, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Returns at once, unless the checkpoint before is still being written. `then` is called
-        when it is there."""
+        """Return at once, unless the previous checkpoint is still being written. `then` is called
+        when this one is stored."""
         self.wait()
         self._pending = self._thread.submit(self._save, checkpoint, part, then)
 
@@ -128,14 +128,13 @@ class CheckpointWriter:
             self._pending.result()
 
     def close(self) -> None:
-        """Gives up what is not written yet: the end of a trainer that failed must not wait for
-        ranks that are gone."""
+        """Abandon the pending write: the end of a failed trainer must not wait for lost ranks."""
         self._given_up.set()
         self._thread.shutdown()
 
     def _save(self, checkpoint: Checkpoint, part: bytes, then: Callable[[], None]) -> None:
         name = checkpoint.name
-        if not self.run.has_checkpoint(name):  # one that is there is never changed
+        if not self.run.has_checkpoint(name):  # a stored checkpoint is never changed
             self.run.put_checkpoint_part(
                 name, f"{self.rank:05d}.{hashlib.sha256(part).hexdigest()}", part
             )
@@ -167,13 +166,13 @@ class CheckpointWriter:
 
 
 def code_version() -> str:
-    """Of this package: its release, and the commit if it runs from a repository."""
+    """The version of this package: its release, and the commit if it runs from a repository."""
     commit = git_commit()
     return f"etude {__version__}" + (f", commit {commit}" if commit else "")
 
 
 def git_commit() -> str | None:
-    """With a + if files were changed since."""
+    """The commit of the repository, with a + if files were changed since."""
     argv = [
         "git",
         "-C",

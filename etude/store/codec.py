@@ -1,13 +1,13 @@
 """The wire format of the core's dataclasses.
 
-MessagePack for what only programs read (groups, batches), JSON for what people read too. A *record*
-is one line of a log: a dataclass with its time and the name of its type, `{"t": 12.5, "kind":
-"Trained", "step": 3}`, so that entries of different types can share a log. Types are checked on the
-way in: what is decoded is what was promised.
+MessagePack for objects that only programs read (groups, batches), JSON for those that people read
+too. A *record* is one line of a log: a dataclass with its time and the name of its type, `{"t":
+12.5, "kind": "Trained", "step": 3}`, so that entries of different types can share a log. Types are
+checked during decoding.
 
-Types do not notice a changed digit. So every object ends with the digest of what stands before, as
-a line of JSON, whatever it holds: text stays readable, and a log gets one line more. What has its
-hash in its name needs none.
+A type check does not notice a changed digit. So every object ends with the digest of its preceding
+bytes, as a line of JSON, whatever its content: text stays readable, and a log gets one more line.
+Objects that have their hash in their name need none.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _DIGEST = b'{"blake3": "%b"}\n'
 _DIGEST_BYTES = len(_DIGEST % bytes(64))
 
 _REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What the decoder raises at data that is something else, or that was made to hurt it."""
+"""Errors of the decoder for data of another type, or for malicious data."""
 
 
 class Damaged(EtudeError):
-    """An object does not hold what was written, or was never written by us."""
+    """An object does not contain what was written, or was not written by us."""
 
 
 def pack(value: object) -> bytes:
@@ -42,7 +42,7 @@ def pack(value: object) -> bytes:
 
 
 def unpack(data: bytes, type: type[T], where: str) -> T:
-    """`where` names the data if it turns out to be something else."""
+    """Decode MessagePack. `where` names the data in an error."""
     try:
         return decode_msgpack(data, type)
     except _REFUSALS as e:
@@ -50,12 +50,12 @@ def unpack(data: bytes, type: type[T], where: str) -> T:
 
 
 def seal(data: bytes) -> bytes:
-    """With its digest behind it."""
+    """Append the digest of the data."""
     return data + _digest(data)
 
 
 def unseal(data: bytes, where: str) -> bytes:
-    """`where` names the data if it is not what was sealed."""
+    """Remove and check the digest. `where` names the data in an error."""
     inner, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
     if digest == (found := _digest(inner)):
         return inner
@@ -77,8 +77,8 @@ def _digest(data: bytes) -> bytes:
 
 
 def to_json(value: object) -> bytes:
-    """Indented. A NaN is an error here: JSON cannot say it, and a reader would find null in its
-    place."""
+    """Encode as indented JSON. A NaN is an error here: JSON has no NaN, and a reader would find
+    null instead."""
     return (json.dumps(msgspec.to_builtins(value), indent=1, allow_nan=False) + "\n").encode()
 
 
@@ -97,7 +97,7 @@ class Stamped(Generic[T]):
 
 
 class _Header(msgspec.Struct):
-    """What a line says beside the fields of its record."""
+    """The fields of a line in addition to those of its record."""
 
     t: float
     kind: str

@@ -1,9 +1,9 @@
-"""Typed decoding with msgspec, from whichever thread comes first.
+"""Typed decoding with msgspec that is safe from concurrent first use.
 
-msgspec learns the fields of a class when it first meets it, and writes them down before it is
-done. A thread that comes meanwhile reads half of them, and the process dies of a segmentation
-fault. So one thread at a time prepares a type, with all types within it; what is prepared may be
-used by all of them at once.
+msgspec inspects a class when it is first used, and stores the result before it is complete. A
+thread that uses the class meanwhile reads half of the fields, and the process dies with a
+segmentation fault. So one thread at a time prepares a type, with all types within it; prepared
+types may be used concurrently.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def decode_json(data: bytes | str, type: type[T]) -> T:
 
 
 def decode_known(data: bytes | str, type: type[T]) -> T:
-    """From JSON. A field that a dataclass does not have is refused, where `decode_json` leaves it
-    out: most likely it is a known one, misspelt."""
+    """Decode JSON. A field that a dataclass does not have is refused, whereas `decode_json` ignores
+    it: most likely it is a misspelt one."""
     found = decode_json(data, type)
     _refuse_unknown(msgspec.json.decode(data), msgspec.to_builtins(found), "$")
     return found
 
 
 def known_schemas(types: Iterable[type], ref_template: str) -> dict[str, dict[str, Any]]:
-    """The JSON schemas of what `decode_known` reads, and of all within it, by their names."""
+    """The JSON schemas of the types that `decode_known` reads, and of all types within them, by
+    name."""
     _, schemas = msgspec.json.schema_components(types, ref_template=ref_template)
     return {name: {**schema, "additionalProperties": False} for name, schema in schemas.items()}
 
@@ -45,13 +46,13 @@ def decode_msgpack(data: bytes | bytearray, type: type[T]) -> T:
 
 
 def convert(value: object, type: type[T]) -> T:
-    """From what JSON or MessagePack decode to without a type."""
+    """Convert from the untyped result of decoding JSON or MessagePack."""
     _prepare(type)
     return msgspec.convert(value, type)
 
 
 def _refuse_unknown(said: Any, known: Any, place: str) -> None:
-    """`known`: what was read of it."""
+    """Refuse fields that were not read. `known`: the fields that were."""
     if isinstance(known, dict):
         for name, value in said.items():
             if name not in known:

@@ -1,11 +1,11 @@
-"""Routed experts of recorded sessions, beside the groups that name them.
+"""Routed experts of recorded sessions, stored separately from the groups that name them.
 
     experts/{digest}    the ids of one segment, as the engine recorded them
 
 One byte for each token, layer and expert (two with more than 256 experts) is a hundred times the
-tokens themselves. So they go from the gateway to the trainer by way of the store, and whoever
-stands between handles the digest only. An object is written before anything names it, and named by
-its content, so that writing it again changes nothing.
+size of the tokens. So they go from the gateway to the trainer through the store, and all processes
+in between handle only the digest. An object is written before anything names it, and named by its
+content, so that writing it again changes nothing.
 """
 
 from __future__ import annotations

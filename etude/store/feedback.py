@@ -1,9 +1,9 @@
-"""Feedback on trajectories that came after they were stored.
+"""Feedback on trajectories that arrived after they were stored.
 
     feedback/{trajectory}/{digest}.json    one `Feedback`
 
-A trajectory is never rewritten. Each word on it is an object of its own, named by its content: any
-number of writers may add some at once, and whoever sends the same twice adds it once.
+A trajectory is never rewritten. Each feedback is a separate object, named by its content: any
+number of writers may add some concurrently, and sending the same feedback twice adds it once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.store.runs import Run
 
 
 def add_feedback(run: Run, trajectory: str, feedback: Feedback) -> None:
-    """`trajectory`: the id of one in a stored group."""
+    """Store a feedback. `trajectory`: the id of one in a stored group."""
     if not math.isfinite(feedback.value) or not math.isfinite(feedback.time):
         raise ValueError(f"{feedback}: value and time must be finite numbers")
     group_id, dot, _ = trajectory.rpartition(".")
@@ -36,7 +36,7 @@ def add_feedback(run: Run, trajectory: str, feedback: Feedback) -> None:
 
 
 def read_feedback(run: Run, trajectory: str) -> list[Feedback]:
-    """What came so far, oldest first."""
+    """All feedback so far, oldest first."""
     keys = [key for key in run.objects.list(_folder(trajectory)) if key.endswith(".json")]
     found = [_read(run, key) for key in keys]
     return sorted(found, key=lambda feedback: feedback.time)

@@ -1,5 +1,5 @@
-"""Records one behind the other in a file that grows: each with its size, which is said twice, and
-its digest. So the end that a killed writer left half-written is told apart from damage."""
+"""Records one after the other in a growing file: each with its size, which is stored twice, and its
+digest. So an end that a killed writer left half-written is distinguished from damage."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 _HEAD = struct.Struct(">II16s")
-"""The size, the same with all bits turned over, and the digest."""
+"""The size, the same with all bits inverted, and the digest."""
 _ALL_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedFrame:
-    """Something stood here that cannot be read."""
+    """The position of data that cannot be read."""
 
     place: int
 
@@ -26,7 +26,7 @@ def to_frame(record: bytes) -> bytes:
 
 
 def read_frames(data: bytes) -> Iterator[bytes | DamagedFrame]:
-    """The records in their order. A last one that is cut off is left out."""
+    """The records in order. A last one that is cut off is left out."""
     place = 0
     while place + _HEAD.size <= len(data):
         size, inverse, digest = _HEAD.unpack_from(data, place)

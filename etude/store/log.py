@@ -1,7 +1,7 @@
 """Append-only logs of records, as immutable numbered segments: `{name}/{number:010d}.jsonl`.
 
-One writer, any number of readers. A segment is created, never changed, so a reader sees whole
-records only, and a second writer (a controller that was thought dead) is found out at its first
+One writer, any number of readers. A segment is created, never changed, so a reader sees only
+complete records, and a second writer (a controller that was thought dead) is detected at its first
 append instead of interleaving. The last line of a segment is the digest of the others.
 """
 
@@ -22,9 +22,9 @@ R = TypeVar("R")
 
 
 class Log(Generic[R]):
-    """`durable`: `append` returns when the records are stored. Otherwise they are kept until
-    `flush`. `skipped` is told of a segment that is damaged, and the others are read; without it,
-    that is an error."""
+    """One log. `durable`: `append` returns when the records are stored; otherwise they are buffered
+    until `flush`. `skipped` is called for a damaged segment, and the others are read; without it,
+    damage is an error."""
 
     def __init__(
         self,
@@ -43,14 +43,15 @@ class Log(Generic[R]):
         self._now = now
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._buffer: list[bytes] = []
-        # the one to write next; kept until it is known to be there
+        # the segment to write next; kept until it is known to be stored
         self._segment: bytes | None = None
         self._buffering = threading.Lock()
         self._writing = threading.Lock()
         self._number: int | None = None  # of the segment to write next; None until the first write
 
     def append(self, *records: R) -> None:
-        """Records of one call stand in one segment: readers see all of them or none."""
+        """Append records. Records of one call are in one segment: readers see all of them or
+        none."""
         assert all(self._kinds.get(type(record).__name__) is type(record) for record in records), (
             records
         )
@@ -61,10 +62,9 @@ class Log(Generic[R]):
             self.flush()
 
     def flush(self) -> None:
-        """Everything appended before this call is stored when it returns."""
-        # Who waits here while another thread writes finds its records taken along, or goes next
-        # with all that gathered meanwhile: a slow store makes segments larger, not the queue
-        # longer.
+        """Store everything appended before this call."""
+        # When a thread that waits here gets the lock, its records are already stored, or it stores
+        # all records gathered meanwhile: a slow store makes segments larger, not the queue longer.
         with self._writing:
             while self._take():
                 if self._number is None:
@@ -73,8 +73,8 @@ class Log(Generic[R]):
                 self._number, self._segment = self._number + 1, None
 
     def _take(self) -> bytes | None:
-        """What was tried before goes first, as it was: it may be there, and only the answer was
-        lost."""
+        """The segment to write. One that was tried before comes first, unchanged: it may be stored,
+        and only the reply was lost."""
         with self._buffering:
             if self._segment is None and self._buffer:
                 self._segment = seal(b"".join(self._buffer))
@@ -90,10 +90,10 @@ class Log(Generic[R]):
             )
 
     def read(self, start: int = 0) -> tuple[list[Stamped[R]], int]:
-        """The records of the segments from number `start` on, and the `start` for what comes after
-        them. Costs one look at one key if there is nothing new."""
+        """The records of the segments from number `start` on, and the `start` for the following
+        ones. Costs a single existence check if there is nothing new."""
         end = self.end(start)
-        with ThreadPoolExecutor(16) as pool:  # a bucket answers slowly, but many at once
+        with ThreadPoolExecutor(16) as pool:  # a bucket is slow, but handles many at once
             segments = list(pool.map(self._read, range(start, end)))
         return [record for segment in segments for record in segment], end
 
@@ -102,8 +102,8 @@ class Log(Generic[R]):
         return [stamped.record for stamped in self._whole()[0]]
 
     def resume(self) -> list[R]:
-        """All records so far. This writer goes on right after them: if somebody else has, its
-        next append finds that out."""
+        """All records so far. This writer continues right after them; its next append detects
+        another writer that has done so."""
         records, self._number = self._whole()
         return [stamped.record for stamped in records]
 
@@ -113,7 +113,7 @@ class Log(Generic[R]):
         return self.read()
 
     def lost(self) -> Damaged | None:
-        """That a segment is gone, so that nothing behind it is read."""
+        """The error for a missing segment, after which nothing is read; None if none is missing."""
         key = find_gap(self._objects, self.name, self._key)
         if key is None:
             return None
@@ -123,7 +123,7 @@ class Log(Generic[R]):
         )
 
     def end(self, start: int = 0) -> int:
-        """The number of the first segment from `start` on that is not there."""
+        """The number of the first missing segment from `start` on."""
         return first_free(self._objects, self.name, self._key, start)
 
     def _read(self, number: int) -> list[Stamped[R]]:
@@ -144,7 +144,7 @@ class Log(Generic[R]):
 
 def first_free(objects: Objects, folder: str, key: Callable[[int], str], start: int = 0) -> int:
     """The first number from `start` on whose key is free. Only the keys before it are in use."""
-    # A listing may be late, have gaps and show what others have put there: it only saves questions.
+    # A listing may be stale, have gaps and show objects of others: it only saves requests.
     if not objects.exists(key(start)):
         return start
     listed = set(objects.list(folder, after=key(start)))
@@ -155,8 +155,8 @@ def first_free(objects: Objects, folder: str, key: Callable[[int], str], start: 
 
 
 def find_gap(objects: Objects, folder: str, key: Callable[[int], str]) -> str | None:
-    """The first key that is free although a later one is in use: what stood there is lost."""
-    # Listed first: what is written meanwhile, in order, makes no gap.
+    """The first key that is free although a later one is in use: its object is lost."""
+    # List first: objects written meanwhile, in order, make no gap.
     listed = objects.list(folder)
     free = key(first_free(objects, folder, key))
     return free if any(each > free and _is_numbered(each, key) for each in listed) else None

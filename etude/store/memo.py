@@ -1,4 +1,4 @@
-"""Results that several processes remember together, in a folder."""
+"""Cached results in a folder that several processes share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ T = TypeVar("T")
 
 
 class FolderMemo(Memo[T]):
-    """Results in a folder, one file each, by keys that say all that a result depends on: other
-    processes find them there, and later ones. Keys have the same `repr` in all of them. Nothing is
-    ever deleted."""
+    """Results in a folder, one file each, under keys that contain everything a result depends on:
+    other and later processes find them there. Keys must have the same `repr` in all processes.
+    Nothing is ever deleted."""
 
     def __init__(self, size: int, folder: Path, type_: type[T]) -> None:
         """`size`: results that are kept in memory, too."""
@@ -44,14 +44,14 @@ class FolderMemo(Memo[T]):
         path = self._folder / hashlib.sha256(repr(key).encode()).hexdigest()
         try:
             return decode_msgpack(path.read_bytes(), self._type)
-        except (FileNotFoundError, msgspec.DecodeError):  # none, or one that a full disk cut off
+        except (FileNotFoundError, msgspec.DecodeError):  # missing, or cut off by a full disk
             result = await compute()
         if keep(result):
             self._write(path, result)
         return result
 
     def _write(self, path: Path, result: T) -> None:
-        """As a whole or not at all, whoever else writes it now."""
+        """Write atomically, even with concurrent writers."""
         descriptor, name = tempfile.mkstemp(dir=self._folder)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.msgpack.encode(result))

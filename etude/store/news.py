@@ -1,10 +1,10 @@
-"""Who did something lately, so that whoever follows users need not look at all of them.
+"""Users with recent activity, so that a process that follows users need not look at all of them.
 
     production/news/{ten minutes}/{time:013d}-{user}-{random}
 
-An entry is empty, and written behind what it tells of. It says no more than who it was: what they
-did lies under their own name. A writer that dies in between leaves no entry, and old ones are
-swept, so news is a hint: a reader lists all users when it begins, and now and then.
+An entry is empty, and written after the object that it announces. It only contains the user; the
+objects are stored under the user's own key. A writer that dies in between leaves no entry, and old
+ones are swept, so news is a hint: a reader lists all users when it begins, and periodically.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ NEWS = "production/news"
 KEPT_S = 7200.0
 """Older entries are swept."""
 ALL_S = 3600.0
-"""After so long a reader lists all users: some news may never have been told."""
+"""The interval at which a reader lists all users, because some news may be missing."""
 CLOCK_SKEW_S = 300.0
-"""How far the clocks of two writers may be apart."""
+"""The largest difference between the clocks of two writers."""
 _FOLDER_MS = 600_000
 _ENTRY = re.compile(rf"{NEWS}/\d+/\d{{13}}-([0-9a-f]{{32}})-[0-9a-f]{{8}}")
 
 
 class News:
-    """Any number of writers. A reader keeps an object of its own."""
+    """Any number of writers. Each reader keeps its own instance."""
 
     def __init__(self, objects: Objects, now: Callable[[], float]) -> None:
         self._objects = objects
         self._now = now
         self._read_until = 0.0
         self._all_until = 0.0
-        """When all users were listed last."""
+        """The time when all users were listed last."""
         self._seen: set[str] = set()
 
     def tell(self, user: str) -> None:
@@ -43,12 +43,12 @@ class News:
         self._objects.put(f"{NEWS}/{time_ms // _FOLDER_MS}/{name}", b"")
 
     def read(self) -> set[str] | None:
-        """The users who did something since the last call; None if all are to be listed: at the
-        first call, and whenever that was long ago."""
+        """The users with activity since the last call; None if all users must be listed: at the
+        first call, and whenever the last listing was long ago."""
         since, now = self._read_until, self._now()
         listed = self._keys(max(since, now - KEPT_S) - CLOCK_SKEW_S, now + CLOCK_SKEW_S)
         new, self._seen, self._read_until = listed - self._seen, listed, now
-        if not 0 <= now - self._all_until <= ALL_S:  # a clock may be put back, too
+        if not 0 <= now - self._all_until <= ALL_S:  # a clock may be set back, too
             self._all_until = now
             return None
         return {match[1] for key in new if (match := _ENTRY.fullmatch(key))}

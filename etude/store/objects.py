@@ -1,11 +1,10 @@
 """Objects under keys, in a directory or in a bucket.
 
-An object appears whole or not at all, and `create` decides between two writers who want the same
-key. Nothing else in the system touches storage, so these two promises are all that crash safety
-rests on.
+An object appears atomically, and `create` decides between two writers of the same key. No other
+code accesses storage, so crash safety relies only on these two guarantees.
 
-In a directory, an object that has been written survives the death of every process, but a power cut
-may take the last seconds; a bucket keeps whatever it has acknowledged.
+In a directory, a written object survives the death of every process, but a power failure may lose
+the last seconds; a bucket keeps every object that it has acknowledged.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from etude.core.errors import EtudeError
 from etude.store.codec import seal, unseal
 
 BUCKETS = {"s3://": "AWS", "gs://": "GOOGLE", "az://": "AZURE"}
-"""With the prefix of the variables that set up each."""
+"""Prefixes of bucket URLs, with the prefix of the variables that configure each."""
 CLIENT = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "180s"}
-"""A store that says nothing for `read_timeout` is asked once more and then given up; one that is
-slow has longer. Each of these, and whatever else obstore's `ClientConfig` has, can be set by a
-variable: AWS_READ_TIMEOUT=10s."""
+"""A store that sends nothing for `read_timeout` is retried once and then given up; a slow one has
+longer. Each of these, and any other field of obstore's `ClientConfig`, can be set by a variable:
+AWS_READ_TIMEOUT=10s."""
 RETRY_S = 60.0
-"""For how long a request that failed is tried again."""
+"""The time for which a failed request is retried."""
 LIST_PAGE = 1000
-"""Keys that one listing request gives."""
+"""Keys in the reply to one listing request."""
 PART_BYTES = 5 << 20
 """A larger object is written in several requests."""
 _MISSING = (FileNotFoundError, NotFoundError)
@@ -49,7 +48,7 @@ class Missing(EtudeError, LookupError):
 
 
 class Unreachable(EtudeError):
-    """The store does not answer, although it was asked for a while."""
+    """The store does not answer, even after retries."""
 
 
 @dataclass(slots=True)
@@ -65,7 +64,7 @@ class StoreUsage:
 
 
 class Objects:
-    """One store. `url` says which, in every message about it."""
+    """One store; error messages name it by `url`."""
 
     def __init__(self, store: ObjectStore, url: str) -> None:
         self._store = store
@@ -79,7 +78,7 @@ class Objects:
 
     @property
     def poll_s(self) -> float:
-        """Time between two looks for something new: a bucket bills each of them."""
+        """Time between two checks for something new: a bucket charges for each of them."""
         return 0.5 if self.is_bucket else 0.05
 
     def _count(self, **more: int) -> None:
@@ -93,11 +92,11 @@ class Objects:
 
     @classmethod
     def open(cls, url: str, *, create: bool = True) -> Objects:
-        """`file:PATH` or a plain path, `s3://`, `gs://`, `az://`, or `memory:`, which is new and
-        empty at each call.
+        """Open `file:PATH` or a plain path, `s3://`, `gs://`, `az://`, or `memory:`, which is new
+        and empty at each call.
 
-        A directory that is not there is made, or refused if `create` is False: whoever only reads
-        should not leave an empty directory behind a mistyped path.
+        A missing directory is created, or refused if `create` is False: a reader should not leave
+        an empty directory at a mistyped path.
         """
         if url == "memory:":
             return cls(MemoryStore(), url)
@@ -121,14 +120,14 @@ class Objects:
             return cls(LocalStore(Path(path).absolute(), mkdir=True), url)
 
     def put(self, key: str, data: bytes) -> None:
-        """Writes the object, or replaces it."""
+        """Write or replace the object."""
         self._count_write(data)
         with _explained(f"write {key} in {self.url}"):
             obstore.put(self._store, key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes the object if the key is free; False if it is taken. Of two callers, one gets
-        True."""
+        """Write the object if the key is free; False if it is taken. Of two callers, exactly one
+        gets True."""
         self._count(writes=1, written_bytes=len(data))
         with _explained(f"write {key} in {self.url}"):
             try:
@@ -138,7 +137,7 @@ class Objects:
         return True
 
     def get(self, key: str) -> bytes:
-        """Raises `Missing` if there is none."""
+        """Raises `Missing` if there is no object."""
         with _explained(f"read {key} in {self.url}"):
             self._count(reads=1)
             data = bytes(obstore.get(self._store, key).bytes())
@@ -146,11 +145,12 @@ class Objects:
             return data
 
     def put_sealed(self, key: str, data: bytes) -> None:
-        """With a digest, which `get_sealed` checks: for whatever is not named by its hash."""
+        """Write with a digest, which `get_sealed` checks: for objects that are not named by their
+        hash."""
         self.put(key, seal(data))
 
     def get_sealed(self, key: str) -> bytes:
-        """Raises `Missing` if there is none, `Damaged` if it is not what was written."""
+        """Raises `Missing` if there is no object, `Damaged` if it is not what was written."""
         return unseal(self.get(key), f"{self.url}: {key}")
 
     def exists(self, key: str) -> bool:
@@ -163,7 +163,7 @@ class Objects:
         return True
 
     def folders(self, prefix: str) -> list[str]:
-        """The names of the folders right under the folder `prefix`, sorted. What lies in them is
+        """The names of the folders directly under the folder `prefix`, sorted. Their contents are
         not listed."""
         with _explained(f"list {prefix} in {self.url}"):
             found = obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
@@ -182,7 +182,8 @@ class Objects:
         return found
 
     def stamps(self, prefix: str) -> dict[str, str]:
-        """What tells whether an object was replaced, for each key under the folder `prefix`."""
+        """A stamp for each key under the folder `prefix`, which changes when the object is
+        replaced."""
         with _explained(f"list {prefix} in {self.url}"):
             found = {
                 meta["path"]: f"{meta['e_tag']} {meta['last_modified']} {meta['size']}"
@@ -193,7 +194,8 @@ class Objects:
         return found
 
     def times(self) -> dict[str, float]:
-        """When each object was last written, by the store's clock, in seconds since the epoch."""
+        """The time when each object was last written, by the store's clock, in seconds since the
+        epoch."""
         with _explained(f"list {self.url}"):
             found = {
                 meta["path"]: meta["last_modified"].timestamp()
@@ -211,9 +213,9 @@ class Objects:
         return sum(sizes)
 
     def sweep(self, prefix: str, *, min_age_s: float = 0.0) -> None:
-        """Removes what writers that were killed have left half-written under the folder `prefix`,
-        and folders that are empty; nobody may be writing there, but for less than `min_age_s`. In a
-        directory that is a file beside the object's own, which `list` does not show; a bucket has
+        """Remove half-written files that killed writers have left under the folder `prefix`, and
+        empty folders; no writer may be active there, except for less than `min_age_s`. In a
+        directory such a file is next to the object's own, and `list` does not show it; a bucket has
         none."""
         if not isinstance(self._store, LocalStore) or self._store.prefix is None:
             return
@@ -229,20 +231,20 @@ class Objects:
                     path.rmdir()
 
     def path(self, key: str) -> Path | None:
-        """The file of an object, for whoever appends to it; None in a bucket."""
+        """The file of an object, for callers that append to it; None in a bucket."""
         if not isinstance(self._store, LocalStore) or self._store.prefix is None:
             return None
         return Path(self._store.prefix) / key
 
     def delete(self, key: str) -> None:
-        """The key is free afterwards, whether or not it was before."""
+        """Delete the object, if there is one."""
         with _explained(f"delete {key} in {self.url}"), contextlib.suppress(*_MISSING):
             obstore.delete(self._store, key)
 
 
 class ReadOnce(Generic[T]):
-    """The objects of a folder, each read once, and again when it was replaced: a look at what is
-    known costs a listing. `read` may raise `Missing`."""
+    """The objects of a folder, each read once, and again when it was replaced: looking up known
+    objects costs only a listing. `read` may raise `Missing`."""
 
     def __init__(self, objects: Objects, folder: str, read: Callable[[str], T]) -> None:
         self._objects = objects
@@ -251,7 +253,7 @@ class ReadOnce(Generic[T]):
         self._known: dict[str, tuple[str, T]] = {}
 
     def items(self) -> dict[str, T]:
-        """By key, sorted."""
+        """The values by key, sorted."""
         known, self._known = self._known, {}
         for key, stamp in sorted(self._objects.stamps(self._folder).items()):
             if key in known and known[key][0] == stamp:
@@ -263,12 +265,12 @@ class ReadOnce(Generic[T]):
 
 
 def is_bucket(url: str) -> bool:
-    """Whether the store is far away, behind an address; otherwise it is a directory."""
+    """True if the store is remote; otherwise it is a directory."""
     return url.startswith(tuple(BUCKETS))
 
 
 def _is_quiet(path: Path, before: float) -> bool:
-    """Whether it is a folder in which nothing has come or gone since."""
+    """True for a folder whose entries have not changed since."""
     try:
         return path.is_dir() and path.stat().st_mtime <= before
     except FileNotFoundError:
@@ -276,8 +278,8 @@ def _is_quiet(path: Path, before: float) -> bool:
 
 
 def _client(prefix: str) -> Any:
-    """What the library would find in the environment is lost if it is given anything: so we look
-    there for it."""
+    """Client options from the environment. The library ignores its environment variables as soon as
+    it is given any option, so they are read here."""
     names = (
         "allow_http",
         "allow_invalid_certificates",
@@ -292,12 +294,12 @@ def _client(prefix: str) -> Any:
 
 @contextlib.contextmanager
 def _explained(doing: str) -> Iterator[None]:
-    """What the storage library raises, as one sentence for the user."""
+    """Convert errors of the storage library to one sentence for the user."""
     try:
         yield
     except _MISSING as e:
         raise Missing(f"cannot {doing}: it is not there") from e
-    except (BaseError, OSError, ValueError) as e:  # the last: keys that cannot be
+    except (BaseError, OSError, ValueError) as e:  # ValueError: invalid keys
         what = str(e).partition("\n")[0]  # the rest is the library's debug output
         if "error sending request" in what:
             raise Unreachable(
@@ -307,7 +309,7 @@ def _explained(doing: str) -> Iterator[None]:
 
 
 def _advice(what: str) -> str:
-    # The library hands over the operating system's error only as text.
+    # The library passes the operating system's error only as text.
     if any(f"os error {code})" in what for code in (27, 28, 122)):
         return (
             "free some space or choose another place, then start again: nothing half-written is "

@@ -1,15 +1,16 @@
-"""Where production mode keeps what users said and did, by user, so that a user can be deleted.
+"""Storage of users' sessions and feedback in production mode, by user, so that a user can be
+deleted.
 
     production/users/{user}/turns/{session}/{number:06d}   a `RecordedTurn`
     production/users/{user}/feedback/{event}               a `FeedbackEvent`
     production/consent/{received}-{time}-{subject}-{word}  a `Consent`, all in its name
     production/tombstones/{user}                           that, and when, a user was deleted
-    production/news/..                                     who did something lately (`store.news`)
-    production/drops/{time}-{random}.json                  what was dropped, in numbers by reason
+    production/news/..                                     users with recent activity (`store.news`)
+    production/drops/{time}-{random}.json                  counts of dropped objects by reason
 
-A session's name begins with the milliseconds of its start. Names are pseudonyms and digests: what
-a user called something stands nowhere. Nothing is written before it was redacted, so a process may
-die at any point; whatever was acknowledged is there, since an object appears whole or not at all.
+A session's name begins with the milliseconds of its start. Names are pseudonyms and digests: the
+users' own names are not stored anywhere. Nothing is written before it was redacted, so a process
+may die at any point; every acknowledged object is stored, since objects appear atomically.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ USERS = "production/users"
 CONSENT = "production/consent"
 TOMBSTONES = "production/tombstones"
 STALE_S = 3600.0
-"""After so long nobody is still writing what is half-written."""
+"""After this time a half-written file has no writer any more."""
 _CONSENT = re.compile(rf"{CONSENT}/\d{{13}}-(\d{{13}})-([0-9a-f]{{32}})-(granted|refused)")
 _KEY = re.compile(
     rf"{USERS}/([0-9a-f]{{32}})/(?:turns/(\d{{13}}-[0-9a-f]{{32}})/\d{{6,}}|feedback/([0-9a-f]{{32}}))"
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserKey:
-    """The key of a turn of a session, or of an event, and what it says."""
+    """The parsed key of a turn of a session, or of an event."""
 
     key: str
     user: str
@@ -58,17 +59,17 @@ class UserKey:
 
     @property
     def session_started(self) -> float:
-        """Its name says when."""
+        """The start of the session, from its name."""
         return int(self.session.partition("-")[0]) / 1000
 
 
 class Conflict(EtudeError):
-    """An event with this id is there, and says something else."""
+    """An event with this id is already stored, with other content."""
 
 
 class ProductionStore:
-    """Any number of writers. `now` is for tests. `announces`: tells those who follow users, as the
-    loop of real-time RL does, whom to look at."""
+    """The store of production mode; any number of writers. `now` is for tests. `announces`: write
+    news for processes that follow users, such as the loop of real-time RL."""
 
     def __init__(
         self,
@@ -86,15 +87,15 @@ class ProductionStore:
     # Turns
 
     def put_turn(self, turn: RecordedTurn) -> None:
-        """A turn that was redacted. If its user was deleted meanwhile, it is not there
-        afterwards."""
+        """Store a redacted turn. If its user was deleted meanwhile, it is deleted again."""
         key = _turn_key(turn)
         self.objects.put_sealed(key, pack(turn))
         self._announce(turn.user)
         self._delete_if_gone(key, turn.user, turn.started)
 
     def _delete_if_gone(self, key: str, user: str, time: float) -> None:
-        """Whoever deletes a user may have listed what to delete before this was written."""
+        """Delete an object of a deleted user, since the deletion may have listed the objects before
+        this one was written."""
         tombstone = self.tombstone(user)
         if tombstone is not None and time <= tombstone.time:
             self.objects.delete(key)
@@ -110,7 +111,7 @@ class ProductionStore:
             self.news.tell(user)
 
     def drop_sessions_with(self, user: str, values: Collection[str]) -> int:
-        """Deletes the sessions of a user that say one of these values; how many."""
+        """Delete the sessions of a user that contain one of these values; return their number."""
         texts = (text for value in values for text in (value, json.dumps(value)[1:-1]))
         spelled = {text.encode(errors="surrogatepass") for text in texts}
         found = {
@@ -124,8 +125,8 @@ class ProductionStore:
         return len(found)
 
     def sessions(self, refused: Collection[str] = ()) -> Sessions:
-        """All that may be read now: nothing of users who were deleted or who, or whose
-        organisation, have withdrawn. `refused`: more of these."""
+        """All sessions that may be read now: none of deleted users, nor of users who, or whose
+        organisation, have withdrawn consent. `refused`: further withdrawn subjects."""
         tombstones, refused = self.tombstones(), self.refused() | set(refused)
         turns: list[RecordedTurn] = []
         dropped: dict[str, set[tuple[str, str]]] = {"consent_withdrawn": set(), "damaged": set()}
@@ -150,11 +151,11 @@ class ProductionStore:
     # Feedback
 
     def put_feedback(self, event: FeedbackEvent) -> bool:
-        """True if it is new, False if it was there already; `Conflict` if another one was. If its
-        user was deleted meanwhile, it is not there afterwards."""
+        """Store an event. True if it is new, False if it was already stored; raises `Conflict` if
+        another event has its id. If its user was deleted meanwhile, it is deleted again."""
         key = f"{USERS}/{event.user}/feedback/{event.event}"
         is_new = self.objects.create(key, seal(to_json(event)))
-        self._announce(event.user)  # also of one that is there: its writer may have died at this
+        self._announce(event.user)  # even if not new: its writer may have died here
         if is_new:
             self._delete_if_gone(key, event.user, event.received)
             return True
@@ -181,14 +182,14 @@ class ProductionStore:
     # Consent
 
     def put_consent(self, consent: Consent) -> None:
-        """Each word is an object of its own, so that two at once lose nothing."""
+        """Store a consent. Each is a separate object, so that no concurrent one is lost."""
         word = "granted" if consent.granted else "refused"
         received, said = (int(t * 1000) for t in (self.now(), consent.time))
         name = f"{received:013d}-{said:013d}-{consent.subject}-{word}"
         self.objects.put(f"{CONSENT}/{name}", b"")
 
     def consents(self, since: float = 0.0) -> dict[str, Consent]:
-        """The word that counts, by subject, of all that were received since."""
+        """The current consent by subject, of all that were received since."""
         listed = self.objects.list(CONSENT, after=f"{CONSENT}/{int(since * 1000):013d}")
         found = (_CONSENT.fullmatch(key) for key in listed)
         return consents(
@@ -203,9 +204,9 @@ class ProductionStore:
     # Deleting
 
     def delete_user(self, user: str) -> int:
-        """All that is stored of a user is gone when it returns; how many objects that were. The
-        tombstone is first: who writes meanwhile sees it. What stays beside it is a refusal, if
-        there was one: otherwise nobody would know of it."""
+        """Delete all objects of a user before returning; return their number. The tombstone is
+        written first, so that concurrent writers see it. Apart from it only a refusal is kept, if
+        there was one, because it would otherwise be forgotten."""
         tombstone = Tombstone(user=user, time=self.now())
         self.objects.put_sealed(f"{TOMBSTONES}/{user}", to_json(tombstone))
         deleted = 0
@@ -230,8 +231,8 @@ class ProductionStore:
         return from_json(self.objects.get_sealed(key), Tombstone, self._where(key))
 
     def sweep(self, *, retention_s: float, horizon_s: float) -> Mapping[str, int]:
-        """Deletes what is past its time, what a tombstone speaks of, and feedback whose answer
-        never came; how much of each."""
+        """Delete objects past their retention time, objects covered by a tombstone, and feedback
+        whose answer never came; return the number of each."""
         counts: Counter[str] = Counter()
         answers: set[tuple[str, str]] = set()
         now, tombstones = self.now(), self.tombstones()
@@ -250,7 +251,7 @@ class ProductionStore:
             elif turn is not None:
                 answers.add((key.user, turn.completion))
         for key, event in list(self._events()):
-            if event is None:  # nobody can say of when it is
+            if event is None:  # its time cannot be read
                 remove(key, "feedback damaged")
             elif why := gone(event.received, event.user):
                 remove(key, f"feedback {why}")
@@ -264,7 +265,7 @@ class ProductionStore:
         return counts
 
     def drop(self, counts: Mapping[str, int]) -> None:
-        """Keeps the numbers of what was dropped."""
+        """Store the counts of dropped objects."""
         if counts:
             name = f"{int(self.now() * 1000):013d}-{secrets.token_hex(4)}"
             self.objects.put_sealed(f"production/drops/{name}.json", to_json(dict(counts)))
@@ -276,8 +277,8 @@ class ProductionStore:
         return total
 
     def scan(self, words: list[bytes]) -> tuple[int, list[str]]:
-        """How many objects there are, and the keys of those that hold, or are named by, one of the
-        words. Tombstones and refusals are left out: to name the user is what they are for."""
+        """The number of objects, and the keys of those that contain, or are named by, one of the
+        words. Tombstones and refusals are left out, because naming the user is their purpose."""
         keys = [
             key
             for key in self.objects.list("production")
@@ -295,19 +296,19 @@ class ProductionStore:
         return sorted({match[1] for match in found if match})
 
     def keys(self, user: str = "") -> Iterator[UserKey]:
-        """Of all that is stored of a user, or of all users."""
+        """The keys of all objects of a user, or of all users."""
         for key in self.objects.list(f"{USERS}/{user}" if user else USERS):
             if (match := _KEY.fullmatch(key)) is not None:
                 yield UserKey(key=key, user=match[1], session=match[2] or "", event=match[3] or "")
 
     def turn(self, key: UserKey) -> RecordedTurn | None:
-        """None if it is damaged. Raises `Missing`: somebody may be sweeping."""
+        """Read a turn; None if it is damaged. Raises `Missing`: a sweep may be in progress."""
         with contextlib.suppress(Damaged):
             return unpack(self.objects.get_sealed(key.key), RecordedTurn, self._where(key.key))
         return None
 
     def event(self, key: UserKey) -> FeedbackEvent | None:
-        """Likewise."""
+        """Read an event; None if it is damaged. Raises `Missing`."""
         with contextlib.suppress(Damaged):
             return from_json(self.objects.get_sealed(key.key), FeedbackEvent, self._where(key.key))
         return None
@@ -349,5 +350,5 @@ def _turn_key(turn: RecordedTurn) -> str:
 
 
 def _said(event: FeedbackEvent) -> tuple[object, ...]:
-    """What makes two of them the same: a repetition is received at another time."""
+    """The fields by which events are equal: a repetition is received at another time."""
     return event.completion, event.choice, event.kind, event.strength, event.text

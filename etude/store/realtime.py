@@ -1,12 +1,12 @@
-"""What real-time RL keeps in the run's store, beside batches, versions and reports.
+"""Storage of real-time RL in the run's store, apart from batches, versions and reports.
 
     realtime/changes/{number:06d}.json   a `core.traffic.Change`
-    realtime/updates/{step:06d}.json     an `UpdateRecord`: what the batch of a step was made of
-    realtime/forgotten/{user}.json       a `Forgotten`: which versions have seen a deleted user
-    realtime/lives/{number:06d}.json     that a loop began; only the newest works on
+    realtime/updates/{step:06d}.json     an `UpdateRecord`: the sources of a step's batch
+    realtime/forgotten/{user}.json       a `Forgotten`: the versions that have seen a deleted user
+    realtime/lives/{number:06d}.json     the start of a loop; only the newest loop continues
 
-A change is created once and never changed. Whoever loses the race for its number, a person's
-command or the loop, looks again at what holds now: nothing is decided twice, and nothing on old
+A change is created once and never changed. A person's command or the loop, whichever loses the race
+for a number, reads the current state again: nothing is decided twice, and nothing on stale
 knowledge.
 """
 
@@ -33,14 +33,14 @@ _UPDATE = re.compile(rf"{UPDATES}/(\d{{6,}})\.json")
 
 
 class TrafficLog:
-    """Any number of writers and readers."""
+    """The log of traffic changes; any number of writers and readers."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._known: list[Change] = []
 
     def changes(self) -> list[Change]:
-        """All, oldest first. Costs one look at one key if there is nothing new."""
+        """All changes, oldest first. Costs a single existence check if there is nothing new."""
         known = len(self._known)
         end = first_free(self._objects, CHANGES, _change_key, known)
         self._known += [self._read(number) for number in range(known, end)]
@@ -59,7 +59,7 @@ class TrafficLog:
 
 
 class Life:
-    """A loop's right to work on a run: until another one begins."""
+    """A loop's right to work on a run, until another one begins."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -76,8 +76,8 @@ class Life:
 
 
 def create_update(run: Run, record: UpdateRecord) -> None:
-    """Before its batch: what was killed in between is written anew, and what has a batch is never
-    changed."""
+    """Create the record of an update, before its batch: a record without a batch, left by a killed
+    loop, is written again, and a record with a batch is never changed."""
     key, data = _update_key(record.step), seal(to_json(record))
     if not run.objects.create(key, data):
         if record.step in run.batches():
@@ -89,14 +89,14 @@ def create_update(run: Run, record: UpdateRecord) -> None:
 
 
 class UpdateLog:
-    """What updates were made of, and who was forgotten since; for whoever looks again and again."""
+    """The sources of updates, and the users forgotten since; for processes that poll them."""
 
     def __init__(self, run: Run) -> None:
         self._records = ReadOnce(run.objects, UPDATES, lambda key: _read(run, key, UpdateRecord))
         self._forgotten = ReadOnce(run.objects, FORGOTTEN, lambda key: _read(run, key, Forgotten))
 
     def records(self) -> dict[int, UpdateRecord]:
-        """By step, those whose batch is there or was."""
+        """The records by step, of steps whose batch is or was stored."""
         found = [r for key, r in self._records.items().items() if _UPDATE.fullmatch(key)]
         return {record.step: record for record in sorted(found, key=lambda record: record.step)}
 
@@ -109,9 +109,9 @@ def updates(run: Run) -> dict[int, UpdateRecord]:
 
 
 def forget_user(run: Run, forgotten: Forgotten) -> None:
-    """Takes a user's tokens and rewards out of the batches of these steps, which are trained, and
-    says what weights have seen them. That is said first, of no time yet: whoever begins again after
-    a death in the middle of it can no longer tell the steps from what is left."""
+    """Remove a user's tokens and rewards from the batches of these steps, which are already
+    trained, and record which weights have seen them. The record is written first, without a time:
+    after a crash in the middle, the steps could no longer be determined from the remaining data."""
     key = f"{FORGOTTEN}/{forgotten.user}.json"
     run.objects.put_sealed(key, to_json(replace(forgotten, time=0.0)))
     for step in forgotten.steps:

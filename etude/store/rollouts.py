@@ -1,14 +1,14 @@
 """One compact row for every rollout, in Parquet files that any tool can read.
 
-    rollouts/{number:010d}.parquet           those of training, written when their group is settled
-    rollouts/{version:06d}.{split}.parquet   those of one evaluation
+    rollouts/{number:010d}.parquet           rows of training, written when their group is settled
+    rollouts/{version:06d}.{split}.parquet   rows of one evaluation
 
-A row is what can be said of a rollout without its tokens, and where those are. It follows from the
-group and the ledger: a folder that is lost or damaged may be deleted, and the next start of the run
-writes the rows of training again.
+A row summarises a rollout without its tokens, and names the object that has them. It follows from
+the group and the ledger: a folder that is lost or damaged may be deleted, and the next start of the
+run writes the rows of training again.
 
-Another tool would stumble over bytes behind the end of a Parquet file. So the digest of a file
-stands within, among the metadata in its footer; it is that of the file with zeros in its place.
+Other tools cannot read a Parquet file with bytes after its end. So the digest of a file is within
+it, in the metadata of its footer; it is the digest of the file with zeros in its place.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRow:
-    """What there is to say of one rollout."""
+    """The summary of one rollout, without its tokens."""
 
     id: str
     task: str
     kind: str
-    """The split that the task is of: `train`, or that of an evaluation."""
+    """The split of the task: `train`, or that of an evaluation."""
     group: str
     slot: int | None
     stage: str
     step: int | None = None
-    """The one that trained on it."""
+    """The step that trained on it."""
     dropped: str | None = None
-    """Why none did (`core.ledger.Reason`)."""
+    """The reason why no step did (`core.ledger.Reason`)."""
     status: Status
     error: str | None
     reward: float | None
@@ -71,12 +71,12 @@ class RolloutRow:
     source: str
     policy: str
     object: str | None
-    """The object in the store that holds all of it."""
+    """The object in the store that holds the whole rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutFate:
-    """What an attempt earned, and why it was not trained on, if it was not."""
+    """The reward of an attempt, and the reason why it was not trained on, if it was not."""
 
     reward: float | None
     dropped: str | None
@@ -95,7 +95,7 @@ _PART = [
 
 
 def group_rows(group: Group) -> list[RolloutRow]:
-    """Of a finished group, before it is settled."""
+    """The rows of a finished group, before it is settled."""
     return [
         _row(t, kind="train", stage=group.stage, slot=group.slot, object=f"groups/{group.id}")
         for t in group.trajectories
@@ -140,7 +140,7 @@ class RolloutLog:
         self._number: int | None = None  # of the file to write next
 
     def append(self, rows: Sequence[RolloutRow]) -> None:
-        """Rows of training, as one file; none if there are none."""
+        """Write rows of training as one file; without rows no file is written."""
         if not rows:
             return
         if self._number is None:
@@ -162,8 +162,9 @@ class RolloutLog:
         split: str,
         object: str | None = None,
     ) -> None:
-        """Rows of one evaluation. `name` is that of its report, which is written after them: until
-        it is there the evaluation is repeated, and so are they."""
+        """Write the rows of one evaluation. `name` is that of its report, which is written after
+        them: until the report is stored, the evaluation is repeated and its rows are written
+        again."""
         by_task = sorted(trajectories, key=lambda t: t.task)
         rows = [_row(t, kind=split, stage=stage, object=object) for t in by_task]
         self._objects.put(f"{FOLDER}/{name}.parquet", encode_rows(rows))
@@ -174,8 +175,8 @@ class RolloutLog:
         return [row for key in self.files() for row in self.read(key)]
 
     def files(self, start: int = 0) -> list[str]:
-        """The keys of all files: those of training from number `start` on, in their order, then
-        those of evaluations."""
+        """The keys of all files: those of training from number `start` on, in order, then those of
+        evaluations."""
         listed = self._objects.list(FOLDER)
         evaluations = [
             key for key in listed if re.fullmatch(rf"{FOLDER}/\d{{6,}}\.\w+\.parquet", key)
@@ -187,7 +188,7 @@ class RolloutLog:
         return _decode(self._table(key))
 
     def groups(self) -> dict[str, list[RolloutFate]]:
-        """The groups of training whose rows are there, with what became of each attempt."""
+        """The groups of training with stored rows, and the fate of each attempt."""
         self._check_whole()
         groups: dict[str, list[RolloutFate]] = {}
         for key in self._keys():
@@ -198,7 +199,7 @@ class RolloutLog:
         return groups
 
     def lost(self) -> Damaged | None:
-        """That a file is gone, so that none behind it is read."""
+        """The error for a missing file, after which none is read; None if none is missing."""
         key = find_gap(self._objects, FOLDER, _key)
         if key is None:
             return None
@@ -224,7 +225,7 @@ class RolloutLog:
 
 
 class RolloutReader:
-    """Reads all rows of a run, as they come. What is damaged is left out, and told."""
+    """Reads all rows of a run incrementally. Damaged files are left out, and reported."""
 
     def __init__(self, objects: Objects) -> None:
         self._log = RolloutLog(objects)
@@ -254,11 +255,11 @@ class RolloutReader:
 
 _BLANK = b"0" * 64
 _DIGEST = re.compile(rb"blake3\x18@([0-9a-f]{64})")
-"""A key and its value as a Parquet footer spells them."""
+"""A key and its value, as encoded in a Parquet footer."""
 
 
 def encode_rows(rows: Sequence[RolloutRow]) -> bytes:
-    """A Parquet file of these rows, with its digest; of at least one."""
+    """A Parquet file of these rows, with its digest; needs at least one row."""
     kinds = {field.name: str(field.type) for field in fields(RolloutRow)}
     arrays = [
         _column(kind.removesuffix(" | None"), [getattr(row, name) for row in rows])
@@ -282,7 +283,7 @@ def encode_rows(rows: Sequence[RolloutRow]) -> bytes:
 
 
 def _column(kind: str, values: Sequence[Any]) -> Array:
-    """`kind`: a type of a field of `RolloutRow`, as it is written there."""
+    """One column. `kind`: the type of a field of `RolloutRow`, as written there."""
     if kind in _SCALARS:
         return Array(values, type=_SCALARS[kind])
     ends = np.array([0, *accumulate(map(len, values))], dtype=np.int32)
@@ -307,7 +308,7 @@ def _decode(table: Table) -> list[RolloutRow]:
 
 
 def _check(data: bytes) -> None:
-    """Raises ValueError if it is not what was written."""
+    """Raises ValueError if the data is not what was written."""
     found = list(_DIGEST.finditer(data))
     if not found:
         raise ValueError("there is no digest in its footer")

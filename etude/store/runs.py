@@ -1,32 +1,33 @@
 """The layout of a run in its store.
 
-    config.json              what the run was started with
+    config.json              the settings that the run was started with
     model/                   the small files of its model, made from the config
     tasks/{split}.json       the tasks that it began with, by id and digest (`run.task_record`)
-    ledger/N.jsonl           what became of every sample
-    events/{process}/N.jsonl what each process did, for people and the dashboard
+    ledger/N.jsonl           the fate of every sample
+    events/{process}/N.jsonl events of each process, for people and the dashboard
     groups/{id}              finished groups, whole
     rollouts/                one row for every rollout, in Parquet (`store.rollouts`)
-    batches/{step}           what each step reads; made once, never changed
-    recomputed/{step}        what the trainer found for each token of a batch, row by row
+    batches/{step}           the input of each step; written once, never changed
+    recomputed/{step}        the trainer's values for each token of a batch, row by row
     sessions/{shard}/        the gateway's journal of open sessions (`serve.session_journal`)
-    closed-sessions/{shard}/ those whose tokens open nothing any more (`serve.closed_sessions`)
-    revoked-tokens/          ids of tokens that open nothing any more (`serve.token_routes`)
+    closed-sessions/{shard}/ sessions whose tokens are no longer valid (`serve.closed_sessions`)
+    revoked-tokens/          ids of tokens that are no longer valid (`serve.token_routes`)
     experts/{digest}         routed experts of recorded sessions (`store.experts`)
-    realtime/                what users are answered by, and learnt from (`store.realtime`)
+    realtime/                traffic changes and updates of real-time RL (`store.realtime`)
     production/              sessions and feedback of users (`store.production`)
-    feedback/{trajectory}/   what was said of a trajectory later (`store.feedback`)
-    verdicts/N.jsonl         what people said of sessions (`store.verdicts`)
-    checkpoints/{name}/      the trainer's state: what each rank holds, and manifest.json, which is
+    feedback/{trajectory}/   later feedback on a trajectory (`store.feedback`)
+    verdicts/N.jsonl         people's verdicts on sessions (`store.verdicts`)
+    checkpoints/{name}/      the trainer's state: the part of each rank, and manifest.json, which is
                              written last
     evals/{name}.json        held-out scores
     evals/{name}.sessions    the sessions behind them
-    weights/                 published versions (the package `weights` knows the rest)
+    weights/                 published versions (see the package `weights`)
 
 A batch is written once; a second, different one is refused. So is a config of another experiment,
-as soon as there is work in the store. Every object ends with its digest (`store.codec`), unless its
-name is one, it holds its own (Parquet), or the weight plane has its own way. Files that others put
-among these (a desktop's, an editor's) are not seen: a name that is not of our form is not ours.
+as soon as there is work in the store. Every object ends with its digest (`store.codec`), except for
+objects named by their digest, Parquet files, which contain their own, and published weights, which
+have their own format. Foreign files among these (of a desktop or an editor) are ignored: a name
+that does not have our form is not ours.
 """
 
 from __future__ import annotations
@@ -67,11 +68,11 @@ _NAMES = {
     "model": r"(?:config|tokenizer|tokenizer_config|generation_config|adapter_config)\.json"
     r"|chat_template\.jinja",
 }
-"""The form of what lies in each folder."""
+"""The form of the names in each folder."""
 
 
 class Run:
-    """One run in its store. Reading what is not there raises `Missing`, unless the method says
+    """One run in its store. Reading a missing object raises `Missing`, unless the method states
     otherwise."""
 
     def __init__(self, objects: Objects) -> None:
@@ -83,8 +84,9 @@ class Run:
         return cls(Objects.open(url, create=create))
 
     def check_config(self, config: RunConfig) -> None:
-        """A run is one experiment: once there is work in it, only what `core.changes` allows may
-        differ from what it was started with. What is lost of its ledger is told here, too."""
+        """Check that a config may continue the run. A run is one experiment: once there is work in
+        it, only the settings that `core.changes` allows may differ from those that it was started
+        with. A damaged ledger is reported here, too."""
         if (lost := self.ledger.lost()) is not None:
             raise lost
         if not (self.checkpoints() or self.ledger.end()):
@@ -110,7 +112,7 @@ class Run:
         if there == config:
             return
         if there is not None and refused_changes(there, config, version=0):
-            self.objects.delete("model/config.json")  # made from the other config
+            self.objects.delete("model/config.json")  # created from the other config
         self.objects.put_sealed(_CONFIG, (config.model_dump_json(indent=1) + "\n").encode())
 
     def config(self) -> RunConfig:
@@ -129,11 +131,11 @@ class Run:
             ) from e
 
     def check_is_run(self) -> None:
-        """Raises Missing, with where runs are, if there is none here."""
+        """Raises Missing, naming the runs below, if there is no run here."""
         self.config()
 
     def has_config(self) -> bool:
-        """Whether there is a config that was written by us: a model's has the same name."""
+        """True if there is a config that was written by us: a model's config has the same name."""
         try:
             self.objects.get_sealed(_CONFIG)
         except (Missing, Damaged):
@@ -141,23 +143,24 @@ class Run:
         return True
 
     def clear(self) -> None:
-        """Deletes the run, and nothing that others have put beside it. The config goes last: what
-        is left of a removal that was broken off is known as a run by it."""
+        """Delete the run, but no foreign files next to it. The config is deleted last, because it
+        identifies the rest of an interrupted removal as a run."""
         for key in self.objects.list(""):
             if _is_of_run(key):
                 self.objects.delete(key)
         self.objects.delete(_CONFIG)
 
     def last_written(self) -> float:
-        """When anything of the run was, in seconds since the epoch; -inf if nothing is there. The
-        controller of a run that goes on writes events every few seconds (`store.telemetry`)."""
+        """The time of the last write to the run, in seconds since the epoch; -inf if nothing is
+        stored. The controller of an active run writes events every few seconds
+        (`store.telemetry`)."""
         times = self.objects.times().items()
         return max((time for key, time in times if _is_of_run(key)), default=-math.inf)
 
     @property
     def place(self) -> str:
-        """As people write it: the URL of a bucket, or the directory, which is relative if it is
-        below this process's own."""
+        """The run's location for people: the URL of a bucket, or the directory, which is relative
+        if it is below this process's own."""
         written, here = self.objects.url.removeprefix("file:"), Path.cwd()
         path = Path(written)
         return str(path.relative_to(here)) if path.is_relative_to(here) else written
@@ -166,8 +169,8 @@ class Run:
         self.objects.put_sealed(f"model/{name}", data)
 
     def model_files(self) -> dict[str, bytes]:
-        """The small files of the model, as they were before the run cut its context. Empty if the
-        run was not prepared."""
+        """The small files of the model, from before the run cut its context. Empty if the run was
+        not prepared."""
         return {name: self.objects.get_sealed(f"model/{name}") for name in self._names("model")}
 
     def put_tasks(self, split: str, record: object) -> None:
@@ -177,7 +180,7 @@ class Run:
         return self.objects.exists(f"tasks/{split}.json")
 
     def tasks(self, split: str, type: type[R]) -> R:
-        """What `put_tasks` was given."""
+        """The record that was passed to `put_tasks`."""
         key = f"tasks/{split}.json"
         return from_json(self.objects.get_sealed(key), type, f"{self.objects.url}: {key}")
 
@@ -187,11 +190,12 @@ class Run:
         kinds: Iterable[type[R]],
         skipped: Callable[[Damaged], None] | None = None,
     ) -> Log[R]:
-        """Buffered: whoever owns the log flushes it now and then, and at the end."""
+        """The events of a process, buffered: the owner of the log flushes it periodically, and at
+        the end."""
         return Log(self.objects, f"events/{process}", kinds, durable=False, skipped=skipped)
 
     def processes(self, known: Container[str] = ()) -> list[str]:
-        """Those that have written events. Of those that are known so far, nothing is asked."""
+        """The processes that have written events. No request is made for those already `known`."""
         return [
             name
             for name in self.objects.folders("events")
@@ -212,7 +216,7 @@ class Run:
         return self._names("groups")
 
     def put_batch(self, batch: Batch) -> None:
-        """Refuses to change a batch: the step that it belongs to may have been trained."""
+        """Store a batch. Refuses to change one, because its step may have been trained."""
         key, data = _batch_key(batch.step), seal(pack(batch))
         if not self.objects.create(key, data) and self.objects.get(key) != data:
             raise EtudeError(
@@ -228,8 +232,8 @@ class Run:
         return self.objects.exists(_batch_key(step))
 
     def wait_batch(self, step: int) -> tuple[Batch, bytes]:
-        """The batch, and the SHA-256 of what is stored. Blocks until it is there. For the trainer,
-        which has nothing else to do."""
+        """Wait for a batch; return it, and the SHA-256 of the stored bytes. Blocks, which suits the
+        trainer: it has nothing else to do."""
         while not self.has_batch(step):
             time.sleep(self.objects.poll_s)
         return self._batch(step)
@@ -251,14 +255,14 @@ class Run:
         self.objects.delete(f"recomputed/{step:06d}")
 
     def recomputed(self, step: int) -> tuple[RecomputedRow, ...]:
-        """Of the rows of that step's batch, in their order."""
+        """The recomputed rows of that step's batch, in order."""
         key = f"recomputed/{step:06d}"
         return unpack(
             self.objects.get_sealed(key), tuple[RecomputedRow, ...], f"{self.objects.url}: {key}"
         )
 
     def batches(self) -> list[int]:
-        """The steps that have one."""
+        """The steps that have a batch."""
         return [int(name) for name in self._names("batches")]
 
     def put_checkpoint_part(self, name: str, part: str, data: bytes) -> None:
@@ -268,20 +272,21 @@ class Run:
         return self.objects.get(f"checkpoints/{name}/{part}")
 
     def checkpoint_parts(self) -> list[tuple[str, str]]:
-        """(checkpoint, part) of all that are there, those of checkpoints without a manifest too."""
+        """All stored pairs (checkpoint, part), including those of checkpoints without a
+        manifest."""
         found = (name.partition("/") for name in self._names("checkpoints"))
         return [(name, part) for name, _, part in found if part != _MANIFEST]
 
     def put_checkpoint(self, name: str, manifest: bytes) -> None:
-        """Now it is there. Names sort by age: the newest checkpoint is the last of
-        `checkpoints()`."""
+        """Store the manifest, which commits the checkpoint. Names sort by age: the newest
+        checkpoint is the last of `checkpoints()`."""
         self.objects.put_sealed(f"checkpoints/{name}/{_MANIFEST}", manifest)
 
     def has_checkpoint(self, name: str) -> bool:
         return self.objects.exists(f"checkpoints/{name}/{_MANIFEST}")
 
     def checkpoint(self, name: str) -> bytes:
-        """Its manifest."""
+        """The manifest of a checkpoint."""
         return self.objects.get_sealed(f"checkpoints/{name}/{_MANIFEST}")
 
     def checkpoints(self) -> list[str]:
@@ -294,14 +299,15 @@ class Run:
         return self.objects.size(f"checkpoints/{name}")
 
     def delete_checkpoint(self, name: str) -> None:
-        """The manifest first: a checkpoint without all its parts must not look like one."""
+        """Delete a checkpoint, its manifest first: a checkpoint without all its parts must not look
+        like one."""
         self.objects.delete(f"checkpoints/{name}/{_MANIFEST}")
         for key in self.objects.list(f"checkpoints/{name}"):
             self.objects.delete(key)
 
     def sweep_checkpoints(self) -> None:
-        """Removes what a killed trainer was in the middle of writing. For a time in which nobody
-        writes one."""
+        """Remove files that a killed trainer left half-written. Only while no checkpoint is being
+        written."""
         self.objects.sweep("checkpoints")
 
     def put_eval(self, name: str, report: object) -> None:
@@ -312,8 +318,8 @@ class Run:
         return from_json(self.objects.get_sealed(key), type, f"{self.objects.url}: {key}")
 
     def put_eval_sessions(self, name: str, trajectories: Iterable[Trajectory]) -> str:
-        """For people to read, so without the tokens of those that left a conversation. Return the
-        key of the object."""
+        """Store the sessions of an evaluation for people to read, without the tokens of those that
+        have a conversation. Return the key of the object."""
         kept = tuple(replace(t, segments=()) if t.messages else t for t in trajectories)
         key = f"evals/{name}.sessions"
         self.objects.put_sealed(key, pack(kept))
@@ -323,7 +329,7 @@ class Run:
         return self.sessions(f"evals/{name}.sessions")
 
     def sessions(self, key: str) -> tuple[Trajectory, ...]:
-        """All that lie in one object: a group, or an evaluation."""
+        """All sessions in one object: a group, or an evaluation."""
         folder, _, name = key.partition("/")
         if folder == "groups":
             return self.group(name).trajectories
@@ -339,7 +345,7 @@ class Run:
 
 
 def runs_below(place: str) -> str:
-    """Those of a project's folder, in which `etude run` was started, in words; empty if there are
+    """The runs of a project's folder, where `etude run` was started, as text; empty if there are
     none."""
     found = sorted(path.parent for path in Path(place).glob("runs/*/config.json"))
     return f" (there is {', '.join(map(str, found))})" if found else ""

@@ -1,5 +1,5 @@
-"""Single sessions out of the objects that hold several (groups, and those of evaluations): only
-what is asked for is decoded, so that a person who opens one does not wait for the tokens of all."""
+"""Reader of single sessions from objects that hold several (groups and evaluations): only the
+requested session is decoded, so that a person who opens one does not wait for the tokens of all."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class _Conversation:
 
 
 class SessionReader:
-    """The sessions of one run. The object that was read last is kept: who opens a session wants its
-    conversation, then its tokens, then the others of its group, and a bucket is far away."""
+    """The sessions of one run. The object that was read last is cached, since a person who opens a
+    session next needs its tokens and the other sessions of its group, and a bucket is far away."""
 
     def __init__(self, run: Run) -> None:
         self._objects = run.objects
         self._last: tuple[str, list[tuple[str, msgspec.Raw]]] = ("", [])
 
     def session(self, key: str, id: str) -> Trajectory:
-        """One session, whole. Raises `Missing` if the object holds none of that id."""
+        """One session, whole. Raises `Missing` if the object holds none with that id."""
         where = self._where(key)
         for own, raw in self._each(key):
             if own == id:
@@ -58,7 +58,7 @@ class SessionReader:
         raise Missing(f"{where} holds no session {id!r}")
 
     def conversations(self, key: str, only: Collection[str] | None = None) -> list[Trajectory]:
-        """The sessions of an object, without their tokens. `only` those of these ids: an
+        """The sessions of an object, without their tokens. `only`: those with these ids, since an
         evaluation has thousands."""
         where = self._where(key)
         found = [
@@ -73,7 +73,7 @@ class SessionReader:
         ]
 
     def _each(self, key: str) -> list[tuple[str, msgspec.Raw]]:
-        """With its id."""
+        """Each session of an object, with its id."""
         last, sessions = self._last
         if last != key:
             data, where = self._objects.get_sealed(key), self._where(key)

@@ -18,9 +18,9 @@ from etude.store.runs import Run
 
 FLUSH_S = 0.5
 BUCKET_FLUSH_S = 2.0
-"""Each flush is a request that somebody pays for."""
+"""Each flush is a request that costs money."""
 USAGE_S = 10.0
-"""Time between two events about what the store was asked."""
+"""Time between two events about the use of the store."""
 
 Emit = Callable[[Event], None]
 
@@ -30,13 +30,13 @@ def flush_s(run: Run) -> float:
 
 
 def store_used(objects: Objects, process: str) -> list[StoreUsed]:
-    """What this process has asked of the run's store; of a directory there is nothing to tell."""
+    """The requests of this process to the run's store; empty for a directory."""
     return [StoreUsed(process=process, **asdict(objects.usage))] if objects.is_bucket else []
 
 
 class EventLog:
-    """The events of one process, to be flushed now and then. If the run lies in a bucket, what the
-    process asks of it is among them."""
+    """The events of one process, to be flushed periodically. If the run is in a bucket, they
+    include the requests of the process to it."""
 
     def __init__(self, run: Run, process: str) -> None:
         self._run = run
@@ -54,8 +54,8 @@ class EventLog:
 
 @contextlib.asynccontextmanager
 async def event_writer(run: Run, process: str) -> AsyncIterator[Emit]:
-    """For an asyncio process: what is emitted is stored every `flush_s`, and at the end. What went
-    wrong there is raised at the next event, or at the end."""
+    """Event writer of an asyncio process: events are stored every `flush_s`, and at the end. An
+    error is raised at the next event, or at the end."""
     log = EventLog(run, process)
 
     async def flush() -> None:
@@ -80,8 +80,8 @@ async def event_writer(run: Run, process: str) -> AsyncIterator[Emit]:
 
 @contextlib.contextmanager
 def sync_event_writer(run: Run, process: str) -> Iterator[Emit]:
-    """For a synchronous process, whose steps may take minutes: a thread stores what is emitted
-    every `flush_s`. What went wrong there is raised at the next event, or at the end."""
+    """Event writer of a synchronous process, whose steps may take minutes: a thread stores the
+    events every `flush_s`. An error is raised at the next event, or at the end."""
     log = EventLog(run, process)
     ended = threading.Event()
     wrong: list[EtudeError] = []
@@ -109,8 +109,8 @@ def sync_event_writer(run: Run, process: str) -> Iterator[Emit]:
 
 
 class EventReader:
-    """Reads all events of a run, as they come. Nobody but people depends on them: what is damaged
-    is left out, and told."""
+    """Reads all events of a run incrementally. Only people depend on them, so damaged segments are
+    left out, and reported."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -1,8 +1,8 @@
-"""Verdicts of people on sessions and on pairs of them, as an append-only log beside the run:
+"""People's verdicts on sessions and on pairs of sessions, as a separate append-only log of the run:
 `verdicts/N.jsonl`.
 
-Nothing of a session changes: whoever wants what people said reads it from here. Every dashboard may
-append; of two at once, one comes second.
+Sessions are not modified: verdicts are only read from here. Every dashboard may append; if two
+append at once, one retries.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ MOST_TEXT = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What a person found of one session. A later one by the same person replaces it."""
+    """A person's verdict on one session. A later one by the same person replaces it."""
 
     session: str
     verdict: Literal["cheat", "honest"]
     who: str
     note: str = ""
     reward: float | None = None
-    """What it should have earned, if that is another reward."""
+    """The reward that it should have earned, if it differs."""
 
     def __post_init__(self) -> None:
         if self.reward is not None and not math.isfinite(self.reward):
@@ -39,7 +39,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Which of two sessions of a task a person found better, without knowing whose they were. A
+    """A person's choice between two sessions of a task, made without knowing whose they were. A
     later one by the same person replaces it."""
 
     left: str
@@ -71,7 +71,7 @@ def add_verdict(run: Run, verdict: Verdict | Preference) -> None:
 
 
 def read_verdicts(run: Run) -> list[Stamped[Verdict]]:
-    """Those on single sessions, oldest first."""
+    """Verdicts on single sessions, oldest first."""
     return [
         Stamped(each.t, each.record)
         for each in _log(run).read()[0]
@@ -80,7 +80,7 @@ def read_verdicts(run: Run) -> list[Stamped[Verdict]]:
 
 
 def read_preferences(run: Run) -> list[Stamped[Preference]]:
-    """Those on pairs, oldest first."""
+    """Verdicts on pairs, oldest first."""
     return [
         Stamped(each.t, each.record)
         for each in _log(run).read()[0]

@@ -1,2 +1,3 @@
-"""Learning: rows into padded microbatches, losses, the learner, its checkpoints, and the supervised
-stages. It runs the same `model/` as the engine, on the very values that the engine serves."""
+"""Learning: packing of rows into microbatches, losses, the learner, its checkpoints, and the
+supervised stages. It runs the same `model/` as the engine, on exactly the values that the engine
+serves."""

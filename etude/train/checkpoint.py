@@ -13,13 +13,13 @@ from etude.core.errors import EtudeError
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Tensors to bytes. It is a copy: the tensors may change as soon as this returns. Equal tensors
-    give equal bytes."""
+    """Serialize tensors to bytes. The result is a copy: the tensors may change as soon as this
+    returns. Equal tensors give equal bytes."""
     return save({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()})
 
 
 def from_bytes(data: bytes, source: str) -> dict[str, Tensor]:
-    """Bytes back to tensors. `source` names the bytes in the error for damaged ones."""
+    """Parse tensors from bytes. `source` names the bytes in the error message for damaged ones."""
     try:
         return load(data)
     except SafetensorError as e:
@@ -32,7 +32,7 @@ def from_bytes(data: bytes, source: str) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Fill tensors with given ones, which must be the same by name and shape."""
+    """Copy the given tensors into the own ones, which must have the same names and shapes."""
     if own.keys() != given.keys():
         raise ValueError(
             f"the state does not fit the model: missing {sorted(own.keys() - given.keys())}, "

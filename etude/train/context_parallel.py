@@ -1,15 +1,15 @@
 """Context parallelism: the tokens of a microbatch divided among the ranks of a group.
 
-For rows so long that their activations do not fit one device. A rank computes the layers and the
-head for its own tokens only; keys and values are gathered in every layer, which is little beside
-activations where several query heads share them. Log-probs are gathered too, one number a token, so
-that every rank of the group computes the same loss of the whole microbatch, whatever that loss adds
-up over a row, and takes the gradient of its own tokens from there. The loss that balances experts
-is made in the same way, from sums over the group.
+This is for rows so long that their activations do not fit on one device. A rank computes the layers
+and the head for its own tokens only; keys and values are gathered in every layer, which is little
+compared to activations if several query heads share them. Log-probs are gathered too, one number
+per token, so that every rank of the group computes the same loss of the whole microbatch, whatever
+that loss sums over a row, and takes the gradient of its own tokens from it. The load-balancing loss
+of experts works in the same way, from sums over the group.
 
-A later token attends to more than an earlier one. So the tokens are cut into twice as many chunks
-as there are ranks, and a rank takes one from the front and its mirror image from the back: all have
-the same amount of work.
+A later token attends to more tokens than an earlier one. So the tokens are cut into twice as many
+chunks as there are ranks, and a rank takes one from the front and its mirror image from the back:
+all ranks have the same amount of work.
 
 Shapes: T tokens of the microbatch, t those of one rank; N the tokens that the loss counts, n those
 of one rank; H query heads, K key/value heads, D head size, V size of a value.
@@ -41,12 +41,13 @@ class QuerySpan(NamedTuple):
     """Consecutive queries of one sequence, and the keys that they see."""
 
     first: int
-    """Where they stand among the rank's own tokens."""
+    """Index of the first query among the rank's own tokens."""
     start: int
     """The first token of the sequence within the microbatch."""
     low: int
     high: int
-    """The queries within the microbatch: `low` to before `high`. They see from `start` on."""
+    """The queries within the microbatch, `low` up to but not including `high`. They see tokens from
+    `start` on."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class ContextSharding:
     parts."""
 
     lengths: tuple[int, ...]
-    """The lengths of the sequences; at the end, if need be, tokens of no sequence to make all parts
-    equal."""
+    """The lengths of the sequences; if necessary followed by tokens of no sequence that make all
+    parts equal."""
     size: int
     """The number of ranks."""
 
@@ -95,21 +96,21 @@ class ContextSharding:
                     first += high - low
 
     def in_order(self, parts_StX: Tensor) -> Tensor:
-        """What the ranks have of their tokens, one after the other, in the order of the tokens."""
+        """Concatenate the tokens of all ranks, in the order of the tokens."""
         halves = parts_StX.view(self.size, 2, self.chunk, *parts_StX.shape[2:])
         front = halves[:, 0]
         back = halves[:, 1].flip(0)
         return torch.cat((front.flatten(0, 1), back.flatten(0, 1)))
 
     def by_rank(self, all_TX: Tensor) -> Tensor:
-        """The reverse of `in_order`."""
+        """The inverse of `in_order`."""
         chunks = all_TX.view(2, self.size, self.chunk, *all_TX.shape[1:])
         return torch.stack((chunks[0], chunks[1].flip(0)), 1).flatten(1, 2)
 
 
 class ContextGroup:
     """The ranks that compute one microbatch together, seen from one of them: consecutive ranks of
-    the world, with a process group of their own."""
+    the world, with their own process group."""
 
     def __init__(self, world: World, size: int) -> None:
         if world.world_size % size:
@@ -119,7 +120,7 @@ class ContextGroup:
             )
         self.size = size
         self.rank = world.rank % size
-        # every rank has to take part in making every group
+        # every rank must take part in the creation of every group
         groups = [
             dist.new_group(list(range(first, first + size)))
             for first in range(0, world.world_size, size)
@@ -127,20 +128,20 @@ class ContextGroup:
         self._group: Any = groups[world.rank // size]
 
     def gather(self, own_tX: Tensor, sharding: ContextSharding) -> Tensor:
-        """What all ranks have of their tokens, in the order of the tokens. The gradient of a
-        rank's own is the sum over the ranks."""
+        """Gather the tokens of all ranks, in the order of the tokens. The gradient of a rank's own
+        tokens is the sum over the ranks."""
         gathered: Tensor = _Gather.apply(own_tX, sharding, self._group)  # type: ignore[no-untyped-call]
         return gathered
 
     def sum(self, own: Tensor) -> Tensor:
-        """The sum of what all ranks have. The gradient of a rank's own is that of this rank's loss,
-        since all compute the same."""
+        """Sum over all ranks. The gradient of a rank's own value is that of its own loss, since all
+        ranks compute the same loss."""
         summed: Tensor = _Sum.apply(own, self._group)  # type: ignore[no-untyped-call]
         return summed
 
     def assemble(self, own_n: Tensor, places_n: Tensor, count: int) -> Tensor:
-        """`count` numbers, of which each rank has those at its places. The gradient of a rank's
-        own is that of this rank's loss, since all compute the same."""
+        """A vector of `count` numbers, assembled from the entries that each rank has. The gradient
+        of a rank's own entries is that of its own loss, since all ranks compute the same loss."""
         assembled: Tensor = _Assemble.apply(own_n, places_n, count, self._group)  # type: ignore[no-untyped-call]
         return assembled
 
@@ -148,12 +149,12 @@ class ContextGroup:
 @dataclass(frozen=True)
 class ContextShare:
     """The tokens of a microbatch that this rank computes: `places_of` its sharding, in that order.
-    Tokens of no sequence are the last of them, if it has any."""
+    Tokens of no sequence come last, if it has any."""
 
     sharding: ContextSharding
     group: ContextGroup
     total: int
-    """The number of tokens of the microbatch, those of no sequence left out."""
+    """The number of tokens of the microbatch, not counting those of no sequence."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], group: ContextGroup) -> ContextShare:
@@ -161,20 +162,20 @@ class ContextShare:
 
     @property
     def num_tokens(self) -> int:
-        """The number of this rank's tokens, those of no sequence left out."""
+        """The number of this rank's tokens, not counting those of no sequence."""
         chunks = self.sharding.chunks_of(self.group.rank)
         return sum(len(range(chunk.start, min(chunk.stop, self.total))) for chunk in chunks)
 
     def take(self, all_TX: Tensor, fill: int = 0) -> Tensor:
-        """This rank's part of something that every token has. `fill`: for tokens of no sequence."""
+        """This rank's part of a per-token tensor. `fill`: the value for tokens of no sequence."""
         missing = self.sharding.num_tokens - self.total
         padded = torch.cat((all_TX, all_TX.new_full((missing, *all_TX.shape[1:]), fill)))
         chunks = self.sharding.chunks_of(self.group.rank)
         return torch.cat([padded[chunk.start : chunk.stop] for chunk in chunks])
 
     def find(self, indices_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of these tokens are this rank's: where they stand among its own, and among the
-        N."""
+        """Find this rank's tokens among the given ones; return their indices among its own tokens,
+        and among the N."""
         size = self.sharding.chunk
         front, back = self.sharding.chunks_of(self.group.rank)
         in_front_N = (indices_N >= front.start) & (indices_N < front.stop)
@@ -206,8 +207,8 @@ class ContextParallelAttention:
         self._sharding = sharding
         self._group = group
         self._pieces = list(sharding.pieces_of(group.rank))
-        # Ranks exchange in there. Not a decorator: that would load the compiler with this module,
-        # which takes as long as torch itself.
+        # Ranks communicate in this method. Not a decorator: that would load the compiler with this
+        # module, which takes as long as loading torch itself.
         self._attend_uncompiled = torch.compiler.disable(self._attend)  # type: ignore[no-untyped-call]
 
     def __call__(
@@ -252,7 +253,7 @@ class ContextParallelAttention:
         raise AssertionError("refused by check_context_parallel")
 
     def _together(self, q_tHD: Tensor, k_TKD: Tensor, v_TKV: Tensor, scale: float | None) -> Tensor:
-        """All pieces by one kernel; the last queries and keys of each belong together."""
+        """Attend all spans with one kernel; the last queries and keys of each span are aligned."""
         seen, queries, keys, longest_q, longest_k = self._borders
         size = v_TKV.shape[-1]
         v_TKD = F.pad(v_TKV, (0, q_tHD.shape[-1] - size))  # the kernel wants one size for all
@@ -265,8 +266,8 @@ class ContextParallelAttention:
 
     @cached_property
     def _borders(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """The places of the keys of each piece one after the other, where those of each begin, and
-        the longest: on the device, the same for all layers."""
+        """The indices of the keys of all spans, concatenated; the borders of queries and keys; and
+        their maximal lengths. On the device, the same for all layers."""
         queries = [piece.high - piece.low for piece in self._pieces]
         keys = [piece.high - piece.start for piece in self._pieces]
         ranges = [torch.arange(piece.start, piece.high) for piece in self._pieces]
@@ -281,7 +282,7 @@ def _is_for_kernel(q: Tensor, v: Tensor) -> bool:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of the ranks' tokens, put in order; backward is a reduce-scatter."""
+    """All-gather of the ranks' tokens, in token order; backward is a reduce-scatter."""
 
     @staticmethod
     def forward(ctx: Any, own_tX: Tensor, sharding: ContextSharding, group: Any) -> Tensor:
@@ -300,7 +301,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce; backward sums nothing."""
+    """All-reduce; backward does not sum."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
@@ -314,8 +315,8 @@ class _Sum(torch.autograd.Function):
 
 
 class _Assemble(torch.autograd.Function):
-    """One vector from the entries that each rank has, by an all-reduce; backward takes a rank's own
-    entries of its own gradient and sums nothing."""
+    """Assemble one vector from the entries that each rank has, with an all-reduce; backward takes a
+    rank's own entries of its own gradient and does not sum."""
 
     @staticmethod
     def forward(ctx: Any, own_n: Tensor, places_n: Tensor, count: int, group: Any) -> Tensor:

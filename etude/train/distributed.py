@@ -1,16 +1,16 @@
 """Distributed training: the processes (ranks) that train one model together.
 
 A rank holds its rows of every parameter (FSDP2 on a device mesh), and computes its share of every
-batch. One process alone is the same code with nothing to exchange, and needs no process group.
+batch. A single process runs the same code without communication, and needs no process group.
 
-Rows are cut as FSDP cuts them: equal pieces of the first dimension, the last ones shorter or empty.
-Masters, optimizer and checkpoints follow that cut, so they work on a rank's own rows, and what is
-elementwise needs no other rank at all.
+Rows are divided as FSDP divides them: equal pieces of the first dimension, the last ones shorter or
+empty. Masters, optimizer and checkpoints follow that division, so they work on a rank's own rows,
+and elementwise operations need no other rank at all.
 
-A rank that dies or hangs breaks the exchange of all others, and what these see is a reset
-connection or a time-out that does not say whose. So a rank that sees one starts a *liveness check*
-in the store of the rendezvous: the others answer from a thread of their own, even while they are
-stuck, and a rank that does not answer is named.
+A rank that dies or hangs breaks the communication of all others, which only see a reset connection
+or a time-out that does not name the rank. So a rank that sees one starts a *liveness check* in the
+store of the rendezvous: the others answer from a separate thread, even while they are stuck, and
+the ranks that do not answer are named.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from torch.distributed.rendezvous import rendezvous
 from etude.core.errors import EtudeError
 from etude.model.transformer import Transformer
 
-# What shards is imported where it is needed: that takes as long as half of torch, and most runs
-# have one rank.
+# Sharding modules are imported where they are needed: that takes half as long as importing torch,
+# and most runs have one rank.
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-LIVENESS_S = 10.0  # for a rank that is well, however busy
+LIVENESS_S = 10.0  # for a healthy rank, however busy
 POLL_S = 0.5
 
 
@@ -53,21 +53,21 @@ class World:
         self.rank = rank
         self.world_size = world_size
         self.activity = "the start"
-        """The present activity of this rank, for the message when another one is lost."""
+        """The current activity of this rank, for the error message when another rank is lost."""
         self._liveness = RankLiveness(store, self) if store else None
 
     @classmethod
     def on_one_machine(
         cls, rank: int, size: int, rendezvous_file: Path, timeout_s: float, device: str = "cpu"
     ) -> World:
-        """A group of processes on one machine, whose rendezvous is a file that does not exist yet.
-        It is not reachable from outside."""
+        """A group of processes on one machine. Its rendezvous is a file that must not exist yet; it
+        is not reachable from outside."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         return cls._rendezvous(FileStore(str(rendezvous_file), size), rank, size, timeout_s, device)
 
     @classmethod
     def from_torchrun(cls, timeout_s: float, device: str = "cpu") -> World:
-        """The group that torchrun has started; without torchrun this process alone."""
+        """The group started by torchrun; without torchrun only this process."""
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return cls()
         store, rank, size = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
@@ -77,8 +77,8 @@ class World:
     def _rendezvous(
         cls, store: Store, rank: int, size: int, timeout_s: float, device: str
     ) -> World:
-        """Join the group. `timeout_s` holds for every collective, the rendezvous included."""
-        # figures are exchanged on the CPU in any case
+        """Join the group. `timeout_s` holds for every collective, including the rendezvous."""
+        # metrics are exchanged on the CPU in any case
         backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -106,8 +106,8 @@ class World:
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.world_size,))
         for block in model.model.layers:
             shard_module(block, mesh)
-        # The root keeps its parameters between the passes: the head is needed after `forward` has
-        # returned.
+        # The root keeps its parameters gathered after `forward`, because the head is needed after
+        # it has returned.
         shard_module(model, mesh, reshard_after_forward=False)
 
     def reshard(self, model: Transformer) -> None:
@@ -117,7 +117,7 @@ class World:
             model.reshard()  # type: ignore[operator]  # of FSDPModule, which `shard` made of it
 
     def all_reduce_sum(self, *values: float) -> list[float]:
-        """The sums over all ranks, added up in their order."""
+        """The sums over all ranks, taken in their order."""
         if self.world_size == 1:
             return list(values)
         return [
@@ -126,7 +126,7 @@ class World:
         ]
 
     def global_norm(self, own: Tensor) -> Tensor:
-        """The norm of all gradients, from that of each rank's own."""
+        """The norm of all gradients, from the norm of each rank's own."""
         return (
             own
             if self.world_size == 1
@@ -134,7 +134,7 @@ class World:
         )
 
     def all_gather(self, own_N: Tensor) -> Tensor:
-        """The tensors of all ranks, one after the other."""
+        """The tensors of all ranks, concatenated."""
         if self.world_size == 1:
             return own_N
         sizes = [int(size) for (size,) in self._table(torch.tensor([len(own_N)])).tolist()]
@@ -142,7 +142,7 @@ class World:
         return torch.cat([row[:size] for row, size in zip(self._table(padded), sizes, strict=True)])
 
     def agrees(self, digest: bytes) -> bool:
-        """Whether all ranks have the same."""
+        """True if all ranks have the same digest."""
         if self.world_size == 1:
             return True
         table = self._table(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
@@ -163,10 +163,10 @@ class World:
 
     @contextlib.contextmanager
     def naming_lost_ranks(self) -> Iterator[None]:
-        """Wrap what ranks do together: if a rank is lost, the error names it."""
+        """Context for collective work: if a rank is lost, the error names it."""
         try:
             yield
-        except RuntimeError as e:  # the only type that the exchange raises, for every reason
+        except RuntimeError as e:  # the only type that collectives raise, for every reason
             if self._liveness and (missing := self._liveness.missing_ranks()):
                 raise EtudeError(self._liveness.message(missing)) from e
             raise
@@ -178,7 +178,7 @@ SINGLE_PROCESS = World()
 def shard_module(
     module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool = True
 ) -> None:
-    """Shard what of a module is not sharded yet among the ranks of a mesh."""
+    """Shard the parts of a module that are not sharded yet among the ranks of a mesh."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     sharded = fully_shard(
@@ -187,7 +187,7 @@ def shard_module(
         mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
         reshard_after_forward=reshard_after_forward,
     )
-    # losses are divided by the tokens of the whole batch already
+    # losses are already divided by the tokens of the whole batch
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)
 
@@ -227,8 +227,8 @@ def _is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 class RankLiveness:
     """Finds the ranks that died or hang. There is no heartbeat: a rank whose collective failed asks
-    all others, and a thread of each answers. The same thread ends a process that goes on waiting
-    for a lost rank."""
+    all others, and a thread of each answers. The same thread ends a process that keeps waiting for
+    a lost rank."""
 
     def __init__(self, store: Store, world: World) -> None:
         self._store = store
@@ -238,7 +238,7 @@ class RankLiveness:
         self._thread.start()
 
     def missing_ranks(self) -> list[int]:
-        """The ranks that do not answer, after waiting for them."""
+        """The ranks that do not answer within the waiting time."""
         try:
             number = self._store.add("calls", 1) - 1
             self._store.set(f"call {number}", self._world.activity)
@@ -266,8 +266,8 @@ class RankLiveness:
 
     def _answer(self) -> None:
         """Answer checks until the end. The main thread may be waiting for the lost rank until its
-        own time-out; if it has not ended the process well after a check in which a rank was
-        missing, this does."""
+        own time-out; this thread ends the process if the main thread has not done so well after a
+        check in which a rank was missing."""
         number, over = 0, math.inf
         while not self._ended.wait(POLL_S):
             try:

@@ -1,17 +1,19 @@
 """Expert parallelism: the experts of every layer divided among the ranks of a group.
 
-Sharded like all other weights (`distributed`), the experts of a layer are gathered on every rank
-for every pass, and a token needs few of them. Here a rank gathers the experts of its part of the
-group alone, and tokens travel: each is sent to the ranks that hold its experts, and what these make
-of it is sent back. The gradient of an expert is of all tokens that came, whoever sent them.
+If experts were sharded like all other weights (`distributed`), each rank would gather all experts
+of a layer for every pass, while a token needs only a few of them. Here a rank gathers only the
+experts of its part of the group, and tokens are exchanged: each is sent to the ranks that hold its
+experts, and their outputs are sent back. The gradient of an expert covers all tokens that it
+received, from any rank.
 
 With W ranks in groups of S consecutive ones, a rank's part is an S-th of the experts, and the W / S
 ranks with the same part shard it as ranks shard all other weights. A rank owns the same rows as
-without this, a W-th of the experts in the order of ranks, so that masters, optimizers, checkpoints
-and published weights are the same, and another size goes on from them.
+without expert parallelism, a W-th of the experts in the order of ranks, so that masters,
+optimizers, checkpoints and published weights are the same, and a run can continue with another
+size.
 
-Shapes: X experts, M pairs of a token and an expert of it that this rank computes the tokens of, R
-those whose experts are here, S ranks of the group, Y experts of a part; E hidden size.
+Shapes: X experts, M pairs of a token of this rank and one of its experts, R pairs whose experts are
+on this rank, S ranks of the group, Y experts of a part; E hidden size.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from etude.train.distributed import World, shard_module
 def check_expert_parallel(
     config: ModelConfig, *, ranks: int, size: int, invariant: bool = False
 ) -> None:
-    """Raise EtudeError for experts that cannot be divided so."""
+    """Raise EtudeError for experts that cannot be divided in this way."""
     asked = f"trainer.expert_parallel = {size}"
     if config.experts is None:
         raise EtudeError(f"{asked} divides experts, and the model has none: leave it at 1")
@@ -53,17 +55,17 @@ def check_expert_parallel(
 
 
 def expert_places(num_experts: int, ranks: int, size: int) -> Tensor:
-    """[X], the place of each expert in the order in which a group holds them: those of its first
-    rank, then of the second. A part is made up of what the ranks that share it own, in the order of
-    ranks."""
+    """Index of each expert, [X], in the order in which a group holds them: those of its first rank,
+    then of the second. A part consists of the experts owned by the ranks that share it, in the
+    order of ranks."""
     owners = torch.arange(num_experts).view(ranks // size, size, num_experts // ranks)
     held_X = owners.transpose(0, 1).flatten()
     return torch.empty_like(held_X).index_copy(0, held_X, torch.arange(num_experts))
 
 
 def distribute_experts(model: Transformer, world: World, size: int) -> None:
-    """Keep this rank's part of all experts, sharded among the ranks that have the same part; to be
-    called before `World.shard`."""
+    """Keep only this rank's part of all experts, sharded among the ranks that have the same part;
+    must be called before `World.shard`."""
     from torch.distributed.device_mesh import init_device_mesh
 
     check_expert_parallel(
@@ -94,13 +96,14 @@ def _keep(experts: StackedExperts, own_Y: Tensor) -> None:
 
 
 class AllToAllExchange:
-    """The ranks of a group exchange tokens, each for all experts of its part."""
+    """Token exchange among the ranks of a group, each of which holds the experts of its part."""
 
     def __init__(self, group: Any, size: int, places_X: Tensor) -> None:
         self._group = group
         self._size = size
         self.places_X = places_X
-        # Ranks exchange in there. Not a decorator: that would load the compiler with this module.
+        # Ranks communicate in this method. Not a decorator: that would load the compiler with this
+        # module.
         self._exchange_uncompiled = torch.compiler.disable(self._exchange)  # type: ignore[no-untyped-call]
 
     def __call__(
@@ -117,7 +120,8 @@ class AllToAllExchange:
         dist.all_to_all_single(got_SY, sent_SY, group=self._group)
         sent, got = torch.stack((sent_SY.sum(1), got_SY.sum(1))).tolist()
         x_RE = self._all_to_all(x_ME, sent, got)
-        # What came is sorted by rank, then by expert; experts read their tokens in one product.
+        # Received tokens are sorted by rank, then by expert; experts read their tokens in one
+        # product.
         expert_SY = torch.arange(got_SY.shape[1], device=got_SY.device).expand_as(got_SY)
         expert_R = expert_SY.flatten().repeat_interleave(got_SY.flatten(), output_size=sum(got))
         order_R = expert_R.argsort(stable=True)
@@ -130,7 +134,8 @@ class AllToAllExchange:
 
 
 class _AllToAll(torch.autograd.Function):
-    """`sent` rows to each rank in turn, `got` rows from each; backward is the way back."""
+    """Send `sent` rows to each rank in turn, receive `got` rows from each; backward sends them
+    back."""
 
     @staticmethod
     def forward(

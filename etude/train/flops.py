@@ -1,8 +1,8 @@
 """FLOPs of a step and of the device: model FLOPs utilisation (MFU) is their quotient.
 
-Only what the model itself asks for is counted: matrix products and attention of the real tokens,
-the head where a token is predicted, backward at twice the forward pass. Padding and anything
-computed twice makes the share smaller, as it should.
+Only the arithmetic of the model itself is counted: matrix products and attention of the real
+tokens, the head where a token is predicted, backward at twice the forward pass. Padding and
+recomputation lower the utilisation, as they should.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from etude.model.config import ModelConfig
 from etude.model.transformer import Transformer
 from etude.train.packing import SequenceCostModel
 
-BACKWARD_COST = 2  # times the forward pass: a product for the inputs, one for the weights
+BACKWARD_COST = 2  # times the forward pass: one product for the inputs, one for the weights
 
-# Dense bf16 arithmetic per second, as the vendor states it.
+# Dense bf16 FLOPs per second, as stated by the vendor.
 PEAK_FLOPS = {
     "H200": 989e12,
     "H100": 989e12,
@@ -40,8 +40,8 @@ def step_flops(config: ModelConfig, rows: Iterable[Row]) -> float:
 
 
 def forward_flops(config: ModelConfig, length: int, num_predicted: int) -> float:
-    """FLOPs of a forward pass: a multiplication and an addition for each weight that a token meets,
-    and for each number of each key and value that a query looks back at."""
+    """FLOPs of a forward pass: one multiplication and one addition for each weight that a token
+    meets, and for each number of each key and value that a query attends to."""
     weights = sum(
         _mixer_weights(config, layer) + _mlp_weights(config, layer)
         for layer in range(config.num_hidden_layers)
@@ -56,7 +56,8 @@ def forward_flops(config: ModelConfig, length: int, num_predicted: int) -> float
 
 
 def _mixer_weights(config: ModelConfig, layer: int) -> int:
-    """Of attention, or of a recurrent layer, whose memory is read twice and written once."""
+    """Weights of attention, or of a recurrent layer, whose memory is read twice and written
+    once."""
     c = config.linear
     if c is None or layer not in c.layers:
         return _attention_weights(config)
@@ -85,7 +86,7 @@ def _mlp_weights(config: ModelConfig, layer: int) -> int:
         return 3 * config.hidden_size * config.intermediate_size
     met = experts.num_experts_per_tok + experts.n_shared_experts
     inner = met * experts.moe_intermediate_size + experts.shared_expert_intermediate_size
-    # a shared expert has a gate of its own, a column
+    # the gate of a shared expert is one more column
     gates = experts.num_experts + bool(experts.shared_expert_intermediate_size)
     return config.hidden_size * (gates + 3 * inner)
 
@@ -93,8 +94,8 @@ def _mlp_weights(config: ModelConfig, layer: int) -> int:
 def peak_flops(
     device: torch.device, dtype: torch.dtype, *, size: int = 1024, tries: int = 5
 ) -> float:
-    """The peak FLOPs of a known accelerator in bf16; otherwise what this device reaches on a large
-    product of that type, with the threads that the process has."""
+    """The peak FLOPs of a known accelerator in bf16; otherwise the speed of this device on a large
+    product in that dtype, with the threads of the process."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     if known := next((peak for part, peak in PEAK_FLOPS.items() if part in name), None):
         return known
@@ -102,9 +103,9 @@ def peak_flops(
 
 
 def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: int = 5) -> float:
-    """The FLOPs a second of a device on large products of random numbers; zeros and ones would take
-    less power."""
-    generator = torch.Generator(device).manual_seed(0)  # whoever trains has a generator of its own
+    """The FLOPs per second of a device on large products of random numbers; zeros and ones would
+    take less power."""
+    generator = torch.Generator(device).manual_seed(0)  # leaves the generator of a run alone
     x, y = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     at_once = 50 if device.type == "cuda" else 1
     best = float("inf")
@@ -115,7 +116,7 @@ def matrix_flops(device: torch.device, dtype: torch.dtype, *, size: int, tries: 
         z[0, 0].item()
         seconds = time.perf_counter() - began
         if device.type == "cpu":
-            # what others take of the cores says nothing about the cores
+            # time that other processes take says nothing about the cores
             cpu_s = time.process_time() - cpu_began
             seconds = min(seconds, cpu_s / torch.get_num_threads() or seconds)
         best = min(best, seconds / at_once)

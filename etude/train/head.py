@@ -1,9 +1,9 @@
 """The LM head in chunks: hidden states to log-probs of given tokens, without all logits at once.
 
-All logits of a batch are by far its largest tensor: a hundred thousand numbers for each token, of
-which one is wanted. So where there are too many of them the tokens go through the head in chunks,
-and the backward pass computes the logits of a chunk again. Compiled, a chunk keeps nothing but the
-logits themselves, in the model's own type, so that far more of them are not too many.
+The logits of a batch are by far its largest tensor: a hundred thousand numbers for each token, and
+only one of them is needed. So if there are too many, the tokens go through the head in chunks, and
+the backward pass recomputes the logits of a chunk. A compiled chunk keeps only the logits
+themselves, in the model's dtype, so the limit is far higher.
 
 Shapes: N tokens, V vocabulary, E hidden size.
 """
@@ -27,7 +27,7 @@ MAX_FUSED_LOGITS = 2**32  # 8 GB, and as much for their gradient
 
 class TokenDistributionStats(NamedTuple):
     """Entropy and argmax of the distribution at each token; without gradient, and empty if not
-    asked for."""
+    requested."""
 
     entropy_N: Tensor
     argmax_N: Tensor

@@ -1,4 +1,4 @@
-"""Copies of a device's tensors on the host, made while the device goes on."""
+"""Asynchronous copies of device tensors to the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class AsyncHostCopy:
-    """An asynchronous copy of a device tensor to the host, as it is after all work queued so far.
+    """An asynchronous copy of a device tensor to the host, taken after all work queued so far.
     `wait` returns it, and does not wait for work that is queued later."""
 
     def __init__(self, tensor: Tensor) -> None:

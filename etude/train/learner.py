@@ -1,18 +1,20 @@
 """The learner: the model, its fp32 master weights and its optimizer.
 
-Two copies of the weights: fp32 masters, which the optimizer moves, and the model, whose parameters
-are the masters rounded to bf16. The forward pass so computes with exactly the values that are
-published and served, while steps too small for bf16 still add up in the masters; a gradient at the
-rounded weights is taken as the masters' gradient. Gradients add up in fp32 too, whatever the model
-computes in.
+There are two copies of the weights: fp32 masters, which the optimizer updates, and the model, whose
+parameters are the masters rounded to bf16. So the forward pass computes with exactly the values
+that are published and served, while steps too small for bf16 still accumulate in the masters; the
+gradient at the rounded weights is used as the masters' gradient. Gradients are summed in fp32 too,
+whatever dtype the model computes in.
 
-A model with an adapter (`model.lora`) has masters, gradients and optimizer for that alone, and the
-adapter is what is saved and published; the rest is rounded once and never changes.
+A model with an adapter (`model.lora`) has masters, gradients and optimizer state only for the
+adapter, which is also all that is saved and published; the other weights are rounded once and never
+change.
 
-A learner is one rank of its `world`, alone by default. Each is handed the same batch, computes its
-share of it and holds its rows of model, masters and optimizer; all of them take the same step.
+A learner is one rank of its `world`, by default the only one. Every rank is given the same batch,
+computes its share of it and holds its rows of model, masters and optimizer; all of them take the
+same step.
 
-One thread or many, and on which cores, is the business of the process that holds the learner.
+The process that holds the learner decides about threads and cores.
 """
 
 from __future__ import annotations
@@ -59,21 +61,21 @@ from etude.train.supervised import Metrics, SupervisedLoss, cross_entropy
 
 MAX_GRAD_NORM = 1.0
 
-# Small enough to stay in the caches of a CPU core, and enough to keep a device busy; a step does
-# not depend on it but for rounding.
+# Small enough for the caches of a CPU core, and enough to keep a device busy; a step depends on it
+# only by rounding.
 MICROBATCH_TOKENS = {"cpu": 1024, "cuda": 16_384}
 
 P = TypeVar("P", bound=PackedMicrobatch)
 
 
 class Learner:
-    """A model with its fp32 master weights and its optimizer, on one rank. It takes the model over:
-    from now on its parameters are the rounded masters, and this rank's rows of them only.
+    """A model with its fp32 master weights and its optimizer, on one rank. It takes over the model:
+    from now on the model's parameters are the rounded masters, and only this rank's rows of them.
 
-    `published_dtype` is what masters are rounded to. float32 leaves them as they are: for models
-    that are too small or steps that are too exact for bf16, and to compare ranks without the noise
-    of rounding. `compute_dtype` is the type of the parameters, and so of activations; bfloat16 is
-    for processors that have units for it.
+    `published_dtype` is the dtype that masters are rounded to. float32 leaves them unrounded: for
+    models that are too small or steps that are too exact for bf16, and to compare ranks without the
+    noise of rounding. `compute_dtype` is the dtype of the parameters, and so of activations;
+    bfloat16 is for processors with bf16 units.
     """
 
     def __init__(
@@ -113,19 +115,20 @@ class Learner:
             distribute_experts(model, world, expert_parallel)
         world.shard(model)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        # and no learner is held by a parameter, or neither would ever go
+        # the hook must not hold the learner, or neither would ever be freed
         self._gradients: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             hook = partial(_add_gradient, self._gradients, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        # What no gradient moves: the biases of routers. Those of a base stand with the rest of it.
+        # Tensors without a gradient: the biases of routers. Those of an adapter's base are kept
+        # with it.
         self._fixed = (
             {}
             if self._is_adapted
             else {n: t for n, t in model.state_dict().items() if n not in self._parameters}
         )
         self._snapshot: dict[str, Tensor] = {}
-        # told the number of rows of each microbatch of an RL step that is done
+        # called with the number of rows of each microbatch of an RL step that is done
         self.on_rows: Callable[[int], None] = lambda rows: None
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, world)
         self._round(self._masters)
@@ -143,10 +146,11 @@ class Learner:
         router_replay_min_score: float = 0.0,
         router_balance: bool = False,
     ) -> RlStats:
-        """Take one RL step. `temperature` is that of rows which do not say what they were sampled
-        with. `microbatch_tokens = 0`: row after row in their order; None: what suits the device. An
-        objective with a `kl_coef` takes the snapshot for its reference. `fetch_experts` reads the
-        experts that a row names; without it none are replayed. The rest: see `routers`."""
+        """Take one RL step. `temperature` applies to rows that do not state their sampling
+        parameters. `microbatch_tokens = 0`: row after row in their order; None: a number that suits
+        the device. An objective with a `kl_coef` uses the snapshot as reference. `fetch_experts`
+        reads the experts that a row names; without it none are replayed. For the other arguments
+        see `routers`."""
         routers = ExpertRouters(
             self.model, min_score=router_replay_min_score, router_balance=router_balance
         )
@@ -159,7 +163,7 @@ class Learner:
         if objective.kl_coef:
             mine = list(mine)
             references = self._reference(mine)
-        # on the device: nothing is waited for before the last microbatch is under way
+        # on the device: do not wait before the last microbatch is launched
         sums, seen = [], []
         for micro, ref_logp_N in zip(mine, references, strict=False):
             summed, columns_N5 = self._backward(
@@ -169,7 +173,7 @@ class Learner:
             seen.append(columns_N5)
         routers.end_step(self.world)
         copies = AsyncHostCopy(torch.stack(sums)), AsyncHostCopy(torch.cat(seen))
-        norm = self._update(lr, weight_decay)  # goes on while figures are made
+        norm = self._update(lr, weight_decay)  # runs while the metrics are computed
         sums_M4, seen_N5 = (copy.wait() for copy in copies)
         loss_sum, *others_sum = self.world.all_reduce_sum(*map(sum, sums_M4.T.tolist()))
         corrected_frac, zero_grad_frac, entropy = (each / num_loss_tokens for each in others_sum)
@@ -187,13 +191,13 @@ class Learner:
             num_forward_tokens=sum(row.length for row in rows),
             router_mismatch_frac=routers.mismatch_frac,
             experts_replaced_frac=routers.replaced_frac,
-            grad_norm=_finite(norm),  # last: the update is waited for
+            grad_norm=_finite(norm),  # last: this waits for the update
         )
 
     def _experts(
         self, fetch_experts: Callable[[str], bytes] | None
     ) -> Callable[[Row], Tensor | None]:
-        """The function that gives `pack_rollouts` the routed experts of a row."""
+        """Return the function that gives `pack_rollouts` the routed experts of a row."""
         config = self.model.config.experts
         return lambda row: experts_to_replay(row, config, fetch_experts) if fetch_experts else None
 
@@ -207,8 +211,8 @@ class Learner:
         total: int,
         divisor: float,
     ) -> tuple[Tensor, Tensor]:
-        """Add the gradient of one microbatch; return its sums and the columns of its tokens to
-        report. `total`: the loss tokens of the whole batch."""
+        """Add the gradient of one microbatch; return its sums and the columns to report for its
+        tokens. `total`: the loss tokens of the whole batch."""
         routing = routers.begin_microbatch(micro)
         logp_N, others = token_logprobs(self.model, micro, routing, with_stats=True)
         losses = objective.token_losses(
@@ -239,7 +243,7 @@ class Learner:
     def _weighed(
         self, batch: Batch, aggregate: str, temperature: float
     ) -> tuple[list[RolloutSequence], float]:
-        """The rows of a batch, and what the weighted sum of their tokens' losses is divided by."""
+        """The rows of a batch, and the divisor of the weighted sum of their token losses."""
         context = self.model.config.max_position_embeddings
         weights, divisor = AGGREGATE[aggregate](batch.rows, context)
         if not any(any(row.mask) for row in batch.rows):
@@ -315,12 +319,12 @@ class Learner:
             return [token_logprobs(self.model, micro)[0] for micro in microbatches]
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the tensors to publish, the very values that the next forward pass computes
-        with. Only without further ranks."""
+        """A copy of the tensors to publish, exactly the values that the next forward pass uses.
+        Only with a single rank."""
         return files.hf_state_dict(self.model, self.published_dtype)
 
     def hf_rows(self) -> dict[str, files.Rows]:
-        """A copy of this rank's rows of the tensors to publish; of an adapted model those of the
+        """A copy of this rank's rows of the tensors to publish; for an adapted model, of the
         adapter."""
         fixed = {name: (0, tensor.clone()) for name, tensor in self._fixed.items()}
         return self._rows(self._parameters, fixed)
@@ -351,11 +355,11 @@ class Learner:
         self._snapshot = {}
 
     def snapshot(self) -> None:
-        """Keep a copy of the present weights, in place of any snapshot before."""
+        """Keep a copy of the current weights, replacing any earlier snapshot."""
         self._snapshot = {name: master.clone() for name, master in self._masters.items()}
 
     def restore_snapshot(self) -> None:
-        """Go back to the weights of the snapshot."""
+        """Restore the weights of the snapshot."""
         fill_tensors(self._masters, self._snapshot)
         self._round(self._masters)
 
@@ -371,13 +375,13 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of the state that the next step depends on. It shares memory with the
-        learner: serialize it before stepping."""
+        learner: serialize it before the next step."""
         return self._whole() | {
             f"snapshot.{name}": tensor for name, tensor in self._snapshot.items()
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load the `state()` of this rank, to the bit."""
+        """Load the `state()` of this rank, exact to the bit."""
         kept = {
             name.removeprefix("snapshot."): t
             for name, t in tensors.items()
@@ -394,8 +398,8 @@ class Learner:
         self, world_size: int, read_shard: Callable[[int], Mapping[str, Tensor]]
     ) -> None:
         """Load the states of `world_size` ranks; `read_shard` reads that of one. The number of
-        ranks may have changed: each takes its rows of what they had, and sums are then made in
-        another order."""
+        ranks may have changed: each takes its rows from theirs, and sums are then taken in another
+        order."""
         if world_size == self.world.world_size:
             self.load_state(read_shard(self.world.rank))
             return
@@ -409,7 +413,7 @@ class Learner:
 
     def _mine(self, name: str, tensor: Tensor, rank: int, size: int) -> Tensor:
         """The part of a tensor of one of `size` ranks that this rank holds."""
-        if name.startswith("fixed.") or tensor.ndim == 0:  # every rank has the whole of it
+        if name.startswith("fixed.") or tensor.ndim == 0:  # every rank has all of it
             return tensor if rank == 0 or tensor.ndim == 0 else tensor[:0]
         count = self._num_rows[name.partition(".")[2]]
         theirs, ours = shard_rows(count, rank, size), self.world.local_rows(count)
@@ -417,7 +421,7 @@ class Learner:
         return tensor[start - theirs.start : max(start, stop) - theirs.start].clone()
 
     def _whole(self) -> dict[str, Tensor]:
-        """The masters, what the optimizer remembers of each, and what is fixed."""
+        """The masters, their optimizer state, and the fixed tensors."""
         tensors = {f"fixed.{name}": tensor for name, tensor in self._fixed.items()}
         tensors |= {f"master.{name}": master for name, master in self._masters.items()}
         return tensors | self._optimizer.state()
@@ -429,7 +433,8 @@ class Learner:
         microbatch_tokens: int | None = None,
     ) -> Iterable[P]:
         """The microbatches of this rank, each packed when its turn comes, while the device is busy
-        with the last. Ranks meet in every layer of every pass, so all have equally many."""
+        with the previous one. Ranks communicate in every layer of every pass, so all have equally
+        many."""
         limit = (
             MICROBATCH_TOKENS[self.device.type] if microbatch_tokens is None else microbatch_tokens
         )
@@ -443,12 +448,12 @@ class Learner:
 
     @property
     def _reports(self) -> bool:
-        """Whether this rank counts for its context group, all of which compute the same."""
+        """True if this rank counts for its context group, whose ranks all compute the same."""
         return self._context_group is None or self._context_group.rank == 0
 
     def _update(self, lr: float, weight_decay: float) -> Tensor:
-        """Update the masters by the accumulated gradient, and round them into the model. Returns
-        the norm of the gradient; if that is not finite, nothing has changed."""
+        """Update the masters with the accumulated gradient, and round them into the model. Return
+        the norm of the gradient; if it is not finite, nothing has changed."""
         gradients = {
             name: self._gradients[name] for name in self._masters if name in self._gradients
         }
@@ -485,7 +490,7 @@ def _finite(norm: Tensor) -> float:
 
 @torch.no_grad()
 def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Add the gradient that a microbatch left at a parameter to the sum in fp32."""
+    """Add the gradient that a microbatch left in a parameter to the sum in fp32."""
     assert parameter.grad is not None
     gradient, parameter.grad = local_tensor(parameter.grad), None
     if name in gradients:

@@ -1,26 +1,25 @@
 """Policy losses: the contribution of each sampled token to the objective. To add one, add a
-function and an entry of `LOSS`.
+function and an entry in `LOSS`.
 
-Three policies stand behind a ratio, and every page on these losses means one of them by "old":
+A ratio may involve three policies, and papers on these losses use "old" for different ones:
 
-    engine     the weights that sampled the token, often some steps old, and the engine's numerics:
-               recorded with it
+    engine     the weights that sampled the token, often some steps old, with the engine's numerics;
+               recorded with the token
     proximal   the learner's weights before this step
-    new        the learner's weights now, which the gradient is taken of
+    new        the learner's weights now, with respect to which the gradient is taken
 
-new / engine = (new / proximal) x (proximal / engine). The second factor is what data from elsewhere
-costs, and `train.correction` deals with it; the first is how far this step has gone, and is what a
-loss clips. Here a batch is one optimizer step: new *is* proximal when the gradient is taken, so
-behind a correction the ratio of every loss is 1, no clip ever acts, and the losses differ only in
-how tokens are added up. With `correction = "none"` the proximal policy is taken to be the engine's:
+new / engine = (new / proximal) x (proximal / engine). The second factor is the effect of off-policy
+data, and `train.correction` handles it; the first is the progress of this step, which a loss clips.
+Here a batch is one optimizer step: new *is* proximal when the gradient is taken, so after a
+correction the ratio of every loss is 1, clipping has no effect, and the losses differ only in their
+aggregation of tokens. With `correction = "none"` the engine's policy is used as the proximal one:
 the loss then sees the whole ratio new / engine and clips that, which is how GRPO, DAPO, GSPO and
-CISPO are used on data that is a little stale. Each loss comes with the correction that makes it
-what its paper says.
+CISPO are used on slightly stale data. Each loss has the correction of its paper by default.
 
-Every loss is linear in the advantage as long as that keeps its sign. So a correction, which is a
-weight of 0 or more, is simply multiplied into the advantage before the loss sees it.
+Every loss is linear in the advantage as long as its sign does not change. So a correction, which is
+a nonnegative weight, is simply multiplied into the advantage before the loss is computed.
 
-Shapes: T tokens, E hidden size; N the tokens that count, in the order in which they stand.
+Shapes: T tokens, E hidden size; N the tokens that the loss counts, in order.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from etude.train.packing import PackedMicrobatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The inputs of a policy loss: the N sampled tokens of some whole rows. The KL penalty is in
-    the advantages already."""
+    """The inputs of a policy loss: the N sampled tokens of some whole rows. The advantages already
+    include the KL penalty."""
 
     logp_N: Tensor
     """Log-probs under the new policy, with gradient."""
     old_logp_N: Tensor
-    """Log-probs under the policy that the ratio is measured against: the proximal one, or without a
+    """Log-probs under the policy that the ratio is relative to: the proximal one, or without a
     correction the engine's."""
     adv_N: Tensor
     row_N: Tensor
-    """The number of the row that the token stands in."""
+    """The index of the token's row."""
 
     @property
     def ratio_N(self) -> Tensor:
@@ -81,16 +80,16 @@ def reinforce(tokens: LossInputs, clip: Clip) -> Tensor:
 
 
 def ppo_clip(tokens: LossInputs, clip: Clip) -> Tensor:
-    """PPO: a token that has already moved as far as its advantage pushes it, out of the clip's
-    range, has zero gradient."""
+    """PPO: a token that has already moved out of the clip range in the direction of its advantage
+    has zero gradient."""
     ratio_N = tokens.ratio_N
     return -torch.minimum(ratio_N * tokens.adv_N, clip(ratio_N) * tokens.adv_N)
 
 
 def gspo(tokens: LossInputs, clip: Clip) -> Tensor:
-    """GSPO: `ppo_clip` with one ratio for a whole row, the geometric mean of its tokens': the
-    reward was given to the whole answer, and the noise of single tokens' ratios averages out. The
-    range is narrow because a mean moves little."""
+    """GSPO: `ppo_clip` with one ratio for a whole row, the geometric mean of its tokens' ratios:
+    the reward was given to the whole answer, and the noise of single tokens' ratios averages out.
+    The range is narrow because a mean moves little."""
     log_ratio_N = tokens.logp_N - tokens.old_logp_N
     size_N = sum_by_row(torch.ones_like(log_ratio_N), tokens.row_N)
     ratio_N = (sum_by_row(log_ratio_N, tokens.row_N) / size_N).exp()
@@ -98,8 +97,8 @@ def gspo(tokens: LossInputs, clip: Clip) -> Tensor:
 
 
 def cispo(tokens: LossInputs, clip: Clip) -> Tensor:
-    """CISPO: the ratio is clipped as a weight, constant to the gradient: no token ever has zero
-    gradient, not even the rare ones that turn a session around and move far in one step."""
+    """CISPO: the ratio is clipped as a weight that is constant for the gradient: no token ever has
+    zero gradient, not even the rare ones that turn a session around and move far in one step."""
     return -clip(tokens.ratio_N.detach()) * tokens.adv_N * tokens.logp_N
 
 
@@ -116,11 +115,11 @@ def sum_by_row(x_N: Tensor, row_N: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """A policy loss with its default aggregation, clip range and correction. The values that a run
-    uses are those of `RlObjective`."""
+    uses are in `RlObjective`."""
 
     function: LossFunction
     aggregate: str = "token"
-    """How token losses are aggregated (`objective.AGGREGATE`)."""
+    """Aggregation of the token losses (`objective.AGGREGATE`)."""
     clip: Clip = Clip(math.inf, math.inf)
     correction: str = "none"
 
@@ -128,13 +127,13 @@ class PolicyLoss:
 LOSS: dict[str, PolicyLoss] = {
     "reinforce": PolicyLoss(function=reinforce, correction="truncated"),
     "ppo_clip": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.2)),
-    # Each attempt counts alike, however long. Its paper goes with advantage = "grpo".
+    # Each attempt counts the same, however long. Its paper uses it with advantage = "grpo".
     "grpo": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="sequence"),
-    # A long wrong answer is not made cheaper per token; goes with advantage = "dr_grpo".
+    # A long wrong answer does not become cheaper per token; use it with advantage = "dr_grpo".
     "dr_grpo": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.2), aggregate="constant"),
-    # More room upwards, so that unlikely tokens can become likely. Its "dynamic sampling" is what
-    # the controller does anyway: a group without a difference is dropped, and another takes its
-    # slot.
+    # A wider range upwards, so that unlikely tokens can become likely. The paper's "dynamic
+    # sampling" is built into the controller: a group without a difference in reward is dropped, and
+    # another takes its slot.
     "dapo": PolicyLoss(function=ppo_clip, clip=Clip(0.2, 0.28)),
     "gspo": PolicyLoss(function=gspo, clip=Clip(3e-4, 4e-4), aggregate="sequence"),
     "cispo": PolicyLoss(function=cispo, clip=Clip(1.0, 4.0)),
@@ -148,8 +147,8 @@ def token_logprobs(
     *,
     with_stats: bool = False,
 ) -> tuple[Tensor, TokenDistributionStats]:
-    """The log-prob of each token that the loss counts, at the temperature that it was sampled at;
-    with `with_stats` also the statistics of its distribution.
+    """The log-prob of each token that the loss counts, at its sampling temperature; with
+    `with_stats` also the statistics of its distribution.
 
     Only positions that predict a counted token reach the head: every other token costs no logits
     and gets no gradient.
@@ -180,8 +179,8 @@ def _divided_logprobs(
     with_stats: bool,
 ) -> tuple[Tensor, TokenDistributionStats]:
     """`token_logprobs` of a microbatch whose tokens are divided among ranks (`context_parallel`):
-    each computes those that its own tokens predict, and all get all. `routing` is that of the
-    rank's own tokens."""
+    each rank computes the log-probs that its own tokens predict, and all ranks get all of them.
+    `routing` is that of the rank's own tokens."""
     hidden_tE = model(
         share.take(packed.tokens_T),
         share.take(packed.positions_T),

@@ -1,9 +1,9 @@
 """Train/inference mismatch: the trainer's log-probs against those that the engine recorded, token
 by token. Pure.
 
-At equal weights the two should agree, and what is left is the numerics; with a lag there is also
-what was learnt since. So the mismatch is given for each lag, and for each region, where other
-machines may compute otherwise.
+With equal weights the two should agree up to numerics; with a lag the difference also contains what
+was learnt since. So the mismatch is reported for each lag, and for each region, whose machines may
+have different numerics.
 
 Shapes: N sampled tokens of a row or of all rows, L layers with experts, k experts of a token.
 """
@@ -26,8 +26,8 @@ Floats = NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
 
 CERTAIN_LOGPROB = math.log(0.5)
-"""Above it a token was the likeliest for the engine, whatever the others were: only then a flip is
-known."""
+"""Above it a token was the likeliest for the engine, whatever the others were: only then can a flip
+be detected."""
 CONTEXT_TOKENS = 12
 
 
@@ -35,8 +35,8 @@ def measure_mismatch(
     rows: Sequence[Row], found: Sequence[RecomputedRow], *, step: int,
     decode: Callable[[Sequence[int]], str] | None = None, num_worst: int = 5,
 ) -> MismatchMeasured:  # fmt: skip
-    """Measure the mismatch over the rows that `step` trained on, with the weights of the version
-    before it."""
+    """Measure the mismatch over the rows that `step` trained on, with the weights of the previous
+    version."""
     pairs = _LogprobPairs(
         engine_logp_N=np.array(
             [p for row in rows for p, said in zip(row.logprobs, row.mask, strict=True) if said]
@@ -62,7 +62,7 @@ def measure_mismatch(
 
 
 def router_mismatch(old_NLk: NDArray[np.int64], new_NLk: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether any layer routes to another set of experts; their order does not count."""
+    """True where any layer routes to another set of experts; their order does not matter."""
     return np.asarray((np.sort(old_NLk, -1) != np.sort(new_NLk, -1)).any((1, 2)))
 
 
@@ -100,7 +100,7 @@ def _quantile(x_N: Floats, q: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LogprobPairs:
-    """The log-probs of the engine and of the trainer, side by side for the same tokens."""
+    """The log-probs of the engine and of the trainer for the same tokens."""
 
     engine_logp_N: Floats
     trainer_logp_N: Floats

@@ -1,5 +1,4 @@
-"""The RL objective, put together from its parts: advantage less KL, corrected, into a loss,
-aggregated.
+"""The RL objective, composed of its parts: advantage minus KL, corrected, as a loss, aggregated.
 
     advantage                     given by the controller (`core.advantage`)
     - kl_coef x k1                the penalty on moving away from the reference
@@ -7,10 +6,10 @@ aggregated.
     -> loss of each token         (`train.loss`)
     -> one number                 `AGGREGATE`
 
-The KL stands in the reward and not in the loss: k1 = log-prob of the policy minus that of the
-reference estimates the KL, but its derivative is 0 on average, so as a term of the loss it would do
-nothing. As a reward, token by token, its policy gradient is the gradient of the KL in the contexts
-that were visited.
+The KL is part of the reward and not of the loss: k1 = log-prob of the policy minus that of the
+reference estimates the KL, but its derivative is 0 on average, so it would have no effect as a term
+of the loss. As a reward for each token, its policy gradient is the gradient of the KL in the
+visited contexts.
 
 Shapes: N the sampled tokens of a microbatch.
 """
@@ -44,7 +43,7 @@ def by_token(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
 
 def by_sequence(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
     """The mean over attempts of the mean over their tokens, all segments of an attempt together:
-    each counts alike."""
+    every attempt counts the same."""
     sizes: Counter[str] = Counter()
     for row in rows:
         sizes[row.sample] += sum(row.mask)
@@ -52,8 +51,8 @@ def by_sequence(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
 
 
 def by_constant(rows: Sequence[Row], context: int) -> tuple[list[float], float]:
-    """The sum over tokens, divided by attempts times context: a divisor that no answer changes, so
-    that no length is favoured."""
+    """The sum over tokens, divided by attempts times context: the divisor does not depend on the
+    answers, so no length is favoured."""
     return [1.0] * len(rows), float(len({row.sample for row in rows}) * context)
 
 
@@ -78,8 +77,8 @@ class TokenLosses:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlObjective:
     """The RL objective: KL penalty (on the advantages), importance-sampling correction, policy loss
-    and aggregation.
-    The default is `reinforce` with truncated importance weights and a mean over tokens."""
+    and aggregation. The default is `reinforce` with truncated importance weights and a mean over
+    tokens."""
 
     loss: PolicyLoss = LOSS["reinforce"]
     aggregate: str = "token"
@@ -88,7 +87,7 @@ class RlObjective:
     correction_cap: float = 2.0
     kl_coef: float = 0.0
     distills: bool = False
-    """On-policy distillation: the advantages given are log teacher - log engine (`train.teacher`);
+    """On-policy distillation: the given advantages are log teacher - log engine (`train.teacher`);
     they are replaced by log teacher - log learner."""
 
     def token_losses(
@@ -150,8 +149,8 @@ def _checked_losses(loss: PolicyLoss, tokens: LossInputs, clip: Clip) -> Tensor:
 
 
 def _gradient(losses: Callable[[Tensor], Tensor], logp_N: Tensor) -> Tensor:
-    """The gradient of the loss with respect to each log-prob: asked of the loss itself, so it is
-    right for any. No model is involved."""
+    """The gradient of the loss with respect to each log-prob, computed by autograd, so it is right
+    for any loss. No model is involved."""
     with torch.enable_grad():
         leaf_N = logp_N.clone().requires_grad_()
         (slope_N,) = torch.autograd.grad(losses(leaf_N).sum(), leaf_N)

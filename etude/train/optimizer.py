@@ -1,7 +1,7 @@
 """Optimizers of the master weights. Each rank updates its own rows of them.
 
-An optimizer is made over the masters by name and keeps a few tensors of its own for each. Adding
-one is adding a class to `OPTIMIZER`.
+An optimizer is created with the masters by name and keeps a few tensors of state for each. To add
+one, add a class to `OPTIMIZER`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class Optimizer(Protocol):
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
         """Update the masters that have a gradient. Gradients are divided by `divisor`, which clips
-        them; if that is not finite, nothing changes, and the host does not wait to find out. Weight
-        decay applies to matrices only: the gains of norms are scales, whose neutral value is not
-        0."""
+        them; if that is not finite, nothing changes, without a wait of the host. Weight decay
+        applies to matrices only: the gains of norms are scales, whose neutral value is not 0."""
 
     def reset(self) -> None:
         """Zero the state."""
@@ -43,8 +42,9 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """AdamW over the master weights, by torch's fused function: one pass over memory. Not by
-    `torch.optim.AdamW`: that class loads torch's compiler, which takes as long as torch itself."""
+    """AdamW over the master weights, with torch's fused function: one pass over memory. It does not
+    use `torch.optim.AdamW`, because that class loads torch's compiler, which takes as long as
+    loading torch itself."""
 
     def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
         self._masters = dict(masters)
@@ -55,7 +55,7 @@ class AdamW:
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
         trained = self._masters.keys() & gradients.keys()
-        # in an order that is the same every time
+        # always in the same order
         matrices = sorted(trained & self._matrices)
         others = sorted(trained - self._matrices)
         for names, decay in ((matrices, weight_decay), (others, 0.0)):
@@ -97,13 +97,15 @@ class AdamW:
 
 
 class Muon:
-    """Muon: matrices within layers move by their orthogonalised momentum, so that every direction
-    of a matrix learns alike; embeddings, head, routers, filters, norms and biases move by AdamW.
+    """Muon: matrices within layers are updated with their orthogonalised momentum, so that all
+    directions of a matrix learn at the same speed; embeddings, head, routers, filters, norms and
+    biases are updated with AdamW.
 
-    Matrices that are one parameter here are made orthogonal one by one, as Hugging Face names them.
-    A step has the size that AdamW's typically has, so rate and decay mean the same for both. It
-    takes whole matrices: each is gathered when its turn comes, and every rank keeps what concerns
-    its rows. A row of stacked experts is a whole matrix, and stays where it is.
+    Matrices that are fused into one parameter here are orthogonalised separately, as Hugging Face
+    names them. A step has the typical size of an AdamW step, so learning rate and weight decay mean
+    the same for both. The update needs whole matrices: each is gathered when its turn comes, and
+    every rank keeps its rows of the result. A row of stacked experts is a whole matrix, and is not
+    gathered.
     """
 
     def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
@@ -129,7 +131,7 @@ class Muon:
             gradient = gradients[name] / divisor
             momentum = self._momentum[name]
             momentum.lerp_(gradient, 1 - MOMENTUM)
-            ahead = gradient.lerp(momentum, MOMENTUM)  # as Nesterov does
+            ahead = gradient.lerp(momentum, MOMENTUM)  # Nesterov momentum
             is_stacked = master.ndim > 2
             update = ahead if is_stacked else full_tensor(ahead, self._parameters[name])
             for tensor in files.hf_tensors(self._model, {name: update}).values():
@@ -155,14 +157,15 @@ OPTIMIZER: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
 
 
 def is_hidden(name: str, master: Tensor) -> bool:
-    """A matrix that maps one hidden state to another."""
+    """True for a matrix that maps one hidden state to another."""
     is_matrix = master.ndim >= 2 and not name.endswith(("bias", "conv1d.weight"))
     return ".layers." in name and is_matrix and not name.endswith("mlp.gate.weight")
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-    """About the nearest matrix whose singular values are all 1: a few Newton-Schulz steps, whose
-    polynomial brings any singular value of (0, 1] to between 0.7 and 1.2, small ones fast."""
+    """Approximately the nearest matrix whose singular values are all 1: a few Newton-Schulz steps,
+    whose polynomial maps any singular value in (0, 1] to between 0.7 and 1.2, small ones
+    quickly."""
     if matrix.shape[0] > matrix.shape[1]:
         return orthogonal(matrix.T, steps).T
     a, b, c = 3.4445, -4.7750, 2.0315

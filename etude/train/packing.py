@@ -1,13 +1,13 @@
-"""Packing: sequences into microbatches without padding, and these onto ranks. Pure: the same
+"""Packing: sequences into microbatches without padding, and microbatches onto ranks. Pure: the same
 sequences give the same microbatches, in the same order, on every rank.
 
-The sequences of a microbatch stand one behind the other, without padding, and none attends to
-another. A token is predicted at the position before it, so of a sequence only the tokens before the
-last one that the loss counts are read. As in `core.types.Row`, position t of every field speaks of
-token t: the shift by one is made here and nowhere else.
+The sequences of a microbatch are concatenated without padding, and do not attend to each other. A
+token is predicted at the position before it, so only the tokens of a sequence before the last one
+that the loss counts are read. As in `core.types.Row`, position t of every field belongs to token t:
+the shift by one is made here and nowhere else.
 
-Shapes: T tokens that a microbatch reads, N those that the loss counts, B sequences, L layers that
-have experts, k experts of a token.
+Shapes: T tokens that a microbatch reads, N those that the loss counts, B sequences, L layers with
+experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PackItem(Protocol):
 
     @property
     def num_loss_terms(self) -> int:
-        """The number of terms that the loss is the mean of: tokens, or pairs."""
+        """The number of terms in the mean of the loss: tokens, or pairs."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class TokenSequence:
 
     @property
     def length(self) -> int:
-        """The tokens that are read: all before the last one that the loss counts."""
+        """The number of tokens that are read: all before the last one that the loss counts."""
         return int(self.loss_positions[-1]) if len(self.loss_positions) else 0
 
     @property
@@ -82,7 +82,7 @@ class RolloutSequence(TokenSequence):
     weight: float
     """The weight of its tokens in the objective."""
     temperature: float
-    """The sampling temperature of its tokens, if the row does not say."""
+    """The sampling temperature of its tokens, if the row does not state it."""
 
     @classmethod
     def from_row(
@@ -122,8 +122,8 @@ class PackedMicrobatch:
     experts_TLk: Tensor | None = None
     """The experts to replay, -1 where the router decides; None: it decides everywhere."""
     context_group: ContextGroup | None = None
-    """The ranks that compute it together, each for its share of the tokens; None: this one
-    alone."""
+    """The ranks that compute it together, each for its share of the tokens; None: only this
+    rank."""
 
     def to(self, device: torch.device) -> Self:
         there: dict[str, Any] = {
@@ -142,14 +142,14 @@ class PackedMicrobatch:
 
     @property
     def share(self) -> ContextShare | None:
-        """The part of the tokens that this rank computes; None: all."""
+        """This rank's share of the tokens; None: all."""
         group = self.context_group
         return None if group is None else ContextShare.of(self.lengths, group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRollouts(PackedMicrobatch):
-    """A microbatch of rollouts: a `PackedMicrobatch` with what the RL objective needs."""
+    """A microbatch of rollouts: a `PackedMicrobatch` with the inputs of the RL objective."""
 
     old_logprobs_N: Tensor
     advantages_N: Tensor
@@ -167,8 +167,8 @@ def pack_batch(texts: Sequence[TokenSequence]) -> PackedMicrobatch:
 def pack_rollouts(
     rows: Sequence[RolloutSequence], experts: Callable[[Row], Tensor | None] = lambda row: None
 ) -> PackedRollouts:
-    """Pack rollouts into one microbatch. `experts` gives the routed experts of the first tokens of
-    a row, [tokens, L, k]."""
+    """Pack rollouts into one microbatch. `experts` returns the routed experts of the first tokens
+    of a row, [tokens, L, k]."""
     temperatures = [each.temperatures for each in rows]
     is_plain = all((own == 1).all() for own in temperatures)
     return PackedRollouts(
@@ -193,7 +193,8 @@ def pack_rollouts(
 
 
 def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
-    """The fields of a `PackedMicrobatch`. A rank without work gets one token, in no loss."""
+    """The fields of a `PackedMicrobatch`. A rank without work gets one token that the loss does not
+    count."""
     lengths = [text.length for text in texts]
     if not any(lengths):
         texts, lengths = [TokenSequence((0,), (False,))], [1]
@@ -219,7 +220,7 @@ def _packed(texts: Sequence[TokenSequence]) -> dict[str, Any]:
 
 
 def _numbers(values: Sequence[float]) -> NDArray[np.float64]:
-    return np.fromiter(values, np.float64, len(values))  # half as long as np.array
+    return np.fromiter(values, np.float64, len(values))  # takes half as long as np.array
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: torch.dtype) -> Tensor:
@@ -257,13 +258,13 @@ def plan_microbatches(
     ranks: int = 1,
     cost: SequenceCostModel = SequenceCostModel(),  # noqa: B008 (frozen)
 ) -> list[list[list[int]]]:
-    """Plan the microbatches of each rank, as the indices of their items: none of more than `limit`
-    tokens, but for an item that is longer alone. `limit = 0` means one item each, in the order
-    given.
+    """Plan the microbatches of each rank, as the indices of their items: none has more than `limit`
+    tokens, except for an item that is longer by itself. `limit = 0` means one item each, in the
+    given order.
 
-    Ranks work in rounds, one microbatch each, and a round lasts as long as its costliest one. So
-    all have equally many of about the same cost, and where there are fewer items than ranks some
-    are empty. The costliest come first, so that whoever has too little memory learns it at once.
+    Ranks work in rounds of one microbatch each, and a round lasts as long as its costliest one. So
+    all ranks have equally many microbatches of about the same cost, and if there are fewer items
+    than ranks some are empty. The costliest come first, so that a lack of memory shows at once.
     """
     if limit == 0:
         bins = [[index] for index in range(len(lengths))]
@@ -278,8 +279,8 @@ def plan_microbatches(
 def _fill(
     lengths: Sequence[int], limit: int, ranks: int, cost: SequenceCostModel
 ) -> list[list[int]]:
-    """The costliest item first, each to the microbatch that costs least and has room. One more
-    round of microbatches if that does not go well."""
+    """Assign the costliest items first, each to the cheapest microbatch that has room. If one does
+    not fit anywhere, try again with one more round of microbatches."""
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     rounds = max(1, math.ceil(sum(lengths) / limit / ranks))
     while True:

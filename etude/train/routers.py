@@ -1,17 +1,18 @@
 """The routers of a sparse model during a training step: router replay, router mismatch, and load
 balancing.
 
-The load of the experts is kept even in the way of the model's family. DeepSeek's routers have a
-bias for each expert that only steers the choice; after a step it is nudged up for experts that had
-less than their share and down for the others, and it is published like any weight. The others have
-an auxiliary loss, which is least when all experts are equally likely and equally used.
+The load of the experts is balanced by the method of the model's family. DeepSeek's routers have a
+bias for each expert that only affects the choice; after a step it is raised a little for experts
+with less than their share of tokens and lowered for the others, and it is published like any
+weight. Other families have an auxiliary loss, which is lowest when all experts are equally likely
+and equally used.
 
-Where the tokens of a microbatch are divided among ranks (`context_parallel`), a rank's routing is
-of its own tokens. Counts are summed over all ranks at the end of a step; the loss is a product of
-two means over all tokens of the microbatch, and so these ranks exchange the sums of both.
+If the tokens of a microbatch are divided among ranks (`context_parallel`), a rank's routing covers
+its own tokens. Counts are summed over all ranks at the end of a step; the loss is a product of two
+means over all tokens of the microbatch, so these ranks exchange the sums of both.
 
 Shapes: T tokens that are read (by this rank), N those that the loss counts, X experts, k experts of
-a token, L layers that have experts.
+a token, L layers with experts.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from etude.train.distributed import SINGLE_PROCESS, World
 from etude.train.packing import PackedMicrobatch
 
 BIAS_STEP = 1e-3
-"""The step of a bias, as in DeepSeek-V3; scores lie between 0 and 1."""
+"""The step of a bias, as in DeepSeek-V3; scores are between 0 and 1."""
 
 
 class ExpertRouters:
-    """The routers of a sparse model during one step: replay, mismatches and load balancing. For
-    each microbatch `begin_microbatch`, the forward pass, `end_microbatch`; then `end_step`."""
+    """The routers of a sparse model during one step: replay, mismatches and load balancing. Call
+    `begin_microbatch`, the forward pass and `end_microbatch` for each microbatch, then
+    `end_step`."""
 
     def __init__(
         self, model: Transformer, *, min_score: float = 0.0, router_balance: bool = False
@@ -47,14 +49,14 @@ class ExpertRouters:
         modules = model.modules() if self._config else ()
         self._routers = [module for module in modules if isinstance(module, Router)]
         self.num_replayed = self.num_mismatched = self.num_replaced = 0
-        """Tokens that were replayed, those among them for which any router would have chosen
-        otherwise, and choices that were replaced."""
+        """Tokens with replayed experts, those of them for which any router would have chosen
+        differently, and replayed experts that were replaced."""
         size = (len(self._routers), self._config.num_experts if self._config else 0)
         self.loads_LX = torch.zeros(size, dtype=torch.int64)
 
     @property
     def mismatch_frac(self) -> float | None:
-        """The share of the replayed tokens with a router that disagrees; None if nothing was
+        """The share of the replayed tokens for which a router disagrees; None if nothing was
         replayed."""
         return self.num_mismatched / self.num_replayed if self.num_replayed else None
 
@@ -68,7 +70,7 @@ class ExpertRouters:
         )
 
     def begin_microbatch(self, micro: PackedMicrobatch) -> Routing | None:
-        """The routing to hand to the forward pass; None if nothing is replayed or balanced."""
+        """The routing to pass to the forward pass; None if nothing is replayed or balanced."""
         if not self._config or (micro.experts_TLk is None and not self._balance):
             return None
         replay, share = micro.experts_TLk, micro.share
@@ -81,9 +83,9 @@ class ExpertRouters:
         )
 
     def token_mismatches(self, routing: Routing | None, micro: PackedMicrobatch) -> Tensor:
-        """The router mismatch of each token that the loss counts, before `end_microbatch`: 1 if any
-        router would have chosen another expert at the position that predicts it, and 0 if not; NaN
-        if nothing was replayed."""
+        """The router mismatch of each token that the loss counts; call before `end_microbatch`. 1
+        if any router would have chosen another expert at the position that predicts the token, and
+        0 if not; NaN if nothing was replayed."""
         indices_N, share = micro.logits_indices_N, micro.share
         if routing is None or routing.replay is None:
             return torch.full_like(indices_N, torch.nan, dtype=torch.float32)
@@ -96,7 +98,7 @@ class ExpertRouters:
     def end_microbatch(self, routing: Routing | None, micro: PackedMicrobatch) -> Tensor | float:
         """Count mismatches and loads; return the load-balancing loss, a mean over the tokens of the
         microbatch."""
-        # a rank without work only keeps company
+        # a rank without work only takes part in collectives
         if routing is None or not self._config or not micro.num_loss_tokens:
             return 0.0
         if routing.replay is not None:
@@ -138,7 +140,7 @@ def experts_to_replay(
     row: Row, config: ExpertsConfig | None, fetch: Callable[[str], bytes]
 ) -> Tensor | None:
     """The routed experts of the first tokens of a row, [tokens, L, k]. `fetch` reads them by the
-    key that the row has."""
+    key in the row."""
     if row.experts is None:
         return None
     if config is None:
@@ -166,7 +168,7 @@ def balance_loss(
 ) -> Tensor:
     """The load-balancing loss of Switch Transformers: the number of experts times the sum over them
     of load times mean score, all layers taken together. `share`: the tokens are only a part of the
-    microbatch's, and the loss is that of all."""
+    microbatch, and the loss is that of the whole."""
     scores_TLX = torch.stack(list(scores_TX), 1)
     num_tokens, num_layers, num_experts = scores_TLX.shape
     load_X = used_TLk.flatten().bincount(minlength=num_experts)

@@ -1,8 +1,8 @@
 """The supervised stages, which learn from files: `midtrain`, `sft` and `dpo`.
 
-Which tokens step n reads follows from the seed and n alone. So a stage that was interrupted goes
-on, to the bit, from the learner's state and the number of steps done (and, for `sft`, the held-out
-losses so far), and no data loader has a state of its own.
+The tokens of step n follow from the seed and n alone. So an interrupted stage resumes, exact to the
+bit, from the learner's state and the number of steps done (and, for `sft`, the held-out losses so
+far), and no data loader has state of its own.
 
 Shapes: B rows, T tokens.
 """
@@ -25,20 +25,20 @@ from etude.train.stream import SourceMix, TokenizedDocuments, shuffled
 from etude.train.supervised import Metrics, PreferencePair, dpo_loss, pack_pairs, sequence_logprobs
 
 Demonstration = tuple[Sequence[int], Sequence[bool]]
-"""The tokens of a session, and which of them the assistant said."""
+"""The tokens of a session, and a mask of the assistant's tokens."""
 Preference = tuple[Demonstration, Demonstration]
-"""The chosen session and the rejected one, which begin alike."""
+"""The chosen session and the rejected one, which share their beginning."""
 
 HELDOUT_TOKENS = 65_536
-"""Tokens of the held-out documents that are evaluated at most: enough for three digits of the
+"""The most tokens of the held-out documents that are evaluated: enough for three digits of the
 loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedStepReport:
-    """The state of a supervised stage (`midtrain`, `sft`, `dpo`) after a step, as the callback
-    `on_step` gets it: how far it is, the step's `SupervisedStats`, held-out losses. The learner's
-    state may be checkpointed there."""
+    """The state of a supervised stage (`midtrain`, `sft`, `dpo`) after a step, as passed to the
+    callback `on_step`: its progress, the step's `SupervisedStats`, held-out losses. The callback
+    may checkpoint the learner's state."""
 
     step: int
     """Steps done."""
@@ -48,7 +48,8 @@ class SupervisedStepReport:
     heldout_losses: tuple[float, ...] = ()
     """The loss on held-out demonstrations after each epoch so far."""
     metrics: Metrics = field(default_factory=dict)
-    """Further metrics: the loss on held-out documents, how often the chosen answer wins."""
+    """Further metrics, such as the loss on held-out documents, or how often the chosen answer
+    wins."""
 
 
 OnStep = Callable[[SupervisedStepReport], None]
@@ -92,7 +93,7 @@ def midtrain(
 
 def split_documents(tokens_BT: NDArray[np.int64], eos: int | None) -> list[TokenSequence]:
     """Rows of tokens as sequences in which the loss counts every token. With `eos`, a row is split
-    into its documents, none of which sees another; otherwise a row is one sequence."""
+    into its documents, which do not see each other; otherwise a row is one sequence."""
     found = []
     for tokens_T in tokens_BT:
         borders = np.zeros(0, np.int64) if eos is None else np.flatnonzero(tokens_T[:-1] == eos) + 1
@@ -121,7 +122,7 @@ def sft(
     heldout_losses: Sequence[float] = (),
     on_step: OnStep = _ignore,
 ) -> tuple[float, ...]:
-    """Supervised fine-tuning on what the assistant said, until the loss on held-out demonstrations
+    """Supervised fine-tuning on the assistant's tokens, until the loss on held-out demonstrations
     has not fallen for `stage.patience` epochs; the learner ends with the weights of the best epoch.
     Returns the held-out loss of every epoch."""
     _check(demonstrations, heldout, learner.model.config.max_position_embeddings)
@@ -162,8 +163,8 @@ def dpo(
     start_step: int = 0,
     on_step: OnStep = _ignore,
 ) -> None:
-    """Direct preference optimization against the weights that the stage starts from. These are kept
-    as the learner's snapshot; their log-probs of each pair are computed once, at every start."""
+    """Direct preference optimization against the initial weights of the stage. These are kept as
+    the learner's snapshot; their log-probs of each pair are computed once, at every start."""
     if start_step == 0:
         learner.snapshot()
     with learner.using_snapshot():
@@ -194,7 +195,7 @@ def dpo(
 
 @torch.no_grad()
 def _judged(learner: Learner, pairs: Sequence[PreferencePair], mean: bool) -> list[PreferencePair]:
-    """The pairs with the log-probs of both sessions under the present weights as reference."""
+    """The pairs, with the log-probs of both sessions under the current weights as reference."""
     judged = list(pairs)
     for some in plan_microbatches(
         [pair.length for pair in pairs], MICROBATCH_TOKENS[learner.device.type]

@@ -15,17 +15,17 @@ from etude.model.transformer import Block, ModelConfig, Transformer, init_from_s
 
 
 def compile_layers(model: Transformer) -> Transformer:
-    """Compile each layer and the head on a device, for any number of tokens. Routers are left out:
-    what they are told and what they chose is another thing in every layer, and a layer would be
-    compiled anew for each. For models that compute in bf16, where one kernel takes all sequences: a
-    loop over them would be compiled anew for every microbatch. The first step takes some seconds
-    longer; bits may depend on what was computed before."""
+    """Compile each layer and the head on a device, for any number of tokens. Routers are left out,
+    because their replayed and recorded choices differ in every layer, and a layer would be
+    recompiled for each. Only for models that compute in bf16, where one kernel takes all sequences:
+    a loop over sequences would be recompiled for every microbatch. The first step takes some
+    seconds longer; bits may depend on what was computed before."""
     if next(model.parameters()).is_cuda:
         model.fused = True
         for block in model.model.layers:
             assert isinstance(block, Block)
             # Attention with a window or sinks is a loop over sequences on any device, a recurrent
-            # layer is one over chunks, and experts with biases are one over experts.
+            # layer is a loop over chunks, and experts with biases are a loop over experts.
             attention = [] if block.self_attn is None or _loops(block) else [block.self_attn]
             parts: list[nn.Module] = [*attention, block.mlp]
             if isinstance(block.mlp, SparseMoE):
@@ -44,7 +44,7 @@ def _loops(block: Block) -> bool:
 
 
 def initial_model(directory: Path | None, config_json: bytes, seed: int) -> Transformer:
-    """The model to start from: the weights of a directory, or fresh ones. `config_json` decides the
+    """The initial model: with the weights of a directory, or fresh ones. `config_json` sets the
     shape, which the weights must fit."""
     if directory is None:
         return init_from_scratch(ModelConfig.from_json(config_json), seed)

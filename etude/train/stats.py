@@ -20,9 +20,9 @@ class RlStats:
     mismatch: MismatchStats
     """Train/inference mismatch of the sampled tokens."""
     corrected_frac: float
-    """Share of the sampled tokens whose importance weight the correction cut or took away."""
+    """Share of the sampled tokens whose importance weight was truncated or masked."""
     zero_grad_frac: float
-    """Share of them with zero gradient although their advantage was not 0."""
+    """Share of the sampled tokens with zero gradient although their advantage was not 0."""
     entropy: float
     """Mean over the sampled tokens, in nats."""
     grad_norm: float
@@ -34,13 +34,13 @@ class RlStats:
     num_forward_tokens: int
     """Tokens that went through the model, prompts included."""
     router_mismatch_frac: float | None = None
-    """Share of the tokens with replayed experts for which a router, left alone, would have chosen
-    another."""
+    """Share of the tokens with replayed experts for which a router would have chosen another
+    expert."""
     experts_replaced_frac: float | None = None
     """Share of the replayed experts that scored below `router_replay_min_score`, and were
     replaced."""
     recomputed: tuple[RecomputedRow, ...] = ()
-    """The log-probs that the trainer computed anew, for each row of the batch."""
+    """The log-probs recomputed by the trainer, for each row of the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class SupervisedStats:
 
 
 def recomputed_rows(seen_N5: Tensor, num_rows: int) -> tuple[RecomputedRow, ...]:
-    """What was computed of each row, from columns of its tokens: row number, old and new log-prob,
-    argmax, router mismatch."""
+    """The recomputed values of each row, from columns of its tokens: row number, old and new
+    log-prob, argmax, router mismatch."""
     number_N = seen_N5[:, 0].long()
     sizes = number_N.bincount(minlength=num_rows).tolist()
     rows = torch.split(seen_N5[number_N.argsort(stable=True)], sizes)

@@ -1,8 +1,8 @@
-"""The data loader of mid-training: documents as rows of tokens. It has no state: which tokens row n
-holds follows from the seed and n alone.
+"""The data loader of mid-training: documents as rows of tokens. It has no state: the tokens of row
+n follow from the seed and n alone.
 
-Documents are one array of tokens and where each of them ends; the array may be a file that is
-mapped into memory, so that only what is read is loaded.
+Documents are one array of tokens and the end of each document in it; the array may be a
+memory-mapped file, so that only the tokens that are read are loaded.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 from etude.core.seeds import derive
 
-# Multiples of it, modulo 1, fall into every interval about as often as its length says, in any
-# stretch of them.
+# In any range of its multiples modulo 1, the share that falls into an interval is about the
+# interval's length.
 GOLDEN = (5**0.5 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedDocuments:
-    """Tokenized documents: D of them, of N tokens in all, each with the `eos` that ends it."""
+    """Tokenized documents: D of them, of N tokens in all, each including its final `eos`."""
 
     tokens_N: NDArray[np.uint32]
     ends_D: NDArray[np.int64]
@@ -75,7 +75,7 @@ class DocumentStream:
         return np.concatenate(parts).astype(np.int64)
 
     def _shuffled(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The order of the documents in a pass, and where each ends in it."""
+        """The order of the documents in a pass, and the end of each in it."""
         order_D = shuffled(len(self._lengths_D), self._seed, number)
         return order_D, np.cumsum(self._lengths_D[order_D])
 
@@ -86,8 +86,8 @@ class SourceMix:
     def __init__(
         self, sources: Sequence[tuple[TokenizedDocuments, float]], *, width: int, seed: int
     ) -> None:
-        # The first source alone keeps the seed: whether others are there does not change what it
-        # gives.
+        # The first source keeps the seed, so that its tokens do not depend on whether there are
+        # others.
         self._streams = [
             DocumentStream(documents, seed=derive(seed, "source", number) if number else seed)
             for number, (documents, _) in enumerate(sources)
@@ -99,7 +99,7 @@ class SourceMix:
     def rows(self, start: int, count: int) -> NDArray[np.int64]:
         """Rows `start` to `start + count` of an endless sequence, [count, width]."""
         source_R = self.sources(start + count)
-        # rows of each source before
+        # rows of each source before `start`
         read_S = np.bincount(source_R[:start], minlength=len(self._streams))
         rows = []
         for source in source_R[start:]:

@@ -35,7 +35,7 @@ def cross_entropy(
 
 @dataclass(frozen=True, slots=True)
 class PreferencePair:
-    """A chosen and a rejected session with the same beginning."""
+    """A chosen and a rejected session with a common beginning."""
 
     chosen: TokenSequence
     rejected: TokenSequence
@@ -73,8 +73,8 @@ def pack_pairs(pairs: Sequence[PreferencePair]) -> PackedPairs:
 def sequence_logprobs(
     model: Transformer, pairs: PackedPairs, *, mean: bool, routing: Routing | None = None
 ) -> Tensor:
-    """The log-probs of the chosen and the rejected session of each pair, summed over the tokens
-    that the loss counts, or their mean, [B, 2]."""
+    """The log-probs of the chosen and the rejected session of each pair, [B, 2]: the sum over the
+    tokens that the loss counts, or their mean."""
     logp_N, _ = token_logprobs(model, pairs, routing=routing)
     sums_A = logp_N.new_zeros(pairs.reference_B2.numel()).index_add(0, pairs.sequence_N, logp_N)
     sizes_A = (
@@ -86,11 +86,11 @@ def sequence_logprobs(
 
 
 def dpo_loss(*, beta: float, length_normalised: bool) -> SupervisedLoss:
-    """DPO: the chosen answer is to gain on the rejected one, as seen from the reference, with no
-    reward model between.
+    """DPO: the chosen answer should gain over the rejected one, relative to the reference, without
+    a reward model.
 
-    With `length_normalised` an answer is worth its mean log-prob, which takes away the reward for
-    being long.
+    With `length_normalised` an answer is scored by its mean log-prob, which removes the reward for
+    length.
     """
 
     def loss(

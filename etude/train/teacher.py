@@ -1,14 +1,14 @@
 """On-policy distillation: advantages of the student's tokens from the log-probs of a teacher.
 
-The advantage of a token is how much likelier the teacher holds it to be than the student that said
-it: log teacher - log student. Its mean over what the student says is minus the KL of student to
-teacher at that place, so a step of policy gradient with it makes that KL smaller, with a signal at
-every token and without a reward. What a token does to the places after it is left out: the teacher
-speaks again there.
+The advantage of a token is how much likelier it is for the teacher than for the student that
+sampled it: log teacher - log student. Its mean over the student's samples is minus the KL of
+student to teacher at that position, so a policy gradient step with it lowers that KL, with a signal
+at every token and without a reward. A token's effect on later positions is left out: the teacher
+gives its signal there again.
 
-What the student said may be some steps old. The advantage is first taken against the recorded
-log-prob, which is known here; the objective puts the learner's own in its place
-(`RlObjective.distills`), and its importance weights do the rest.
+The student's samples may be some steps old. The advantage is first computed against the recorded
+log-prob, which is known here; the objective replaces it by the learner's own
+(`RlObjective.distills`), and its importance weights correct for the rest.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Teacher:
         self, batch: Batch, *, temperature: float, microbatch_tokens: int
     ) -> tuple[Batch, float]:
         """The batch with the teacher's advantages, and an estimate of the KL of student to teacher
-        a token. Both are compared at the temperature that each token was drawn at; `temperature`
-        is that of rows which do not say."""
+        per token. Both are compared at the sampling temperature of each token; `temperature`
+        applies to rows that do not state it."""
         rows = list(batch.rows)
         total = 0.0
         num_loss_tokens = 0
@@ -60,7 +60,7 @@ class Teacher:
 
 def with_teacher_advantages(row: Row, teacher: Sequence[float]) -> Row:
     """The row with the teacher's advantages. `teacher`: the log-prob of each sampled token, in
-    their order."""
+    order."""
     said = iter(teacher)
     gains = (
         next(said) - logp if sampled else 0.0

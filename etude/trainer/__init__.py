@@ -1,2 +1,1 @@
-"""The trainer's process: its stages, the data that they read, and publication of what they
-learn."""
+"""The trainer's process: its stages, the data that they read, and publication of the weights."""

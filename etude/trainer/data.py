@@ -1,8 +1,8 @@
-"""Training data of the supervised stages, as token ids: sessions to imitate, pairs to prefer, and
+"""Training data of the supervised stages, as token ids: sessions to imitate, preference pairs, and
 samples for a vocabulary.
 
-Sessions come as OpenAI's messages, of the scripted worker that ships or from files; whatever is
-wrong with one in a file is said with its line.
+Sessions come as OpenAI messages, from the built-in scripted worker or from files; an error in a
+file is reported with its line.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from etude.tasks.demos import demonstrations
 from etude.tasks.factory import make_tasks
 
 NUM_SAMPLES = 256
-HELDOUT_ONE_IN = 10  # one session in this many decides when sft stops
+HELDOUT_ONE_IN = 10  # one session in this many is held out to decide when sft stops
 
 Demonstration = tuple[list[int], list[bool]]
-"""Tokens, and which of them the assistant said."""
+"""Tokens, and a mask of the assistant's tokens."""
 Overlong = Literal["error", "drop"]
 
 
 def vocabulary_texts(config: RunConfig) -> list[str]:
-    """Sample texts that the vocabulary of a new model is learnt from."""
+    """Sample texts from which the vocabulary of a new model is learnt."""
     shown = demonstrations(make_tasks("train", NUM_SAMPLES, config.seed), NUM_SAMPLES, config.seed)
     messages = [message for session in shown for message in session]
     said = [str(message["content"]) for message in messages if message["content"]]
@@ -47,7 +47,7 @@ def vocabulary_texts(config: RunConfig) -> list[str]:
 
 
 def _samples(config: RunConfig) -> Iterator[str]:
-    """The first documents of every source that the run brings along."""
+    """The first documents of every source of the run itself."""
     for stage in config.stage:
         for source in stage.sources if isinstance(stage, MidtrainConfig) else ():
             if source.path != BUILT_IN:
@@ -63,15 +63,15 @@ def _samples(config: RunConfig) -> Iterator[str]:
 class Sessions:
     train: list[Demonstration]
     heldout: list[Demonstration]
-    """By these sft tells when to stop."""
+    """Held-out sessions, by which sft decides when to stop."""
     skipped: list[str]
-    """Sessions that are too long, and where they stand."""
+    """File and line of the sessions that are too long."""
 
 
 def built_in_sessions(
     config: RunConfig, count: int, tokenizer: ChatTokenizer, context: int
 ) -> Sessions:
-    """Sessions of the scripted worker, and a few at other tasks that are held out."""
+    """Sessions of the scripted worker, and a few for other tasks that are held out."""
     tasks = make_tasks("train", max(config.tasks.train, 2), config.seed)
     border = max(1, len(tasks) // HELDOUT_ONE_IN)
     heldout = demonstrations(tasks[:border], max(1, count // HELDOUT_ONE_IN), config.seed + 1)
@@ -99,8 +99,8 @@ def check_fits(
 def read_sessions(
     pattern: str, tokenizer: ChatTokenizer, context: int, overlong: Overlong
 ) -> Sessions:
-    """Sessions from files. Held-out ones are chosen by their content: a session and its copy stay
-    together."""
+    """Sessions from files. Held-out ones are chosen by their content, so that a session and its
+    copies stay together."""
     found: list[tuple[int, list[Demonstration]]] = []
     skipped: list[str] = []
     for where, record in _records(pattern):
@@ -121,7 +121,7 @@ def read_sessions(
             f"{pattern}: sft needs two different sessions that fit, one of them to tell when to "
             f"stop"
         )
-    # of a few, chance may put all on one side
+    # with few sessions, chance may put all on one side
     border = min(max(2**64 // HELDOUT_ONE_IN, 1 + min(digests)), max(digests))
     shown, heldout = (
         [row for digest, rows in found if (digest < border) == held for row in rows]
@@ -133,7 +133,7 @@ def read_sessions(
 def read_preferences(
     pattern: str, tokenizer: ChatTokenizer, context: int, overlong: Overlong
 ) -> tuple[list[tuple[Demonstration, Demonstration]], list[str]]:
-    """(chosen, rejected) of every line that fits, and where those stand that do not."""
+    """Pairs (chosen, rejected) of every line that fits, and file and line of those that do not."""
     pairs: list[tuple[Demonstration, Demonstration]] = []
     skipped: list[str] = []
     for where, record in _records(pattern):
@@ -190,7 +190,7 @@ def _answer(
 
 
 def _recorded(record: Json, tokenizer: ChatTokenizer, where: str) -> list[Demonstration]:
-    """The very tokens that a session was recorded with, if they are of this vocabulary: none is
+    """The exact tokens that a session was recorded with, if they are of this vocabulary: nothing is
     tokenised again."""
     if record.get("vocabulary") != tokenizer.vocabulary:
         return []
@@ -226,9 +226,9 @@ def tokenize(
     *,
     first: int = 0,
 ) -> list[Demonstration]:
-    """A session as the recorder would have recorded it: its tokens, and which of them the assistant
-    says, from message `first` on. A template that shows old turns in another way, once others
-    follow, makes a new row there, just as the recorder begins a new segment. Raises ValueError for
+    """A session as the recorder would have recorded it: its tokens, and a mask of the assistant's
+    tokens, from message `first` on. If the template shows earlier turns differently once later ones
+    follow, a new row begins there, just as the recorder begins a new segment. Raises ValueError for
     messages that the template cannot show."""
     rows: list[Demonstration] = []
     text = ""
@@ -248,8 +248,7 @@ def tokenize(
             rows.append(([], []))
             text = ""
         tokens, mask = rows[-1]
-        # What follows the end of the answer is not said by the model: it belongs to the next
-        # prompt.
+        # Text after the end of the answer is not the model's: it belongs to the next prompt.
         for piece, counts in (
             (prompt.removeprefix(text), False),
             (said + end, message.get("weight", 1) != 0),
@@ -272,7 +271,7 @@ def _messages(record: Json, key: str, where: str) -> list[Message]:
 
 
 def _wrong(message: Json) -> str | None:
-    """The fault of a message, if it has one, so that no template meets what it does not expect."""
+    """The fault of a message, or None; checked so that templates see only well-formed messages."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         return "it is no object with a role"
     calls = message.get("tool_calls") or []

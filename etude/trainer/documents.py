@@ -1,9 +1,8 @@
-"""Tokenized documents for mid-training: the ids of a source lie in a cached file that is mapped
-into memory.
+"""Tokenized documents for mid-training: the ids of a source are in a cached, memory-mapped file.
 
-The files stand in the user's cache, under a name that follows from everything that they are made
-of: the source's files (path, size, time of change), the vocabulary, and what is held out. Whoever
-needs the same again finds it there, and the cache may be deleted at any time.
+The files are in the user's cache, under a name derived from all their inputs: the source's files
+(path, size, modification time), the vocabulary, and the held-out rule. A later run with the same
+inputs uses the file again, and the cache may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ class Corpus:
     """The documents of mid-training, and those held out for evaluation."""
 
     sources: tuple[tuple[TokenizedDocuments, float], ...]
-    """With their weights."""
+    """The documents of each source, with its weight."""
     heldout: TokenizedDocuments
     about: str
-    """How much it is, and a digest of all of it."""
+    """The number of documents, and a digest of all of them."""
 
 
 def read_corpus(stage: MidtrainConfig, files: Mapping[str, bytes], seed: int) -> Corpus:
-    """`files`: those of the model, of which the tokenizer is one."""
+    """Read the documents of a stage. `files`: those of the model, including the tokenizer."""
     tokenizer, rule = ChatTokenizer(files), _heldout_rule(stage)
     key = json.dumps(
         [
@@ -89,7 +88,7 @@ def read_corpus(stage: MidtrainConfig, files: Mapping[str, bytes], seed: int) ->
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A source, and a digest of all its tokens."""
+    """The documents of a source, and a digest of all its tokens."""
 
     train: TokenizedDocuments
     heldout: TokenizedDocuments
@@ -99,12 +98,13 @@ class _Part:
 @dataclass(frozen=True, slots=True)
 class _Rule:
     key: str
-    """Another rule, another key."""
+    """A string that identifies the rule."""
     is_heldout: Callable[[str], bool]
 
 
 def _heldout_rule(stage: MidtrainConfig) -> _Rule:
-    """By the text alone: a copy of a held-out document is held out too, wherever it stands."""
+    """The rule for held-out documents; it looks at the text alone, so a copy of a held-out document
+    is held out too, in any file."""
     if stage.heldout_path is None:
         return _Rule(
             f"{stage.heldout_frac!r}",
@@ -162,7 +162,7 @@ def cache() -> Path:
 
 
 def _write(folder: Path, texts: Iterable[str], tokenizer: ChatTokenizer, rule: _Rule) -> None:
-    """The folder is there whole or not at all; of two that write the same one, either wins."""
+    """Write the folder atomically; if two processes write the same one, either wins."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="part-") as holder:
         unfinished = Path(holder) / folder.name
@@ -184,14 +184,14 @@ def _write(folder: Path, texts: Iterable[str], tokenizer: ChatTokenizer, rule: _
         (unfinished / "digest").write_text(digest.hexdigest())
         try:
             unfinished.rename(folder)
-        except OSError:  # a folder that holds something is not replaced: the other one was quicker
+        except OSError:  # a nonempty folder is not replaced: another process was faster
             if not folder.is_dir():
                 raise
 
 
 def _mapped(folder: Path, name: str) -> TokenizedDocuments:
     ends_D = np.fromfile(folder / f"{name}.ends", dtype=np.int64)
-    if not len(ends_D):  # nothing can be mapped where nothing is
+    if not len(ends_D):  # an empty file cannot be mapped
         return TokenizedDocuments(np.empty(0, dtype=np.uint32), ends_D)
     return TokenizedDocuments(
         np.memmap(folder / f"{name}.tokens", dtype=np.uint32, mode="r"), ends_D

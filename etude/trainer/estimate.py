@@ -1,6 +1,6 @@
-"""A rough estimate of what a run takes, from the shape of its model and a product on this machine.
-Sessions are taken to be half as long as they may be, and at most half of one to be the model's
-words; tools and tests of the user's own are not counted."""
+"""A rough estimate of the time, disk and memory of a run, from the shape of its model and a matrix
+product on this machine. Sessions are assumed to have half of the allowed length, and at most half
+of their tokens to be the model's; the user's own tools and tests are not counted."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from etude.trainer.prepare import model_shape
 from etude.trainer.state import computed_in
 
 TRAINING, SAMPLING = 0.45, 0.1
-"""Share of the arithmetic of a large product that is reached; prompts are read like what is trained
-on."""
+"""Efficiency relative to a large product; prompts are read as efficiently as training reads."""
 CHARACTERS = 4
-"""Of a token, in files of the user's own."""
+"""Characters of a token, in the user's own files."""
 STATE_BYTES = 12
-"""Of a weight in a checkpoint: the master and the optimizer's state."""
-CHECKPOINTS = 3  # two that are kept, and the one that is being written
+"""Bytes of a weight in a checkpoint: the master and the optimizer's state."""
+CHECKPOINTS = 3  # two that are kept, and one being written
 GRADIENT_BYTES = 4
 COPY_BYTES = 4
-"""Of a weight, beside the copy of the state, while a version is stored: itself, and as it was."""
+"""Bytes of a weight, in addition to the copy of the state, while a version is stored: its new
+value, and the previous one."""
 LOGITS_BYTES = 12
-"""Of a number of the logits: itself, its log-prob and its gradient."""
+"""Bytes of a logit: the logit, its log-prob and its gradient."""
 PROCESS_BYTES = 500_000_000
 DELTA = 0.02
-"""Of all weights, in a version that is stored as a difference."""
+"""Share of all weights in a version that is stored as a delta."""
 TOKEN_BYTES = 16
-"""Of a stored token: id, log-prob and text."""
+"""Bytes of a stored token: id, log-prob and text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ class Estimate:
     """Stage -> its computing time, and that of all evaluations."""
     disk_bytes: int
     memory_bytes: int
-    """Of the trainer, all of its ranks."""
+    """Memory of the trainer, all ranks together."""
     activation_bytes: int
-    """The part of it that a pass takes, and that less of `microbatch_tokens` makes smaller."""
+    """The part of it that a pass takes; a smaller `microbatch_tokens` reduces it."""
     memory_free: int
 
 
 def activation_bytes(config: RunConfig, shape: ModelConfig, device: torch.device) -> int:
-    """Of one forward and backward pass of the longest microbatch, on one rank: what the layers
-    keep for the backward pass, and the logits of a chunk with their gradient."""
+    """Memory of one forward and backward pass of the longest microbatch, on one rank: activations
+    that the layers keep for the backward pass, and the logits of a chunk with their gradient."""
     asked = [getattr(stage, "microbatch_tokens", None) for stage in config.stage]
     most = max(tokens or MICROBATCH_TOKENS[device.type] for tokens in asked)
     context = min(config.model.max_context, shape.max_position_embeddings)
@@ -86,13 +86,13 @@ def activation_bytes(config: RunConfig, shape: ModelConfig, device: torch.device
 
 
 def size_of_model(config: RunConfig) -> ModelSize:
-    """Of the model that the run starts from, in bf16."""
+    """Size of the run's initial model, in bf16."""
     shape = model_shape(config)
     with torch.device("meta"):
         parameters = sum(tensor.numel() for tensor in hf_tensors(Transformer(shape)).values())
     return ModelSize(
         parameters=parameters,
-        # a token's products, without its looks back
+        # the products of a token, without attention to earlier ones
         active=forward_flops(shape, 1, 1) / 2,
         kv_bytes=kv_bytes(shape, 2, fp8=config.kv_cache_dtype == "fp8"),
         activation_bytes=activation_bytes(config, shape, torch.device("cuda")),
@@ -100,7 +100,7 @@ def size_of_model(config: RunConfig) -> ModelSize:
 
 
 def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:
-    """`tasks`: how many there are of each split."""
+    """Estimate a run. `tasks`: the number of tasks in each split."""
     shape = model_shape(config)
     with torch.device("meta"):
         parameters = sum(tensor.numel() for tensor in hf_tensors(Transformer(shape)).values())
@@ -158,7 +158,8 @@ def estimate(config: RunConfig, tasks: Mapping[str, int]) -> Estimate:
 
 
 def _memory(config: RunConfig, shape: ModelConfig, parameters: int) -> tuple[int, int, int]:
-    """Of all ranks of the trainer: what they hold, what a pass takes beside, and what is free."""
+    """Memory of all ranks of the trainer: their state, the activations of a pass, and the free
+    memory."""
     device = select_device(config.trainer.device)
     width = computed_in(config.trainer, device).itemsize
     held = parameters * (width + GRADIENT_BYTES + STATE_BYTES)
@@ -169,7 +170,7 @@ def _memory(config: RunConfig, shape: ModelConfig, parameters: int) -> tuple[int
 
 
 def _memory_free(device: torch.device) -> int:
-    """Of the machine, or of all of its devices."""
+    """Free memory of the machine, or of all of its devices."""
     if device.type == "cuda":
         count = torch.cuda.device_count()
         return sum(torch.cuda.mem_get_info(number)[0] for number in range(count))

@@ -1,5 +1,5 @@
-"""`weights.peers.Peers` over torch.distributed: the ranks of a trainer publish together through
-it."""
+"""`weights.peers.Peers` over torch.distributed, through which the ranks of a trainer publish
+together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 
 class TorchPeer:
-    """All ranks of the default process group. They exchange bytes over gloo, on a group of their
-    own: publishing goes on beside training, and the two must not take each other's messages."""
+    """All ranks of the default process group. They exchange bytes over gloo, on their own group:
+    publishing runs in parallel with training, and the two must not receive each other's
+    messages."""
 
     def __init__(self, timeout_s: float = 600.0) -> None:
         self.rank = dist.get_rank()
@@ -20,8 +21,8 @@ class TorchPeer:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def all_to_all(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Lengths first, since nobody knows what the others have for him; then what is not empty,
-        all at once."""
+        """Exchange lengths first, since a rank does not know the sizes of the messages for it; then
+        all nonempty messages at once."""
         sizes = torch.tensor([len(message) for message in messages])
         table = [torch.empty_like(sizes) for _ in range(self.world_size)]
         dist.all_gather(table, sizes, group=self._group)

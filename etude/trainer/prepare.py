@@ -1,7 +1,7 @@
-"""Preparation of a new run: the small files of its model (shape, vocabulary, chat template) go into
-the store.
+"""Preparation of a new run: put the small files of its model (shape, vocabulary, chat template)
+into the store.
 
-`config.json` is written last, so the model is either there or not.
+`config.json` is written last, so the model is either complete or absent.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 def is_prepared(run: Run) -> bool:
-    """Whether the model's files are there, of which config.json is written last. Raises EtudeError
-    if others are lost."""
+    """True if the model's files are in the store; config.json is written last. Raises EtudeError if
+    others are lost."""
     from etude.model.directory import MODEL_FILES
 
     if not run.objects.exists("model/config.json"):
@@ -56,7 +56,7 @@ def is_prepared(run: Run) -> bool:
 
 
 def model_directory(path: str, key: str = "model.path") -> Path:
-    """`key` says who asks for it."""
+    """Check a model directory. `key`: the config key that names it."""
     from etude.model.directory import MODEL_FILES, missing_files, read_model_files
 
     directory = Path(path)
@@ -75,8 +75,8 @@ def model_directory(path: str, key: str = "model.path") -> Path:
 
 
 def check_stage_files(config: RunConfig) -> None:
-    """Check the files that all stages need, so that one missing in the last stage does not cost the
-    stages before it."""
+    """Check the files that all stages need, so that a missing file of the last stage does not cost
+    the stages before it."""
     check_file(config.tasks.environment, "tasks.environment")
     check_file(config.harness.agent, "harness.agent")
     for stage in config.stage:
@@ -96,9 +96,9 @@ def check_stage_files(config: RunConfig) -> None:
 
 
 def check_training(config: RunConfig, *, resumed: bool) -> None:
-    """Check what trainer and workers find out when they start: devices, model, losses of the
-    user's own, teachers. `resumed`: the weights are in a checkpoint, and the model's directory may
-    be gone."""
+    """Check everything that trainer and workers would check at their start: devices, model, custom
+    losses, teachers. `resumed`: the weights are in a checkpoint, and the model's directory may be
+    gone."""
     ranks = config.trainer.ranks
     if "cuda" in {config.engine.device, config.trainer.device} or (
         config.trainer.device == "auto" and ranks > 1
@@ -123,7 +123,7 @@ def check_training(config: RunConfig, *, resumed: bool) -> None:
 
 
 def _check_parallel(config: RunConfig, shape: ModelConfig) -> None:
-    """Check that ranks can share rows and experts as they are told to."""
+    """Check that ranks can divide rows and experts as configured."""
     trainer, invariant = config.trainer, config.batch_invariant
     if trainer.context_parallel > 1:
         from etude.train.context_parallel import check_context_parallel
@@ -138,7 +138,7 @@ def _check_parallel(config: RunConfig, shape: ModelConfig) -> None:
 
 
 def _check_adapter(lora: LoraTable, shape: ModelConfig) -> None:
-    """The stage that trains it may be the last."""
+    """Check the adapter before the first stage, since the stage that trains it may be the last."""
     import torch
 
     from etude.model.lora import check_targets
@@ -149,7 +149,7 @@ def _check_adapter(lora: LoraTable, shape: ModelConfig) -> None:
 
 
 def model_shape(config: RunConfig) -> ModelConfig:
-    """The shape of the model that the run starts from, its context not cut; checks its files."""
+    """The shape of the run's initial model, with its full context; checks its files."""
     path, shape = config.model.path, config.model
     if path is None:
         return ModelConfig(

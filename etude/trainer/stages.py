@@ -1,7 +1,7 @@
 """The stages as the trainer runs them: for each kind, its data and the call of `train` with its
-table.
+config table.
 
-Those that learn from files end in one version. Those that are loops step on the batches that the
+Stages that learn from files end in one version. Stages that are loops step on the batches that the
 controller writes.
 """
 
@@ -37,11 +37,11 @@ from etude.trainer.prepare import model_directory
 from etude.trainer.state import TrainerState
 from etude.trainer.step import StepReporter, objective_of
 
-SHOWN = 8  # of the sessions that are left out
+SHOWN = 8  # of the skipped sessions
 
 ScoreBatch = Callable[[Batch, int], tuple[Batch, float | None]]
-"""(batch, microbatch_tokens) -> the batch with the advantages to learn from, and how far the
-student is from a teacher."""
+"""(batch, microbatch_tokens) -> the batch with the advantages to learn from, and the student's KL
+to a teacher."""
 
 
 def unchanged(batch: Batch, microbatch_tokens: int) -> tuple[Batch, float | None]:
@@ -150,7 +150,7 @@ def run_steps(
     score_batch: ScoreBatch = unchanged,
     objective: RlObjective = RlObjective(),  # noqa: B008 (frozen)
 ) -> None:
-    """Steps on the batches that the controller writes."""
+    """Take steps on the batches that the controller writes."""
     first_reported = _start_loop(trainer, span, stage)
     microbatch_tokens = stage.microbatch_tokens or MICROBATCH_TOKENS[trainer.learner.device.type]
     if trainer.config.deterministic:
@@ -162,7 +162,7 @@ def run_steps(
     for step in range(trainer.version + 1, span.end + 1):
         batch = trainer.read_batch(step, span)
         if not batch.rows and trainer.config.realtime is not None:
-            # who was deleted is in no batch, and the loop waits for the version all the same
+            # deleted users are in no batch, but the loop waits for the version all the same
             trainer.finish_step(step, span)
             trainer.emit(StepPassedOver(step=step))
             continue
@@ -226,7 +226,8 @@ def digest(tokens: object) -> str:
 
 
 def read_teacher(path: str, files: Mapping[str, bytes], context: int) -> Teacher:
-    """`files` are the student's: a teacher speaks of the same tokens, and of sessions as long."""
+    """Read a teacher. `files` are the student's: a teacher needs the same vocabulary, and a context
+    as long."""
     directory = model_directory(path, key="teacher")
     small = read_model_files(directory)
     model = initial_model(directory, small["config.json"], 0)

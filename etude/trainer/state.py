@@ -1,5 +1,5 @@
-"""The trainer's state: the learner and where it stands in the lineage of stages, its checkpoints
-and the versions that it publishes.
+"""The trainer's state: the learner and its position in the lineage of stages, its checkpoints and
+the versions that it publishes.
 
 The version of a supervised stage is published when its checkpoint is written. A loop publishes
 every step at once and writes a checkpoint now and then: its batches stay in the store, so a trainer
@@ -59,8 +59,8 @@ CPU = torch.device("cpu")
 
 
 class TrainerState:
-    """`version` and `step` say where the learner stands: `step` steps of `stage` after `version`.
-    `version_step` is the step within its stage that made the version."""
+    """The learner and its position: `step` steps of `stage` after `version`. `version_step` is the
+    step within its stage that made the version."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TrainerState:
         import_from(config.folder)
         for stage in config.stage:
             if isinstance(stage, RlConfig):
-                # a loss that cannot be loaded shall not cost the stages before its own
+                # a loss that cannot be loaded must not cost the earlier stages
                 objective_of(stage)
         _be_deterministic(config.deterministic, device)
         self.publisher = Publisher(
@@ -107,13 +107,13 @@ class TrainerState:
         self.lineage: tuple[Origin, ...] = ()
         self.heldout_losses: tuple[float, ...] = ()
         self.batches_digest = hashlib.sha256().hexdigest()
-        """Digest of all batches that the stage has trained on, in their order."""
+        """Digest of all batches that the stage has trained on, in order."""
         if newest:
             self.resume(newest)
 
     def _make_learner(self, stage: str, resumed: Checkpoint | None) -> Learner:
-        """The learner of a stage, with the weights that it starts from; those of a checkpoint are
-        still to be loaded."""
+        """The learner of a stage, with its initial weights; those of a checkpoint are loaded
+        later."""
         config = self.config
         self.adapter_of = self._base_version() if stage in self._adapted else None
         model = self._start_model(resumed).to(self._device)
@@ -144,18 +144,18 @@ class TrainerState:
         )
 
     def _replace_learner(self, stage: str, resumed: Checkpoint | None) -> None:
-        """Whoever watches the learner watches the new one."""
+        """Replace the learner; the callback on its rows moves to the new one."""
         on_rows = self.learner.on_rows
         self.learner = self._make_learner(stage, resumed)
         self.learner.on_rows = on_rows
 
     def _base_version(self) -> int:
-        """The version that the run's adapter is to."""
+        """The base version of the run's adapter."""
         return min(span.start for span in self._adapted.values())
 
     def _start_model(self, resumed: Checkpoint | None) -> Transformer:
-        """A checkpoint holds every weight that is trained, and what an adapter is to was published:
-        the model's directory may be gone by then."""
+        """The initial model. A checkpoint holds every trained weight, and the base of an adapter
+        was published, so the model's directory may be gone by then."""
         path = self.config.model.path
         shape = self.files["config.json"]
         chain = self.publisher.chain
@@ -166,10 +166,10 @@ class TrainerState:
         return initial_model(directory, shape, self.config.seed)
 
     def enter_stage(self, span: StageSpan) -> None:
-        """A stage that is not being resumed starts from the weights of the last one, and from
-        nothing else of it."""
+        """Enter a stage. A stage that is not being resumed starts from the weights of the previous
+        one, and from nothing else of it."""
         config = span.stage.model_dump(mode="json", exclude_none=True)
-        if self.stage == span.name:  # it may have been given more steps
+        if self.stage == span.name:  # the stage may have been given more steps
             self.lineage = (*self.lineage[:-1], replace(self.lineage[-1], config=config))
         else:
             path, seed = self.config.model.path, self.config.seed
@@ -189,7 +189,7 @@ class TrainerState:
             self.lineage = (*self.lineage, origin)
             self.batches_digest = hashlib.sha256().hexdigest()
             if span.name in self._adapted and self.adapter_of is None:
-                self.world.barrier()  # what it starts from is published, by all
+                self.world.barrier()  # until all ranks have published the base
                 self._replace_learner(span.name, None)
             self.learner.begin_stage()
             if isinstance(span.stage, RlConfig) and span.stage.kl_coef:
@@ -213,7 +213,7 @@ class TrainerState:
         self.lineage = (*self.lineage[:-1], replace(origin, data=data))
 
     def read_batch(self, step: int, span: StageSpan) -> Batch:
-        """Waits for it, and enters it into the lineage."""
+        """Wait for a batch, and enter it into the lineage."""
         batch, digest = self.run.wait_batch(step)
         # A user may be deleted between the reads of two ranks: then all read it again.
         while not self.world.agrees(digest):
@@ -230,8 +230,8 @@ class TrainerState:
         return batch
 
     def _needed(self, base: int, span: StageSpan) -> list[int]:
-        """The versions that a later step may begin with, beside the newest: this step's, if it is
-        refused; and if users go back, the one that they had before."""
+        """The versions that a later step may begin with, apart from the newest: the base of this
+        step, if its version is refused; and the version before that, if users return to it."""
         if self.config.realtime is None or base == span.start:
             return [base]
         return [base, self.run.batch(base).begins_with]
@@ -240,12 +240,13 @@ class TrainerState:
         """Measure the train/inference mismatch of a batch, for the store and as an event."""
         if self.world.rank == 0:
             self.run.put_recomputed(batch.step, found)
-            # It says, nearly word for word, what users said. Who takes one out of a batch deletes
-            # this record next: so it is looked at after it is written.
+            # The record reveals, nearly word for word, what users said. The deletion of a user
+            # first removes rows from batches and then this record, so the batch is checked after
+            # the record is written.
             realtime = self.config.realtime is not None
             if realtime and self.run.batch(batch.step).rows != batch.rows:
                 self.run.delete_recomputed(batch.step)
-            # What users said belongs where it can be deleted: not into events.
+            # Users' text must stay where it can be deleted, so it is not put into events.
             decode = self.tokenizer.decode if self.config.realtime is None else None
             self.emit(measure_mismatch(batch.rows, found, step=batch.step, decode=decode))
 
@@ -276,20 +277,20 @@ class TrainerState:
         return on_step
 
     def _checkpoint_is_due(self) -> bool:
-        """One clock decides for all ranks: a checkpoint that only some of them hold to be due would
-        never be whole."""
+        """True for all ranks by the clock of one: a checkpoint that is due for only some of them
+        would never be complete."""
         waited_s = time.monotonic() - self._saved_at
         is_due = waited_s >= self.config.trainer.checkpoint_every_s
         return any(self.world.all_reduce_sum(float(self.world.rank == 0 and is_due)))
 
     def finish_version(self, version: int, *, step: int) -> None:
-        """The learner's weights are this version: checkpoint them, then publish them."""
+        """Make the learner's weights this version: checkpoint them, then publish them."""
         self._reach(version, step)
         self.save(then=self.publication())
 
     def finish_step(self, version: int, span: StageSpan) -> None:
-        """The learner's weights are this version of a loop: publish them, and write a checkpoint if
-        one is due or this step is the last. Real-time RL may go back to any version, so it has a
+        """Make the learner's weights this version of a loop: publish them, and write a checkpoint
+        if one is due or this step is the last. Real-time RL may go back to any version, so it has a
         checkpoint of each."""
         if self.config.realtime is not None:
             self.finish_version(version, step=version - span.start)
@@ -307,19 +308,18 @@ class TrainerState:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no step was ever taken."""
+        """True if no step was ever taken."""
         return self.version == 0 and self.step == 0
 
     def publish_start(self) -> None:
-        """Publish the weights before any training, as version 0. What comes later must not be
-        saved before: from there on nobody could publish them any more."""
+        """Publish the weights before any training, as version 0. Later states must not be saved
+        before that, since the first weights could then no longer be published."""
         self.finish_version(0, step=0)
         self.saver.wait()
         self.publisher.wait()
 
     def publication(self) -> Callable[[], None]:
-        """Takes what this rank holds of the weights; to publish that is to call what is
-        returned."""
+        """Copy this rank's rows of the weights; call the result to publish them."""
         began = time.monotonic()
         is_base = self.version == self.adapter_of
         rows = self.learner.base_rows() if is_base else self.learner.hf_rows()
@@ -352,8 +352,8 @@ class TrainerState:
         self._saved_at = time.monotonic()
 
     def rewind(self, version: int, span: StageSpan) -> None:
-        """Go back to the state in which a version was made: what was learnt since is not built
-        on. If that is the last one of the stage before, this stage starts anew from it."""
+        """Go back to the state in which a version was made; later updates are discarded. If it is
+        the last version of the previous stage, this stage starts again from it."""
         name = version_name(version)
         if not self.run.has_checkpoint(name):
             raise EtudeError(
@@ -407,7 +407,7 @@ def computed_in(config: TrainerConfig, device: torch.device) -> torch.dtype:
 def _be_deterministic(wanted: bool, device: torch.device) -> None:
     if wanted == torch.are_deterministic_algorithms_enabled():
         return
-    if device == CPU:  # where nothing is compiled, and the compiler takes as long to load as torch
+    if device == CPU:  # nothing is compiled there, and the compiler takes as long to load as torch
         torch.set_deterministic_debug_mode("error" if wanted else "default")
     else:
         torch.use_deterministic_algorithms(wanted)

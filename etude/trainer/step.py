@@ -23,7 +23,7 @@ from etude.train.stats import RlStats
 
 
 def objective_of(stage: RlConfig) -> RlObjective:
-    """The objective of a stage; what its config leaves out is the loss's default."""
+    """The objective of a stage; settings that its config leaves out are the loss's defaults."""
     loss = LOSS[stage.loss] if stage.loss in LOSS else load(stage.loss, "stage.rl.loss")
     if not isinstance(loss, PolicyLoss):
         raise EtudeError(
@@ -61,8 +61,8 @@ def objective_of(stage: RlConfig) -> RlObjective:
 
 
 def _try_out(objective: RlObjective, name: str) -> None:
-    """On three tokens: a mistake in a loss of one's own shows before anything is sampled or
-    learnt."""
+    """Try the loss on three tokens, so that a mistake in a custom loss shows before anything is
+    sampled or learnt."""
     logp_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     adv_N = torch.tensor([1.0, -1.0, 0.5])
     engine_logp_N = logp_N.detach() + torch.tensor([0.1, -0.1, 0.0])
@@ -81,12 +81,12 @@ def _try_out(objective: RlObjective, name: str) -> None:
 
 
 PROGRESS_S = 5.0
-"""Between two events about the progress of a step."""
+"""Seconds between two events about the progress of a step."""
 
 
 class StepReporter:
     """Reports a step: the learner's statistics with duration, utilisation, staleness and repeated
-    rows; and how far it is, if it takes long."""
+    rows; and the progress of a long step."""
 
     def __init__(self, learner: Learner, emit: Emit = lambda event: None) -> None:
         self._emit = emit
@@ -99,7 +99,7 @@ class StepReporter:
         self._idle_since = self._began = self._told = time.monotonic()
 
     def check(self, batch: Batch, where: str) -> Batch:
-        """The batch is there: makes sure that it can be learnt from. `where` names it."""
+        """Check a batch that has arrived before it is learnt from. `where` names it."""
         check_batch(
             batch,
             max_tokens=self._config.max_position_embeddings,
@@ -111,14 +111,14 @@ class StepReporter:
         return batch
 
     def _progress(self, rows: int) -> None:
-        """The other shares are about as far."""
+        """Report progress, assuming that the other shares are about as far."""
         self._done = min(self._total, self._done + rows * self._num_shares)
         if time.monotonic() - self._told > PROGRESS_S:
             self._told = time.monotonic()
             self._emit(StepProgress(step=self._step, done=self._done, total=self._total))
 
     def report(self, batch: Batch, stats: RlStats, teacher_kl: float | None = None) -> StepDone:
-        """The step is over, its weights published."""
+        """Report a finished step, whose weights are published."""
         now = time.monotonic()
         seconds, wait_s, self._idle_since = now - self._began, self._began - self._idle_since, now
         return StepDone(

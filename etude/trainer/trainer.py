@@ -1,8 +1,8 @@
-"""The trainer process: one lineage of stages, each from the last one's checkpoint, resumed wherever
-it was killed.
+"""The trainer process: one lineage of stages, each from the previous one's checkpoint, resumable
+wherever it was killed.
 
 Several ranks are several such processes, started by the launcher or by torchrun. All of them do
-everything; rank 0 alone commits and tells what happened.
+everything; only rank 0 commits and emits events.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Trainer(TrainerState):
     """Runs the stages of a run, one after the other."""
 
     def train(self) -> None:
-        """All stages. A model that the run was given is published first, as version 0, for its
+        """Run all stages. A model that the run was given is published first, as version 0, for its
         evaluation."""
         for span in stage_spans(self.config.stage):
             if span.end > self.version:
@@ -72,7 +72,7 @@ def main() -> int:
         config = run.config()
         timeout_s = config.trainer.timeout_s
         if config.deterministic:
-            # without it CUDA's products refuse to be
+            # CUDA's products refuse to run deterministically without it
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = rank_device(
             config.trainer.device, args.rank or int(os.environ.get("LOCAL_RANK", "0"))
@@ -87,12 +87,12 @@ def main() -> int:
         train(run, config, world, device)
     except EtudeError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
-        os._exit(2)  # no thread may wait any longer for a rank that is gone
+        os._exit(2)  # no thread may keep waiting for a lost rank
     return 0
 
 
 def rank_device(asked: str, number: int) -> torch.device:
-    """Of the rank with that number on this machine."""
+    """The device of the rank with this number on its machine."""
     device = select_device(asked)
     if device.type == "cpu":
         return device
@@ -102,7 +102,7 @@ def rank_device(asked: str, number: int) -> torch.device:
 
 
 def train(run: Run, config: RunConfig, world: World, device: torch.device) -> None:
-    """To the end of the last stage."""
+    """Train to the end of the last stage."""
     heard = world.rank == 0
     writer = (
         sync_event_writer(run, "trainer") if heard else contextlib.nullcontext(lambda event: None)
@@ -126,6 +126,6 @@ def train(run: Run, config: RunConfig, world: World, device: torch.device) -> No
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # All is saved and published, and the interpreter is not taken down: a thread of gloo that lets
-    # go of a tensor meanwhile would abort the process.
+    # Everything is saved and published, so the interpreter is not shut down: a gloo thread that
+    # frees a tensor meanwhile would abort the process.
     os._exit(status)

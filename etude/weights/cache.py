@@ -1,9 +1,9 @@
-"""A cache of downloaded objects that all processes of a host share: each is fetched once.
+"""A cache of downloaded objects that all processes of a host share: each object is fetched once.
 
-A lock file for each hash makes the others wait for the one that downloads, but not for ever: one
-that was stopped in the middle costs the others a download, not their service. What is read is
-checked again by its hash, so a damaged or half-written file costs a download and nothing else, and
-so does a disk that is full. The oldest files go when there are too many bytes.
+A lock file for each hash makes the others wait for the process that downloads, but not for ever: a
+process that was stopped in the middle costs the others a download, not their service. Every object
+that is read is checked against its hash, so a damaged or half-written file only costs a download,
+and so does a full disk. If there are too many bytes, the oldest files are deleted.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from etude.store.objects import is_bucket
 from etude.weights.records import hash_of
 
 LOCK_S = 20.0
-"""For how long one waits for what another process downloads."""
+"""The longest wait for a download by another process."""
 POLL_S = 0.02
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def cache_folder() -> Path:
-    """Where this user's programs keep what can be had again."""
+    """The folder where this user's programs keep data that can be downloaded again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude"
 
 
@@ -46,8 +46,8 @@ class HostCache:
 
     @classmethod
     def beside(cls, url: str, folder: Path | None = None) -> HostCache | None:
-        """The one that all workers of this user share, if the store is far away: a directory needs
-        no copy."""
+        """The cache that all workers of this user share; None if the store is a directory, which
+        needs no copy."""
         if not is_bucket(url):
             return None
         return cls(folder or cache_folder() / "weights")
@@ -66,8 +66,8 @@ class HostCache:
         return data
 
     def _keep(self, path: Path, data: bytes) -> None:
-        """Write it down for others. Where the disk is full the oldest files make room; if that is
-        not enough, nothing is kept."""
+        """Store the object for other processes. On a full disk the oldest files make room; if that
+        is not enough, the object is not cached."""
         try:
             _write(path, data)
         except OSError as e:
@@ -78,7 +78,7 @@ class HostCache:
                 _write(path, data)
 
     def _wait_for(self, lock: IO[str]) -> None:
-        """Returns with the lock, or without it when whoever holds it has had it for too long."""
+        """Return with the lock, or without it if another process has held it for too long."""
         deadline = time.monotonic() + self._lock_timeout_s
         while time.monotonic() < deadline:
             with contextlib.suppress(BlockingIOError):
@@ -96,10 +96,10 @@ class HostCache:
             ) from e
 
     def _shrink(self, room: int = 0) -> None:
-        """`room`: so many bytes go in any case."""
+        """Delete the oldest files beyond the limit. `room`: bytes to free in any case."""
         files = []
         for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # others shrink it too
+            with contextlib.suppress(FileNotFoundError):  # other processes shrink it too
                 if re.fullmatch("[0-9a-f]{64}", path.name):
                     found = path.stat()
                     files.append((found.st_mtime, found.st_size, path))

@@ -1,11 +1,12 @@
 """Garbage collection of weight versions.
 
-The newest `keep` versions stay, those that are `served`, and all that a reader with a lease still
-needs, the versions that these are adapters to, and everything from the last whole version before
-those on: so every version that is there can be built. What is older goes, together with what
-trainers left behind that died or were succeeded. Two rounds: the first writes down what is to go; a
-later one, after a time of grace, looks again and deletes what still nobody needs. Manifests go
-before their shards, so no route starts that does not end.
+These are kept: the newest `keep` versions, the versions that are `served`, those that a reader with
+a lease still needs, the base versions of adapters among these, and everything since the last whole
+version before them, so that every kept version can be built. Older versions are deleted, together
+with the remains of trainers that died or were succeeded. This takes two rounds: the first records
+the keys to delete; a later one, after a grace period, checks again and deletes those that are still
+not needed. Manifests are deleted before their shards, so that no route is found whose shards are
+gone.
 
 Objects of a version that the living trainer has not committed yet are never touched: they are the
 next version.
@@ -26,7 +27,7 @@ from etude.weights.records import owner_of, shard_key
 from etude.weights.signing import Corrupt
 
 SKEW_S = 120.0
-"""By how much the clocks of readers may differ from ours."""
+"""The largest difference between the clocks of readers and ours."""
 KEEP, GRACE_S = 16, 3600.0
 
 
@@ -40,7 +41,7 @@ class Tombstone:
 class Collected:
     deleted: tuple[str, ...]
     pending: tuple[str, ...]
-    """Will go in a later round."""
+    """Keys that a later round will delete."""
 
 
 def collect(
@@ -83,7 +84,7 @@ def _tombstone(chain: Chain, key: str) -> Tombstone:
 
 
 def find_garbage(chain: Chain, *, keep: int, served: Collection[int] = (), now: float) -> list[str]:
-    """Keys that nobody needs, in the order in which they may be deleted."""
+    """Keys that are no longer needed, in the order in which they may be deleted."""
     lineage = chain.lineage()
     if not lineage:
         return []
@@ -103,7 +104,8 @@ def find_garbage(chain: Chain, *, keep: int, served: Collection[int] = (), now: 
         ):
             return False
         if key.startswith("weights/versions/"):
-            # Epochs stand among them, and stay: a trainer that wakes up late meets its heir there.
+            # Epoch records among them are kept: a trainer that wakes up late must find its
+            # successor there.
             return lineage.get(owner[1]) == owner[0] and owner not in kept
         return key not in needed if key.startswith("weights/shards/") else owner not in kept
 
@@ -116,11 +118,11 @@ def find_garbage(chain: Chain, *, keep: int, served: Collection[int] = (), now: 
 
 
 def _floor(chain: Chain, lineage: dict[int, int], *, wanted: int, now: float) -> int:
-    """The oldest version to keep: one that is there whole, with all shards, and not newer than
+    """The oldest version to keep: one that is stored whole, with all shards, and not newer than
     `wanted` or anything else that is needed."""
     for lease in chain.leases().values():
         if isinstance(lease, Corrupt):
-            raise lease  # whoever wrote it may need anything
+            raise lease  # its writer may need any version
         if now < lease.until + SKEW_S:
             wanted = min(wanted, lease.version)
     for version in [v for v in lineage if v >= wanted]:
@@ -129,7 +131,8 @@ def _floor(chain: Chain, lineage: dict[int, int], *, wanted: int, now: float) ->
     for version in sorted((v for v in lineage if v <= wanted), reverse=True):
         link, manifest = chain.at(lineage[version], version)
         whole = [r for r in (manifest.route, *chain.extra_routes(link)) if r.base is None]
-        # a snapshot that lost a shard is no reason to delete what the version is still built from
+        # a snapshot that lost a shard is not a reason to delete the deltas that the version is
+        # built from
         if any(_named(link, manifest, route) <= _there(chain, link) for route in whole):
             return version
     return min(lineage)
@@ -146,7 +149,7 @@ def _named(link: VersionRef, manifest: Manifest, *routes: Route) -> set[str]:
 
 def _shards(chain: Chain, link: VersionRef, manifest: Manifest) -> set[str]:
     further = chain.check_extra_routes(link).values()
-    # it may be restored, and then needs what it names
+    # it may be restored, and then needs the shards that it names
     if any(isinstance(route, Corrupt) for route in further):
         return _there(chain, link)
     return _named(

@@ -1,9 +1,9 @@
-"""Compaction: routes over several versions at once, for readers that fell behind. Made by any
-process that may write, beside the trainer.
+"""Compaction: routes over several versions at once, for readers that fell behind. Any process with
+write access may create them, in parallel with the trainer.
 
-Eight steps change fewer weights than the sum of what each changes, so one route over all of them
-costs about half of the eight. Whoever makes it builds both ends from the store, checked like any
-reader; two who make the same one write the same bytes under the same keys.
+A delta over eight steps changes fewer weights than the sum of the eight deltas, so one route over
+all of them costs about half. The compactor builds both ends from the store, checked like any
+reader; two compactors of the same route write the same bytes under the same keys.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from etude.weights.shards import ChangeStats, pack
 from etude.weights.signing import signer_from_environment
 
 RECENT = 64
-"""Versions to look back over: the trainer stores a whole one at least as often."""
+"""Versions to look back over: the trainer stores a whole one at least this often."""
 
 
 def wanted_routes(versions: Collection[int], skip: int) -> list[tuple[int, int]]:
-    """(base, target) of the routes that there should be, oldest first: from each multiple of `skip`
-    to the next."""
+    """Pairs (base, target) of the routes that should exist, oldest first: from each multiple of
+    `skip` to the next."""
     recent = sorted(versions)[-RECENT:]
     return [
         (target - skip, target)
@@ -34,7 +34,7 @@ def wanted_routes(versions: Collection[int], skip: int) -> list[tuple[int, int]]
 
 
 def compact(chain: Chain, *, skip: int) -> list[ExtraRoute]:
-    """Makes the routes that are missing, and returns them."""
+    """Create the missing routes, and return them."""
     follower, made = Follower(chain), []
     lineage = chain.lineage()
     for start, end in wanted_routes(lineage, skip):

@@ -1,11 +1,11 @@
-/* The fast half of the delta codec: what `codec.py` does with numpy, byte for byte, at memory speed.
+/* The delta codec in C: byte for byte the same as the numpy codec in `reference.py`, at memory speed.
  *
- * The payload is described in `codec.py`. Elements are walked in blocks of 64: one mask per context says which of them
- * belong to it, so a popcount moves a context past the block, and only blocks that hold a change are looked at closely.
+ * The payload is documented in `codec.py`. Elements are processed in blocks of 64: one mask per context marks the
+ * elements that belong to it, so a popcount moves a context past the block, and only blocks with a change need more work.
  * The walk is compiled for each instruction set below; `isa` and `width` are constants wherever it is inlined.
  *
- * Decoding trusts nothing: every count is checked against the number of elements, every read against the end of the
- * payload, and memory is asked for only after that. Nothing here depends on Python.
+ * The decoder trusts no input: every count is checked against the number of elements, every read against the end of the
+ * payload, and memory is allocated only after that. Nothing here depends on Python.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -31,7 +31,7 @@ typedef int32_t Quad __attribute__((vector_size(16), aligned(4), may_alias));
 
 typedef struct {
     int width, shift, contexts, ordered, top; /* width in bytes; ordered: sign and magnitude, not an integer */
-    uint32_t exponent;                        /* its mask, after the shift */
+    uint32_t exponent;                        /* mask of the exponent, after the shift */
 } Kind;
 
 typedef struct {
@@ -82,7 +82,7 @@ typedef struct {
     int fill, bad;
 } Reader;
 
-/* At least 56 bits, unless the end is near. Bits above `fill` are those that come next, or zero. */
+/* Refill to at least 56 bits, unless the end is near. Bits above `fill` are the next ones, or zero. */
 INLINE void refill(Reader *r) {
     if (r->end - r->at >= 8) {
         uint64_t word;
@@ -135,7 +135,7 @@ static uint64_t take_varint(const uint8_t **at, const uint8_t *end, int *bad) {
     return 0;
 }
 
-static void put_varint(Writer *w, uint64_t value) { /* the writer holds whole bytes only */
+static void put_varint(Writer *w, uint64_t value) { /* the writer must be at a byte boundary */
     for (; value >= 128; value >>= 7) put(w, (value & 127) | 128, 8);
     put(w, value, 8);
 }
@@ -161,7 +161,7 @@ INLINE void store(void *data, int64_t i, uint32_t value, int width) {
 
 INLINE uint32_t all_bits(int width) { return width == 4 ? 0xffffffffu : (1u << (8 * width)) - 1; }
 
-/* Without branches: signs are as good as random. */
+/* Without branches, because signs are nearly random. */
 INLINE uint32_t to_order(uint32_t code, int width) {
     const uint32_t negative = code >> (8 * width - 1), sign = 1u << (8 * width - 1);
     return (code ^ ((0u - negative) | sign)) & all_bits(width);
@@ -183,7 +183,7 @@ INLINE uint32_t stepped(uint32_t old, uint32_t step, int ordered, int width) {
     return ordered ? from_order(d, width) : d;
 }
 
-/* In the element's own width, and with a constant shift for the types that matter: a vector then holds as many as it can. */
+/* In the element's own width, with a constant shift for the important types, so that a vector holds as many as possible. */
 #define CONTEXTS(T, SHIFT)                                                                                             \
     do {                                                                                                               \
         const T top = (T)kind->top, last = (T)(kind->contexts - 1), exponent = (T)kind->exponent;                      \
@@ -208,8 +208,8 @@ INLINE void contexts_of(uint8_t *context, const void *old, int64_t from, int cou
 #define TARGET_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt,lzcnt")))
 #define TARGET_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512vpopcntdq,avx2,bmi,bmi2,popcnt,lzcnt")))
 
-/* The four bits of a context as four masks; each of the sixteen is then a product of them. Bytes of no context, which are
- * those behind the end, have their highest bit set. */
+/* The four bits of a context as four masks; each of the sixteen context masks is then a product of them. Bytes past the
+ * end belong to no context and have their highest bit set. */
 TARGET_AVX512 static inline void masks_avx512(uint64_t *mask, const uint8_t *byte) {
     const __m512i all = _mm512_loadu_si512(byte);
     const __m512i p0 = _mm512_set1_epi64((long long)_mm512_movepi8_mask(_mm512_slli_epi16(all, 7)));
@@ -217,7 +217,7 @@ TARGET_AVX512 static inline void masks_avx512(uint64_t *mask, const uint8_t *byt
     const __m512i p2 = _mm512_set1_epi64((long long)_mm512_movepi8_mask(_mm512_slli_epi16(all, 5)));
     const __m512i p3 = _mm512_set1_epi64((long long)_mm512_movepi8_mask(_mm512_slli_epi16(all, 4)));
     const __m512i none = _mm512_set1_epi64((long long)_mm512_movepi8_mask(all));
-    /* Lane j takes bit i as it is if j has it, and inverted if not. */
+    /* Lane j takes bit i unchanged if j has it, and inverted if not. */
     const __m512i q0 = _mm512_xor_si512(p0, _mm512_setr_epi64(-1, 0, -1, 0, -1, 0, -1, 0));
     const __m512i q1 = _mm512_xor_si512(p1, _mm512_setr_epi64(-1, -1, 0, 0, -1, -1, 0, 0));
     const __m512i q2 = _mm512_xor_si512(p2, _mm512_setr_epi64(-1, -1, -1, -1, 0, 0, 0, 0));
@@ -271,14 +271,14 @@ INLINE uint64_t plane(const uint8_t *byte, int bit, int isa) {
     for (int i = 0; i < BLOCK; i += 8) {
         uint64_t word;
         memcpy(&word, byte + i, 8);
-        found |= ((word >> bit & 0x0101010101010101) * 0x0102040810204080 >> 56) << i; /* one bit of each, side by side */
+        found |= ((word >> bit & 0x0101010101010101) * 0x0102040810204080 >> 56) << i; /* gathers one bit of each byte */
     }
     return found;
 #endif
 }
 
-/* mask[c]: which of the 64 bytes are c. Each is a product of the four bits of a context, as they are or inverted. Bytes
- * of no context, which are those behind the end, have their highest bit set. */
+/* mask[c]: the bytes among the 64 that are c. Each mask is a product of the four bits of a context, unchanged or
+ * inverted. Bytes past the end belong to no context and have their highest bit set. */
 INLINE void masks(uint64_t *mask, const uint8_t *byte, int isa) {
 #if defined(__x86_64__)
     if (isa == AVX512) {
@@ -296,7 +296,7 @@ INLINE void masks(uint64_t *mask, const uint8_t *byte, int isa) {
     }
 }
 
-/* How many bits are set in each mask. */
+/* The number of set bits in each mask. */
 INLINE void count_all(int32_t *members, const uint64_t *mask, int isa) {
     if (isa != GENERIC) {
         for (int c = 0; c < MAX_CONTEXTS; c++) members[c] = (int32_t)__builtin_popcountll(mask[c]);
@@ -322,7 +322,7 @@ INLINE void count_all(int32_t *members, const uint64_t *mask, int isa) {
 #endif
 }
 
-INLINE int at_rank(uint64_t mask, int rank, int isa) { /* the place of the set bit that has `rank` set bits below it */
+INLINE int at_rank(uint64_t mask, int rank, int isa) { /* the index of the set bit with `rank` set bits below it */
 #if defined(__x86_64__)
     if (isa != GENERIC) return at_rank_bmi2(mask, rank);
 #endif
@@ -343,7 +343,7 @@ INLINE uint32_t less(const int32_t *a, const int32_t *b, int isa) {
     return (uint32_t)(both | both >> 32);
 }
 
-/* Finds the changes, in order of position; context_of[j] is the context of change j. Returns how many. */
+/* Find the changes, in order of position; context_of[j] is the context of change j. Returns their number. */
 INLINE int64_t find(const Kind *kind, const void *old, const void *new, int64_t n, Change *change, uint8_t *context_of,
                     int isa, int width) {
     const int ordered = kind->ordered;
@@ -377,11 +377,11 @@ INLINE int64_t find(const Kind *kind, const void *old, const void *new, int64_t 
     return found;
 }
 
-/* Applies changes that are sorted by context; count[c] of each. `out` may be `old`. */
+/* Apply changes that are sorted by context, count[c] in context c. `out` may be `old`. */
 INLINE int64_t place(const Kind *kind, const void *old, void *out, int64_t n, const Change *change, const int64_t *count,
                      int isa, int width) {
     const int ordered = kind->ordered;
-    const int32_t never = INT32_MAX; /* still far above 64 when all n <= 2^30 elements are taken off */
+    const int32_t never = INT32_MAX; /* still far above 64 after all n <= 2^30 elements are subtracted */
     const Change *next[MAX_CONTEXTS], *end[MAX_CONTEXTS];
     int32_t left[MAX_CONTEXTS]; /* elements of the context before its next change */
     for (int c = 0; c < MAX_CONTEXTS; c++) {
@@ -404,7 +404,7 @@ INLINE int64_t place(const Kind *kind, const void *old, void *out, int64_t n, co
         masks(mask, context, isa);
         count_all(members, mask, isa);
         uint32_t hit = less(left, members, isa);
-        while (hit) { /* one change a turn, so that there is one branch to guess */
+        while (hit) { /* one change per iteration, so that there is one branch to predict */
             const int c = __builtin_ctz(hit);
             const int64_t i = from + at_rank(mask[c], left[c], isa);
             store(out, i, stepped(load(old, i, width), next[c]->step, ordered, width), width);
@@ -419,8 +419,8 @@ INLINE int64_t place(const Kind *kind, const void *old, void *out, int64_t n, co
     return 0;
 }
 
-/* One copy of the walks for each instruction set and width; hot, because inlined behind so many checks they would be taken
- * for rarely run, and not be vectorised. */
+/* One copy of the walks for each instruction set and width. Marked hot, because the compiler would otherwise assume that
+ * code inlined after so many checks runs rarely, and not vectorise it. */
 
 #define HOT __attribute__((hot, noinline)) static
 #define WALKS(NAME, ISA, TARGET)                                                                                       \
@@ -443,7 +443,7 @@ WALKS(avx2, AVX2, TARGET_AVX2)
 WALKS(avx512, AVX512, TARGET_AVX512)
 #endif
 
-/* The best that this machine has; tests ask for less. */
+/* The best instruction set of this machine; tests select lower ones. */
 int best_isa(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -605,7 +605,7 @@ static int unpack_context(Reader *unary, Reader *plain, const Line *line, Change
     return bad | unary->bad | plain->bad ? DAMAGED : 0;
 }
 
-/* old + payload -> out. Returns 0 or an error; after an error `out` is of no use. */
+/* old + payload -> out. Returns 0 or an error; after an error the content of `out` is undefined. */
 int64_t apply(int isa, int width, int shift, int exponent, int contexts, int ordered, const uint8_t *payload, int64_t size,
               const void *old, void *out, int64_t n) {
     const uint8_t *at = payload, *end = payload + size;
@@ -634,7 +634,7 @@ int64_t apply(int isa, int width, int shift, int exponent, int contexts, int ord
     }
     const uint64_t unary_bytes = take_varint(&at, end, &bad);
     if (bad || unary_bytes > (uint64_t)(end - at)) return DAMAGED;
-    /* Each change has a one among the unary bits: a payload cannot ask for more memory than it pays for. */
+    /* Each change has a one among the unary bits, so a payload cannot request more memory than its size justifies. */
     if ((uint64_t)total > 8 * unary_bytes) return DAMAGED;
     Reader unary = {at, at + unary_bytes, 0, 0, 0}, plain = {at + unary_bytes, end, 0, 0, 0};
     Change *change = malloc((size_t)(total ? total : 1) * sizeof *change);

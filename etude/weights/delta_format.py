@@ -1,7 +1,7 @@
-"""Elements and headers of the delta format that `codec` describes, shared by its two coders.
+"""Elements and headers of the delta format that `codec` documents, shared by its two coders.
 
-A `Kind` says how the numbers of a dtype are read; `Reader` and `ContextHeader` read what a payload
-says of itself.
+A `Kind` defines how the numbers of a dtype are read; `Reader` and `ContextHeader` read the headers
+of a payload.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ Array = NDArray[Any]
 CHUNK = 1 << 20
 MAX_CONTEXTS = 16
 SAMPLE = 4096
-"""Elements that the choice of `top_exponent` and the forecast of a delta's size look at."""
+"""Elements used to choose `top_exponent` and to predict a delta's size."""
 
 
 class Damaged(EtudeError):
-    """A payload that no encoder made."""
+    """A payload that no encoder would produce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,11 @@ class Kind:
     width: int
     shift: int = 0
     exponent: int = 0
-    """Its mask after the shift; 0 for types without one: they have one context."""
+    """Mask of the exponent after the shift; 0 for types without an exponent, which have one
+    context."""
     ordered: bool = False
-    """The code is a sign and a magnitude, so that down is another direction above zero than
-    below."""
+    """The code is a sign and a magnitude, so that stepping down changes it in opposite directions
+    above and below zero."""
     nibbles: bool = False
     """Two codes to the byte, low half first."""
 
@@ -45,11 +46,11 @@ class Kind:
         return min(MAX_CONTEXTS, self.exponent + 1)
 
     def size(self, num_elements: int) -> int:
-        """Bytes that so many elements take."""
+        """Bytes that this many elements take."""
         return num_elements // 2 if self.nibbles else num_elements * self.width
 
     def count(self, num_bytes: int) -> int:
-        """Elements in so many bytes."""
+        """Elements in this many bytes."""
         return num_bytes * 2 if self.nibbles else num_bytes // self.width
 
     @property
@@ -72,8 +73,8 @@ KINDS = {
     "int16": Kind(2),
     "int32": Kind(4),
 }
-"""By the name that torch gives the dtype. Any other one is read as bytes: right, if not as
-small."""
+"""By torch's name of the dtype. Any other dtype is coded as bytes, which is correct but less
+compact."""
 
 
 def kind_of(dtype: str) -> Kind:
@@ -100,7 +101,7 @@ def varint(value: int) -> bytes:
 
 
 class Reader:
-    """Bytes to be read, with the end in sight."""
+    """A reader of bytes that checks against their end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

@@ -1,9 +1,8 @@
-"""The codec in C, where it is built: `pip install` compiles `delta.c` if the machine has a
-compiler.
+"""The codec in C, if it is built: `pip install` compiles `delta.c` if the machine has a compiler.
 
-It is a plain shared library, not a Python extension, so that building it needs no headers of
-Python. Calls let other threads run. `LIBRARY` is None where it is absent; the reference then does
-the work, with the same bytes.
+It is a plain shared library, not a Python extension, so that building it needs no Python headers.
+Calls release the interpreter lock. `LIBRARY` is None if it is missing; then the reference is used,
+with the same bytes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The reader's side: from published versions to tensors that may be served. Nothing comes out
-unchecked.
+"""The reader's side: from published versions to tensors that may be served. Every result is
+checked.
 
-A follower holds the last version that it gave out, and builds the next one beside it: it downloads
-the cheapest route there, checks every object against its hash, applies, and checks every tensor
-against its digest. Only then is the new version what it holds. Whatever goes wrong on the way
-leaves the old one as it was; a route that turned out broken is not taken again, and if the outcome
-was wrong though every object was right, then what we held must be: it is thrown away and built anew
+A follower holds the last version that it returned, and builds the next one alongside it: it
+downloads the cheapest route, checks every object against its hash, applies the route, and checks
+every tensor against its digest. Only then does the new version replace the old one. An error on the
+way leaves the old version unchanged. A broken route is not taken again. If the result is wrong
+although every object was right, then the held version must be damaged: it is discarded and rebuilt
 from a whole version.
 """
 
@@ -37,16 +37,16 @@ LEASE_S = 600.0
 DOWNLOADS = 16
 
 Progress = Callable[[int, int], None]
-"""Bytes that are here, bytes that are needed."""
+"""Bytes downloaded, bytes needed."""
 
 
 class CorruptWeights(EtudeError):
-    """What lies in the store is not what the manifest promises. The version must not be served."""
+    """The store does not contain what the manifest promises. The version must not be served."""
 
 
 ChunkFilter = Callable[[TensorEntry], range | None]
-"""Which chunks of a tensor a reader needs; None for a tensor that it needs nothing of.
-`Entry.holding` finds the chunks of rows. It is asked anew for each version, and must answer the
+"""The chunks of a tensor that a reader needs; None for a tensor of which it needs nothing.
+`TensorEntry.holding` finds the chunks of rows. It is called for each version, and must return the
 same for a tensor of the same name, dtype and shape."""
 
 
@@ -56,7 +56,7 @@ def all_chunks(entry: TensorEntry) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """The bits of one version, or of a reader's part of it, checked. Arrays are shared between
+    """The checked bits of one version, or of a reader's part of it. Arrays are shared between
     images and never written to."""
 
     link: VersionRef
@@ -87,9 +87,9 @@ class Image:
 
 
 class Follower:
-    """One reader. Its name is on its lease, so that what it needs is kept; without one it takes no
-    lease. `only`: the part that it needs, as a rank of a tensor- or expert-parallel group does; the
-    rest is neither decoded nor, where no shard holds both, downloaded."""
+    """One reader. Its name is on its lease, which protects the objects that it needs; without a
+    name it takes no lease. `only`: the part that it needs, as for a rank of a tensor- or
+    expert-parallel group; the rest is not decoded, and not downloaded unless a shard holds both."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Follower:
         self.held: Image | None = None
         self._base: Image | None = None  # of the adapter that is held
         self.rebuilt = 0
-        """How often what was held turned out wrong."""
+        """The number of times that the held version turned out wrong."""
         self._cache = cache
         self._relay = relay
         self._progress = progress
@@ -117,9 +117,8 @@ class Follower:
         self._threads = threads
 
     def fetch(self, version: int) -> dict[str, torch.Tensor]:
-        """The tensors of a version, on the CPU; if that is an adapter, those of its base too, in
-        the same memory every time. Blocks for download, decoding and digests: call it in a
-        thread."""
+        """The tensors of a version, on the CPU; for an adapter those of its base too, which stay in
+        the same memory. Blocks for download, decoding and digests: call it in a thread."""
         link, manifest = self.chain.find(version)
         base = manifest.adapter_of
         if base is None:
@@ -130,7 +129,7 @@ class Follower:
         return own if self._base is None else self._base.tensors() | own
 
     def image(self, version: int) -> Image:
-        """The bits that a version holds itself."""
+        """The bits of the version itself, without those of a base."""
         return self.move_to(self.chain.find(version)[0])
 
     def move_to(self, goal: VersionRef) -> Image:
@@ -189,7 +188,7 @@ class Follower:
                     raise _BrokenStep(step) from e
                 image = Image(step.target, state, made)
             assert image is not None
-            # What lies between needs no check of its own: the digests of the last state speak for
+            # Intermediate states need no check of their own: the digests of the last state cover
             # the whole route.
             if wrong_in(image.state, image.held, pool):
                 raise _WrongOutcome
@@ -208,8 +207,8 @@ class Follower:
         return report
 
     def _download(self, step: RouteStep, wanted: Collection[str]) -> Iterator[bytes]:
-        """A shard names the first and the last of its tensors; what lies between may not be wanted
-        at all."""
+        """Download the shards that may contain wanted tensors. A shard names only its first and its
+        last tensor, so it may turn out to contain none."""
         needed = [
             shard
             for shard in step.route.shards
@@ -233,8 +232,8 @@ class Follower:
     def _lease(self, version: int) -> None:
         if self.name:
             lease = Lease(reader=self.name, version=version, until=self._now() + LEASE_S)
-            # A reader may have no right to write: then nothing is kept for it, and it starts whole
-            # if it falls behind.
+            # A reader may have no write access: then nothing is kept for it, and it starts from a
+            # whole version if it falls behind.
             with contextlib.suppress(EtudeError):
                 self.chain.objects.put_sealed(lease_key(self.name), to_json(lease))
 
@@ -253,18 +252,18 @@ class Follower:
 
 
 class _WrongOutcome(Exception):
-    """All objects were what they should be, and the outcome is not."""
+    """All objects were right, but the result is wrong."""
 
 
 class _BrokenStep(Exception):
-    """A hop cannot be taken."""
+    """A route step that cannot be taken."""
 
     def __init__(self, step: RouteStep) -> None:
         self.step = step
 
 
 def fetch(objects: Objects, version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a version, for whoever needs one version only."""
+    """All tensors of a version, for callers that need a single version."""
     return Follower(Chain(objects)).fetch(version)
 
 

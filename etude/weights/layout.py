@@ -1,10 +1,10 @@
-"""The layout of a version over ranks: which rank publishes which chunk. Pure.
+"""The layout of a version over ranks: the chunks that each rank publishes. Pure.
 
-Ranks hold rows as their way of training wants it; chunks are cut as the format says. A chunk
-belongs to the rank that holds its first byte, and whatever of it lies elsewhere is sent there. What
-several ranks hold counts as the lowest one's. So the bits of a version, its digests and its root do
-not depend on how many ranks there were; and where parts are large, nearly all of it stays where it
-is.
+Ranks hold rows as their training requires; chunks are cut as the format defines. A chunk belongs to
+the rank that holds its first byte, and the bytes of it that other ranks hold are sent there. Bytes
+that several ranks hold count as the lowest rank's. So the bits of a version, its digests and its
+root do not depend on the number of ranks; and if parts are large, nearly all bytes stay where they
+are.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etude.weights.tensors import TensorEntry
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What one rank holds of a tensor: bytes `start` to `stop - 1` of all that it has."""
+    """A rank's part of a tensor: bytes `start` to `stop - 1` of the whole."""
 
     entry: TensorEntry
     start: int
@@ -27,7 +27,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Bytes of a tensor that one rank has and another one publishes."""
+    """Bytes of a tensor that one rank holds and another one publishes."""
 
     name: str
     start: int
@@ -38,14 +38,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The same on all ranks, if it is made of the same extents."""
+    """A layout; the same on all ranks if it is built from the same extents."""
 
     table: tuple[TensorEntry, ...]
     """All tensors, sorted by name, without digests."""
     owners: Mapping[str, tuple[tuple[int, range], ...]]
     """Tensor -> (rank, chunks that it publishes), in the order of the chunks."""
     transfers: tuple[Transfer, ...]
-    """All that must travel, in the order in which it is sent."""
+    """All transfers, in the order in which they are sent."""
 
     def owned(self, rank: int) -> dict[str, range]:
         return {
@@ -57,7 +57,7 @@ class Layout:
 
 
 def build_layout(holdings: Sequence[Sequence[Extent]]) -> Layout:
-    """`holdings`: what each rank holds."""
+    """Build the layout. `holdings`: the extents of each rank."""
     by_name: dict[str, list[tuple[int, Extent]]] = {}
     for rank, extents in enumerate(holdings):
         for extent in extents:
@@ -90,7 +90,7 @@ def build_layout(holdings: Sequence[Sequence[Extent]]) -> Layout:
 
 
 def _runs(entry: TensorEntry, held: Sequence[tuple[int, Extent]]) -> Iterator[tuple[int, int, int]]:
-    """(rank, start, stop), one after the other, of whom each byte is taken from."""
+    """Runs (rank, start, stop) in order: the rank from which each byte is taken."""
     at = 0
     while at < entry.bytes:
         covering = [(rank, extent) for rank, extent in held if extent.start <= at < extent.stop]

@@ -1,9 +1,9 @@
-"""Manifests: which weight versions there are, and the routes to them. Knows no tensors, so
-controller and gateway can import it.
+"""Manifests: the weight versions in the store, and the routes to them. Imports no tensor library,
+so controller and gateway can import it.
 
-Versions and epochs are one log (`records` says how), and its end is found by asking for one key
-after the other: whether a key exists is never late. A listing may be; it only says where to start
-asking, since old manifests are deleted.
+Versions and epochs form one log (defined in `records`), whose end is found by probing one key after
+the other, because an existence check is never stale. A listing may be stale; it is only used to
+choose the first key to probe, since old manifests are deleted.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ R = TypeVar("R", bound=Sealed)
 
 
 class VersionGone(EtudeError):
-    """The version was published, and is not kept any more: newer ones are."""
+    """The version was published, but is no longer kept; newer ones are."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where the log of versions ends."""
+    """The end of the log of versions."""
 
     epochs: tuple[Epoch, ...] = (NO_EPOCH,)
-    """All of them, oldest first."""
+    """All epochs, oldest first."""
     head: VersionRef | None = None
     """The newest version."""
     next: int = 0
-    """The number that comes next in the last epoch."""
+    """The number of the next version in the last epoch."""
 
     @property
     def epoch(self) -> int:
@@ -65,11 +65,11 @@ class End:
 
     @property
     def key(self) -> str:
-        """Where the next record goes, whoever writes it."""
+        """The key of the next record, whoever writes it."""
         return manifest_key(self.epoch, self.next)
 
     def spans(self) -> list[tuple[int, range]]:
-        """(epoch, numbers of all versions that were ever published in it), oldest first."""
+        """Pairs (epoch, numbers of all versions ever published in it), oldest first."""
         ends = [epoch.parent.version + 1 if epoch.parent else 0 for epoch in self.epochs[1:]]
         return [
             (epoch.epoch, range(epoch.first, end))
@@ -78,8 +78,8 @@ class End:
 
 
 class Chain:
-    """The versions in one store. Every method is synchronous; reads and writes are tried again a
-    few times."""
+    """The versions in one store. Every method is synchronous; reads and writes are retried a few
+    times."""
 
     def __init__(
         self,
@@ -94,16 +94,17 @@ class Chain:
         self._end = End()
         self._manifests: dict[VersionRef, Manifest] = {}
         self.damaged: set[str] = set()
-        """Keys of what was found damaged, and not whole since."""
+        """Keys that were found damaged, and have not been read whole since."""
 
-    # What there is.
+    # The log of versions.
 
     def look(self) -> End:
-        """Where the log ends now."""
+        """The current end of the log."""
         return self._walk()
 
     def _walk(self, *, over_damage: bool = False) -> End:
-        """From where it ended before. `over_damage`: what cannot be read counts as a version."""
+        """Walk the log from its previously known end. `over_damage`: count unreadable records as
+        versions."""
         end, whole = self._end, True
         listed = self._listed(after=manifest_key(end.epoch, end.next - 1) if end.next else None)
         while True:
@@ -126,7 +127,7 @@ class Chain:
         return end
 
     def _record_at(self, epoch: Epoch, number: int) -> Epoch | VersionRef | None:
-        """The version of that number in the epoch, or the epoch that came instead of it."""
+        """The version of this number in the epoch, or the epoch that succeeded it there."""
         key = manifest_key(epoch.epoch, number)
         try:
             found: tuple[Manifest | Epoch, str] = self._record(key, Manifest, Epoch)
@@ -144,7 +145,7 @@ class Chain:
         return record
 
     def _listed(self, after: str | None = None) -> defaultdict[int, list[int]]:
-        """Epoch -> numbers of the records that a listing shows in it."""
+        """Epoch -> numbers of its records in a listing."""
         found: defaultdict[int, list[int]] = defaultdict(list)
         for owner in map(owner_of, self.keys("weights/versions", after=after)):
             if owner is not None:
@@ -152,7 +153,7 @@ class Chain:
         return found
 
     def epochs(self) -> list[Epoch]:
-        """Oldest first."""
+        """All epochs, oldest first."""
         return list(self.look().epochs[1:])
 
     def head(self) -> VersionRef | None:
@@ -165,14 +166,14 @@ class Chain:
         return self.follow(head) if head and head.version > after else None
 
     def lineage(self) -> dict[int, int]:
-        """Version -> the epoch that it counts in, of all that are kept, oldest version first."""
+        """Version -> its epoch, for all kept versions, oldest first."""
         spans, listed = self._walk(over_damage=True).spans(), self._listed()
         found: dict[int, int] = {}
         for epoch, versions in reversed(spans):
             if not versions:
                 continue
-            # What was deleted is older than all that is kept. A listing may miss the oldest that
-            # is.
+            # Deleted versions are older than all kept ones. A listing may miss the oldest kept
+            # ones.
             oldest = min(
                 (version for version in listed[epoch] if version in versions), default=versions.stop
             )
@@ -184,8 +185,8 @@ class Chain:
         return dict(sorted(found.items()))
 
     def find(self, version: int) -> tuple[VersionRef, Manifest]:
-        """The version of that number. Raises `Missing`, or `VersionGone` if newer ones are kept
-        only."""
+        """The version of this number. Raises `Missing`, or `VersionGone` if only newer ones are
+        kept."""
         for epoch, versions in reversed(self._walk(over_damage=True).spans()):
             if version in versions:
                 with contextlib.suppress(Missing):
@@ -214,7 +215,7 @@ class Chain:
         return link
 
     def follow(self, link: VersionRef) -> Manifest:
-        """The manifest that a link names, and no other."""
+        """The manifest that a reference names, with exactly its hash."""
         if link not in self._manifests:
             found, _ = self.at(link.epoch, link.version)
             if found != link:
@@ -226,13 +227,13 @@ class Chain:
         return self._manifests[link]
 
     def extra_routes(self, target: VersionRef) -> list[Route]:
-        """The extra routes to a version. Nobody depends on them, so what is damaged is left out."""
+        """The extra routes to a version. They are optional, so damaged ones are left out."""
         return [
             route for route in self.check_extra_routes(target).values() if isinstance(route, Route)
         ]
 
     def check_extra_routes(self, target: VersionRef) -> dict[str, Route | Corrupt]:
-        """Key -> the route, or why it is none."""
+        """Key -> the route, or the error that makes it invalid."""
 
         def read(key: str) -> Route:
             extra, _ = self._record(key, ExtraRoute)
@@ -251,7 +252,7 @@ class Chain:
         return self._each(filter(owner_of, keys), read)
 
     def leases(self) -> dict[str, Lease | Corrupt]:
-        """Key -> the lease, or why it is none."""
+        """Key -> the lease, or the error that makes it invalid."""
 
         def read(key: str) -> Lease:
             try:
@@ -275,7 +276,7 @@ class Chain:
         return found
 
     def read(self, key: str, type: type[T]) -> T:
-        """A record that has no seal, but the store's digest."""
+        """Read a record that has no seal of its own, but the store's digest."""
         return self.retry(lambda: self._decode(key, self._unsealed(key), type))
 
     def _unsealed(self, key: str) -> bytes:
@@ -287,7 +288,7 @@ class Chain:
     # Objects, by hash.
 
     def shard(self, target: VersionRef, hash: str) -> bytes:
-        """Its bytes, checked. A download that went wrong is tried again."""
+        """The bytes of a shard, checked. A corrupted download is retried."""
         key = shard_key(target.epoch, target.version, hash)
         for _ in range(TRIES):
             data = self.get(key)
@@ -315,16 +316,17 @@ class Chain:
         self.retry(lambda: self.objects.delete(key))
 
     def create(self, key: str, record: object) -> bool:
-        """False if there is another record under the key. If only the answer was lost, ours is
-        there: that is True, also if the store needs a few tries to show it as it is."""
+        """Create a record; False if there is another record under the key. If only the reply was
+        lost, ours is stored: then the result is True, even if the store needs a few attempts to
+        return it."""
         data = to_json(record)
         return self.retry(lambda: self.objects.create(key, data)) or any(
             self.get(key) == data for _ in range(TRIES)
         )
 
     def retry(self, act: Callable[[], T]) -> T:
-        """Stores have bad moments. What is missing is missing, though, and who does not answer was
-        asked often."""
+        """Retry after transient errors. A missing object is not retried, nor is an unreachable
+        store, since the library has already retried it."""
         for delay_s in (FIRST_RETRY_S * 2**n for n in range(TRIES - 1)):
             try:
                 return act()
@@ -355,7 +357,7 @@ class Chain:
         return found
 
     def _decode(self, key: str, data: bytes, *types: type[T]) -> T:
-        """As the one of the types whose fields it has."""
+        """Decode as the type whose fields match."""
         where = f"{self.objects.url}: {key}"
         names = set[str]()
         with contextlib.suppress(Damaged):
@@ -374,10 +376,10 @@ class PublishedVersions:
         self._chain = Chain(objects)
 
     async def wait(self, after: int) -> Manifest:
-        """The newest version, as soon as it is newer than `after`."""
+        """Wait for a version newer than `after`; return the newest."""
         # The store is the only link between clusters, and it cannot call us: this is the one place
-        # that polls for weights. The delay grows because a version that is not there now is a whole
-        # training step away.
+        # that polls for weights. The delay grows because the next version is a whole training step
+        # away.
         objects = self._chain.objects
         delay_s = FIRST_POLL_S
         while (manifest := await asyncio.to_thread(self._chain.newest, after)) is None:

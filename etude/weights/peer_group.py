@@ -1,5 +1,5 @@
-"""Collective operations of the ranks of a trainer that publish together; what fails on one, fails
-on all."""
+"""Collective operations of the ranks of a trainer that publish together; a failure on one rank is a
+failure on all."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class PeerGroup:
         return found[0][0]
 
     def build_layout(self, extents: Sequence[Extent]) -> Layout:
-        """The layout of the ranks. It is worked out once, since the ranks hold the same parts at
-        every step; then it is the very same object."""
+        """The layout of the ranks. It is computed once, since the ranks hold the same parts at
+        every step; later calls return the same object."""
         prints = self.all_gather(lambda: hash_of(to_json(extents)), str)
         known = [print.encode() for print in prints]
         if self._layout is None or self._layout[0] != known:
@@ -65,7 +65,8 @@ class PeerGroup:
         return self._layout[1]
 
     def gather(self, layout: Layout, extents: Sequence[Extent], arrays: Arrays) -> dict[str, Slab]:
-        """The chunks that this rank owns: its own bytes, joined by what others hold of them."""
+        """The chunks that this rank owns: its own bytes, joined with those that other ranks hold of
+        them."""
         starts = {extent.entry.name: extent.start for extent in extents}
 
         def held(name: str, start: int, stop: int) -> Array:
@@ -104,8 +105,7 @@ class PeerGroup:
     def _send_transfers(
         self, layout: Layout, held: Callable[[str, int, int], Array]
     ) -> dict[str, list[Array]]:
-        """Sends pieces to their owners; returns those that are for us, by tensor and in their
-        order."""
+        """Send pieces to their owners; return those for this rank, by tensor and in order."""
         mine = [piece for piece in layout.transfers if piece.source == self.rank]
         sent = [
             b"".join(

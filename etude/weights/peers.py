@@ -19,7 +19,7 @@ class Peers(Protocol):
     def world_size(self) -> int: ...
 
     def all_to_all(self, messages: Sequence[bytes]) -> list[bytes]:
-        """Message i goes to rank i; returns what each rank, this one included, had for us. All
+        """Send message i to rank i; return the messages from all ranks, including this one. All
         ranks must call it, each from one thread, and equally often."""
 
 
@@ -52,5 +52,5 @@ class InProcessPeer:
             self._board[self.rank, to] = message
         self._barrier.wait()
         received = [self._board[sender, self.rank] for sender in range(self.world_size)]
-        self._barrier.wait()  # nobody writes the next messages before all have read these
+        self._barrier.wait()  # no rank writes its next messages before all have read these
         return received

@@ -1,16 +1,16 @@
 """The publisher: from the trainer's tensors to a version that every region can load.
 
-`publish` takes a snapshot and returns; hashing, encoding, uploading and the commit happen on a
-thread of their own, one version after the other. What the trainer waits for is counted in
-`stalled_s`.
+`publish` takes a snapshot and returns; hashing, encoding, uploading and the commit run on a
+separate thread, one version after the other. `stalled_s` counts the time for which the trainer
+waits.
 
-A trainer of many ranks has a publisher on each, and all of them call `publish` with what they hold
-of the tensors. Each hashes, encodes and uploads its own chunks (`layout` says which); rank 0
-gathers what came of it and commits. If one fails, all do, and nothing is committed.
+A trainer of many ranks has a publisher on each, and all of them call `publish` with their parts of
+the tensors. Each hashes, encodes and uploads its own chunks (given by `layout`); rank 0 gathers the
+results and commits. If one fails, all do, and nothing is committed.
 
-The first version is stored whole, every later one as the difference to the one before. When the
-differences since the last whole version have grown to half of it, or to 64 of them, the version
-gets a snapshot as its second route.
+The first version is stored whole, every later one as the delta to the previous one. When the deltas
+since the last whole version add up to half of its size, or to 64 deltas, the version gets a
+snapshot as its second route.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from etude.weights.tensors import Slab, State, TensorEntry, state_json
 
 
 class Fenced(EtudeError):
-    """Another trainer has taken over; nothing that this one publishes would be seen."""
+    """Another trainer has taken over; versions published by this one would not be seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotPolicy:
-    """When a version gets a snapshot beside its delta."""
+    """The conditions under which a version gets a snapshot in addition to its delta."""
 
     max_chain: int = 64
     max_share: float = 0.5
-    """Of a whole version, in differences since the last one."""
+    """Share of a whole version's size that the deltas since the last one may have."""
 
     def wants_snapshot(self, links: int, bytes: int, whole_bytes: int) -> bool:
         return links >= self.max_chain or bytes > self.max_share * whole_bytes
@@ -59,8 +59,8 @@ class SnapshotPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """The order of rank 0 to all ranks: publish the difference to `base`; or nothing, since the
-    version is there."""
+    """The order of rank 0 to all ranks: publish the delta to `base`; or nothing, if the version is
+    already stored."""
 
     epoch: int
     base: VersionRef | None
@@ -78,7 +78,7 @@ class _Receipt:
 
 
 class Publisher:
-    """Publishes the versions of a trainer, or one rank's part of them. It takes an epoch with its
+    """Publishes the versions of a trainer, or one rank's part of them. It claims an epoch with its
     first new version."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Publisher:
         self._sign = signer or signer_from_environment()
         self._now = now
         self._epoch: int | None = None
-        self._last: Image | None = None  # our part of it, once we have it
+        self._last: Image | None = None  # our part of the last version, if we hold it
         self._layout: Layout | None = None  # of that part
         self._snapshots = Snapshots()
         self._arrays = Arrays()
@@ -120,9 +120,9 @@ class Publisher:
         step: int,
         adapter_of: int | None = None,
     ) -> None:
-        """Takes a copy of the tensors, or of this rank's parts of them, and returns. Waits until
-        the version before is published, and raises what went wrong there. `adapter_of`: the
-        published version that the tensors are an adapter to; None: they are all that there are."""
+        """Copy the tensors, or this rank's parts of them, and return. Waits until the previous
+        version is published, and raises its error if it failed. `adapter_of`: the published version
+        that is the base of this adapter; None: the tensors are a whole model."""
         self.prepare(version, tensors, stage=stage, step=step, adapter_of=adapter_of)()
 
     def prepare(
@@ -136,10 +136,10 @@ class Publisher:
         given: bool = False,
         exact: bool = True,
     ) -> Callable[[], None]:
-        """`publish` in two: takes the copy now; to publish it, call what is returned, from
-        whichever thread. For a trainer that has something to write first. Tensors that are `given`
-        are ours: they will not change, and are not copied. A version that is published already with
-        other weights is an error if `exact`; otherwise it stays as it is."""
+        """Take the copy now; call the result, on any thread, to publish it. This is `publish` in
+        two parts, for a trainer that has something to write in between. Tensors that are `given`
+        belong to the publisher: they will not change, and are not copied. If the version is already
+        published with other weights, that is an error if `exact`; otherwise it stays as it is."""
         parts = {
             name: given if isinstance(given, Part) else Part(given)
             for name, given in tensors.items()
@@ -164,7 +164,7 @@ class Publisher:
         self.stalled_s += time.monotonic() - began
 
     def wait(self) -> Manifest | None:
-        """Returns when all that was handed over is published, with the last manifest."""
+        """Wait until everything handed over is published, and return the last manifest."""
         return self._pending.result() if self._pending else None
 
     def close(self) -> None:
@@ -219,9 +219,9 @@ class Publisher:
         return _Order(end.epoch, end.head)
 
     def _start_from(self, base: VersionRef | None, layout: Layout) -> None:
-        """Have our part of the base at hand. It is rebuilt from the store and checked, never taken
-        from a copy that somebody kept; only what we published ourselves, in parts like these, need
-        not be."""
+        """Make our part of the base available. It is rebuilt from the store and checked, and never
+        taken from a copy elsewhere; only a version that we published ourselves, in the same parts,
+        is not rebuilt."""
         if base is None:
             self._last = None
         elif self._last is None or self._last.link != base or self._layout is not layout:
@@ -237,7 +237,7 @@ class Publisher:
     def _upload(
         self, epoch: int, version: int, state: State, own: Mapping[str, Slab], base: Image | None
     ) -> tuple[tuple[Shard, ...], ChangeStats]:
-        """The shards of all ranks, and what they hold."""
+        """Upload the shards of all ranks; return them, with their change statistics."""
 
         def upload() -> _Receipt:
             census = ChangeStats()
@@ -262,7 +262,7 @@ class Publisher:
 
     def _commit(self, made: Manifest, state: State) -> VersionRef:
         root = self.chain.put_shard(made.epoch, made.version, state_json(state)[0])
-        # If somebody has succeeded us meanwhile, the record of that stands at this key.
+        # If another trainer has succeeded us meanwhile, its epoch record is at this key.
         if not self.chain.create(
             manifest_key(made.epoch, made.version), self._sign(replace(made, root=root))
         ):
@@ -274,8 +274,8 @@ class Publisher:
         self._last, self._layout, self._arrays = image, layout, arrays
 
     def _maybe_add_snapshot(self, manifest: Manifest) -> None:
-        """The version is live already; a snapshot to it only shortens the route of those who are
-        late."""
+        """Add a snapshot if one is due. The version is live already; a snapshot only shortens the
+        route of readers that are behind."""
         assert self._last is not None
         image = self._last
         link = self._last.link
@@ -310,9 +310,9 @@ class Publisher:
         )
 
     def _claim(self, version: int) -> End:
-        """The end of the log, where we and nobody else may commit this version. For that we take an
-        epoch if we have none, and another one if the number does not follow our last: numbers of
-        one epoch count up by one."""
+        """The end of the log, where only we may commit this version. This needs an epoch: we claim
+        one if we have none, and another one if the number does not follow our last, because the
+        numbers of one epoch count up by one."""
         while True:
             end = self.chain.look()
             if self._epoch not in (None, end.epoch):
@@ -332,11 +332,12 @@ class Publisher:
             if self.chain.create(end.key, record):
                 self._epoch = record.epoch
             elif self.chain.look().epoch != end.epoch:
-                # else its trainer has published one more version: look again
+                # otherwise its trainer has published one more version: look again
                 raise Fenced(self._fenced())
 
     def _check_kept(self, head: VersionRef | None) -> None:
-        """Nothing newer than what was deleted is where we looked."""
+        """Check that the newest version found is still stored: if it was deleted, newer ones exist
+        that the listing does not show yet."""
         if head is not None and not self.chain.exists(manifest_key(head.epoch, head.version)):
             raise EtudeError(
                 f"{self.chain.objects.url}: weight version {head.version} was deleted, so there "
@@ -345,7 +346,8 @@ class Publisher:
             )
 
     def _count_links(self) -> None:
-        """How far the last version is from a whole one, the store knows. Rank 0 counts for all."""
+        """Count, from the store, the deltas between the last version and a whole one. Rank 0 counts
+        for all."""
         self._links, self._bytes = 0, 0
         at = self._last.link if self._last and self._ranks.rank == 0 else None
         while at is not None:
@@ -370,8 +372,8 @@ class Publisher:
 def publish(
     objects: Objects, version: int, tensors: Mapping[str, torch.Tensor], *, stage: str, step: int
 ) -> Manifest:
-    """Stores one version, and returns when it is there. A trainer that goes on keeps a
-    `Publisher`."""
+    """Store one version, and return when it is published. A trainer that publishes repeatedly keeps
+    a `Publisher`."""
     publisher = Publisher(Chain(objects))
     try:
         publisher.publish(version, tensors, stage=stage, step=step)

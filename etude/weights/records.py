@@ -1,21 +1,21 @@
-"""Keys and records of published weights, beside the shards.
+"""Keys and records of published weights, apart from the shards.
 
-    weights/versions/{epoch}/{version}.json     a manifest; or, where a trainer was succeeded, the
+    weights/versions/{epoch}/{version}.json     a manifest; or, if the trainer was succeeded, the
                                                 next epoch
     weights/routes/{epoch}/{version}/{base}.json  extra routes to a version: `whole`, or from an
                                                   older base
-    weights/shards/{epoch}/{version}/{hash}     what manifests and routes name, by the hash of its
-                                                bytes
-    weights/leases/{reader}.json                what a reader still needs
-    weights/gc/{id}.json                        what will be deleted, after a time of grace
+    weights/shards/{epoch}/{version}/{hash}     objects that manifests and routes name, by the hash
+                                                of their bytes
+    weights/leases/{reader}.json                versions that a reader still needs
+    weights/gc/{id}.json                        keys to delete after a grace period
 
-Everything but a lease is created once and never changed. A version exists when, and only when, its
-manifest does; that is created last.
+Everything except a lease is created once and never changed. A version exists if and only if its
+manifest exists; the manifest is created last.
 
-Manifests and epochs are one log. A trainer writes its versions under the number of its epoch, one
-after the other. Who wants to succeed it writes the record of the next epoch at the very key that
-its next version would have: so one of the two is written and the other is not, and both know. The
-first epoch is written where nobody's first version would be.
+Manifests and epochs form one log. A trainer writes its versions under the number of its epoch, one
+after the other. A trainer that wants to succeed it writes the record of the next epoch at exactly
+the key that the next version would have: so only one of the two is written, and both trainers know
+which. The first epoch is written at a key that no first version can have.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from etude.core.types import Manifest, Route, VersionRef
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """From here on, `publisher` and nobody else publishes, until it is succeeded in turn."""
+    """From here on, `publisher` alone publishes, until it is succeeded in turn."""
 
     epoch: int
     first: int
     """The number of its first version. They count up by one."""
     parent: VersionRef | None
-    """The version that it goes on from; None if there is none yet."""
+    """The version that it continues from; None if there is none yet."""
     publisher: str
     seal: str = ""
 
     def succeeds(self, before: Epoch, at: int) -> bool:
-        """Whether it may stand where version `at` of the epoch before would."""
+        """True if it may be stored where version `at` of the previous epoch would be."""
         parent = self.parent
         if at == before.first:
             goes_on = parent == before.parent
@@ -59,7 +59,7 @@ class Epoch:
 
 
 NO_EPOCH = Epoch(epoch=0, first=0, parent=None, publisher="")
-"""Whom the first trainer succeeds."""
+"""The epoch that the first trainer succeeds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class ExtraRoute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """`reader` serves `version` and may need all that leads on from it, until that time."""
+    """`reader` serves `version`, and may need all routes onward from it until `until`."""
 
     reader: str
     version: int
@@ -111,15 +111,14 @@ _OF_VERSION = [
 
 
 def owner_of(key: str) -> tuple[int, int] | None:
-    """The epoch and version that an object belongs to; None if it is nothing that a trainer puts
-    there."""
+    """The epoch and version that an object belongs to; None if it is not an object of a trainer."""
     match = next((match for form in _OF_VERSION if (match := form.fullmatch(key))), None)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def follows(manifest: Manifest, epoch: int, version: int) -> bool:
-    """Whether it starts at an older version, and by its own route; an adapter is to an older
-    one."""
+    """True if it starts at an older version, by its own route; the base of an adapter must be an
+    older version."""
     return (
         manifest.route.base == manifest.parent
         and leads_on(manifest.parent, epoch, version)
@@ -132,8 +131,9 @@ def leads_on(base: VersionRef | None, epoch: int, version: int) -> bool:
 
 
 def is_sound(record: object) -> bool:
-    """Hashes become names of files, numbers become keys, and sizes are added up: a record that
-    anybody may have written must hold nothing else there."""
+    """True if hashes and numbers in a record are well-formed. Hashes become file names, numbers
+    become keys, and sizes are added up, so a record from an untrusted writer must contain nothing
+    else there."""
     return all(_is_sound(name, value) for name, value in _fields(record))
 
 

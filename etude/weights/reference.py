@@ -1,5 +1,4 @@
-"""The delta codec in numpy: what `codec.py` describes, with nothing between the description and the
-arrays."""
+"""The delta codec in numpy: a direct implementation of the format that `codec.py` documents."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def encode_delta(kind: Kind, old: Array, new: Array) -> bytes | None:
     elements."""
     top = top_exponent(kind, old)
     order, starts = _by_context(kind, old, top)
-    changed = np.flatnonzero((old != new)[order])  # places in the order of contexts
+    changed = np.flatnonzero((old != new)[order])  # positions in the order of contexts
     bounds = np.searchsorted(changed, starts)
     if not len(changed):
         return b""
@@ -43,7 +42,7 @@ def encode_delta(kind: Kind, old: Array, new: Array) -> bytes | None:
 
 
 def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array) -> None:
-    """Raises `Damaged`; then `out` is of no use."""
+    """Apply a `DELTA` body. Raises `Damaged`; then the content of `out` is undefined."""
     reader = Reader(bytes(body))
     top = reader.byte()
     lines = [ContextHeader.read(reader, len(old)) for _ in range(kind.contexts)]
@@ -73,8 +72,8 @@ def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array) ->
 
 
 def _by_context(kind: Kind, old: Array, top: int) -> tuple[Array, Array]:
-    """Element numbers sorted by context, and where each context starts among them (and the last one
-    ends)."""
+    """Element numbers sorted by context, and the start of each context among them (and the end of
+    the last one)."""
     exponents = ((old >> kind.shift) & kind.exponent).astype(np.int16)
     contexts = np.clip(top - exponents, 0, kind.contexts - 1).astype(np.uint8)
     starts = np.concatenate(([0], np.cumsum(np.bincount(contexts, minlength=kind.contexts))))
@@ -82,7 +81,7 @@ def _by_context(kind: Kind, old: Array, top: int) -> tuple[Array, Array]:
 
 
 def ranks(kind: Kind, code: Array) -> Array:
-    """Codes as numbers that go up as the values do; -0 comes right before 0."""
+    """Codes as numbers that increase with the values; -0 comes right before 0."""
     if not kind.ordered:
         return code
     sign = code.dtype.type(1 << (8 * kind.width - 1))
@@ -118,7 +117,7 @@ def _pack_context(
         head += bytes((kb, order))
         lengths = _bit_length(excess + (1 << order)) - 1
         unary.unary(np.stack((large_gaps >> kb, lengths - order), axis=-1).reshape(-1))
-        ends = excess + (1 << order)  # without its highest bit, which the length speaks of
+        ends = excess + (1 << order)  # without its highest bit, which the length implies
         plain.each(large_gaps & ((1 << kb) - 1) | ends << kb, kb + lengths)
 
 
@@ -228,7 +227,7 @@ class _Plain:
 
 
 def _ones(data: bytes) -> Array:
-    """Zeros before each one."""
+    """The number of zeros before each one."""
     at = np.flatnonzero(np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little"))
     if 8 * len(data) - (int(at[-1]) + 1 if len(at) else 0) >= 8:
         raise Damaged("a payload has empty bytes among its unary bits")

@@ -1,8 +1,8 @@
-"""A relay as a follower sees it: another place to ask for an object before the store is asked.
+"""A relay from a follower's view: another source for an object, tried before the store.
 
-A relay (`serve.relay`) stands in each region and downloads what its workers want once. Objects are
-named by their hash, so nothing that it says has to be believed, and whatever goes wrong with it
-costs a download from the store and nothing else.
+A relay (`serve.relay`) runs in each region and downloads the objects that its workers request once.
+Objects are named by their hash, so a relay need not be trusted, and any failure of it only costs a
+download from the store.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from etude.core.types import VersionRef
 from etude.weights.records import hash_of
 
 TIMEOUT_S = 60.0
-"""Without a byte from it. It downloads what it does not have first."""
+"""The longest wait without a byte from the relay, which first downloads objects that it does not
+have."""
 PAUSE_S = 300.0
-"""How long a relay that let a reader wait in vain is not asked again: to wait for every object anew
-would hold each version back for minutes."""
+"""The pause after a relay timed out: waiting again for every object would delay each version by
+minutes."""
 TOKEN_VARIABLE = "ETUDE_TOKEN"
 
 
@@ -38,7 +39,7 @@ class Relay:
         self._paused_until = -math.inf
 
     def shard(self, target: VersionRef, hash: str) -> bytes | None:
-        """Its bytes, checked; None if they cannot be had here."""
+        """The bytes of a shard, checked; None if the relay cannot provide them."""
         if self._now() < self._paused_until:
             return None
         request = urllib.request.Request(
@@ -50,7 +51,7 @@ class Relay:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
                 data: bytes = answer.read()
         except (OSError, http.client.HTTPException) as e:
-            if isinstance(getattr(e, "reason", e), TimeoutError):  # urllib wraps that of connecting
+            if isinstance(getattr(e, "reason", e), TimeoutError):  # urllib wraps a connect timeout
                 self._paused_until = self._now() + PAUSE_S
             return None
         return data if hash_of(data) == hash else None

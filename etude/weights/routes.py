@@ -1,5 +1,5 @@
-"""Route planning: the shortest path to a version over what must be downloaded. Pure, but for
-reading manifests."""
+"""Route planning: the shortest path to a version by download size. Pure, except for reading
+manifests."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class RouteStep:
 def cheapest(
     steps: Collection[RouteStep], start: VersionRef | None, goal: VersionRef
 ) -> list[RouteStep] | None:
-    """The steps from nothing, or from `start`, which is at hand, that cost the fewest bytes; None
-    if there is no route."""
+    """The steps from nothing, or from `start`, which is held, that cost the fewest bytes; None if
+    there is no route."""
     leaving: dict[VersionRef | None, list[RouteStep]] = {}
     for step in steps:
         leaving.setdefault(step.route.base, []).append(step)
     done: set[VersionRef | None] = set()
-    tickets = itertools.count()  # break ties: links have no order
+    tickets = itertools.count()  # break ties: references have no order
     queue: list[tuple[int, int, VersionRef | None, list[RouteStep]]] = [
         (0, next(tickets), here, []) for here in (None, start)
     ]
@@ -51,9 +51,9 @@ def cheapest(
 def plan_route(
     chain: Chain, start: VersionRef | None, goal: VersionRef, broken: Collection[RouteStep] = ()
 ) -> list[RouteStep] | None:
-    """The cheapest route from `start`, or from nothing, over no broken step. Looks at versions,
-    newest first, until it meets the start, or knows a route from a whole version and going on
-    cannot pay."""
+    """The cheapest route from `start`, or from nothing, without broken steps. Looks at versions,
+    newest first, until it reaches the start, or knows a route from a whole version and looking
+    further cannot pay off."""
     direct = RouteStep(goal, chain.follow(goal).route)
     if start is not None and direct.route.base == start and direct not in broken:
         return [direct]  # one step behind, as nearly always: no need to look around
@@ -68,7 +68,7 @@ def plan_route(
             try:
                 manifest = chain.follow(at)
             except (Missing, Corrupt):
-                continue  # deleted as too old, or damaged: no route leads over it
+                continue  # deleted as too old, or damaged: no route over it
             found = [
                 step
                 for route in (manifest.route, *chain.extra_routes(at))
@@ -77,7 +77,7 @@ def plan_route(
             walked += manifest.route.bytes
         steps += found
         bases = {step.route.base for step in found}
-        # these are older: the chain sees to that
+        # these are older: the chain guarantees that
         ahead |= {base for base in bases if base is not None}
         if at == start or None in bases:
             best = cheapest(steps, start, goal)

@@ -1,14 +1,13 @@
-"""Shards: the chunks of many tensors in one object of a handy size.
+"""Shards: the chunks of many tensors in one object of a convenient size.
 
     8 bytes    the magic
     varint     number of chunks
     each       tensor (varint, its number in the state), chunk (varint, its number in the tensor),
                size (varint)
-    payloads   one after the other; `codec.py` says what is in them
+    payloads   one after the other, in the format of `codec.py`
 
-Chunks come in ascending order. A chunk that is in no shard of a route did not change. What a shard
-says of itself is checked against the state, whose hash the manifest names, before anything is
-allocated.
+Chunks come in ascending order. A chunk that is in no shard of a route did not change. The header of
+a shard is checked against the state, whose hash the manifest names, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Packed:
 
 @dataclass(slots=True)
 class ChangeStats:
-    """Elements that changed, and elements, for each sort of tensor."""
+    """Changed elements, and all elements, for each sort of tensor."""
 
     changed: dict[str, int] = field(default_factory=dict)
     total: dict[str, int] = field(default_factory=dict)
@@ -66,8 +65,8 @@ class ChangeStats:
 
 
 def sort_of(name: str) -> str:
-    """The name of a tensor without its place in the model: `model.layers.3.mlp.up_proj.weight` is
-    an `up_proj`."""
+    """The name of a tensor without its position in the model: `model.layers.3.mlp.up_proj.weight`
+    is an `up_proj`."""
     words = [word for word in name.removesuffix(".weight").split(".") if not word.isdigit()]
     return words[-1]
 
@@ -80,8 +79,8 @@ def pack(
     pool: Executor,
     census: ChangeStats,
 ) -> Iterator[Packed]:
-    """The route from `base` to `state`, in shards, as far as it concerns the chunks in `new`, which
-    `old` must hold too where the base has such a tensor. An empty base makes a whole one."""
+    """The route from `base` to `state`, in shards, restricted to the chunks in `new`; `old` must
+    hold the same chunks if the base has such a tensor. An empty base gives a whole version."""
     was = {entry.name: entry for entry in base}
 
     def encode(number: int) -> tuple[list[Chunk], int]:
@@ -119,8 +118,9 @@ def unpack(
     state: State, shards: Iterable[bytes], base: State, old: Mapping[str, Slab],
     wanted: Mapping[str, range], pool: Executor,
 ) -> dict[str, Slab]:  # fmt: skip
-    """The wanted chunks of the tensors of `state`; `old` must hold the same ones where the base has
-    such a tensor. A slab that did not change is the very one of the base. Raises `Damaged`."""
+    """The wanted chunks of the tensors of `state`; `old` must hold the same chunks if the base has
+    such a tensor. A slab that did not change is the same object as in the base. Raises
+    `Damaged`."""
     payloads: dict[int, dict[int, memoryview]] = {}
     for data in shards:
         for chunk in read(data, state):

@@ -1,14 +1,14 @@
-"""Seals: what proves that a record is whole, and who wrote it.
+"""Seals: proof that a record is complete, and of its author.
 
 A seal is the hash of the record's JSON with an empty seal, and, if the trainer has a key, a space
-and the signature of those bytes. A reader checks the hash always; with a trusted key configured it
-also refuses what that key did not sign.
+and the signature of those bytes. A reader always checks the hash; with a trusted key configured it
+also refuses records without a signature of that key.
 
     ETUDE_SIGNING_KEY   for the trainer: a file with a private ed25519 key (PEM)
     ETUDE_TRUSTED_KEY   for readers: the public key, 64 hex digits
 
-Shards are named by their hash in sealed records, so all that is read is covered. Keys need the
-package `cryptography` (`pip install etude[signing]`).
+Shards are named by their hash in sealed records, so everything that is read is covered. Keys need
+the package `cryptography` (`pip install etude[signing]`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ R = TypeVar("R", bound=Sealed)
 
 
 class Corrupt(EtudeError):
-    """An object is not what its name, its seal or the manifest promises."""
+    """An object does not match its name, its seal or the manifest."""
 
 
 class Untrusted(Corrupt):
@@ -44,7 +44,7 @@ class Untrusted(Corrupt):
 
 
 class Signer:
-    """Seals records; without a key, by their hash alone."""
+    """Seals records; without a key, with their hash alone."""
 
     def __init__(self, sign: Callable[[bytes], bytes] | None = None) -> None:
         self._sign = sign

@@ -1,11 +1,11 @@
-"""The trainer's tensors as they are now, in memory that nobody else writes to. Training waits for
-this and no more.
+"""A snapshot of the trainer's tensors, in memory that no other code writes to. Training waits only
+for this.
 
-On a CPU that is a copy, into the memory of a version that is not needed any more: fetching new
-pages from the kernel takes as long as copying. Tensors that are given away for good are not copied
-at all. On a device the new bits are compared with the last ones there, and only what changed
-crosses to the host, about a hundredth; there it is put into a copy of the last version, when
-training is going on again.
+On a CPU the snapshot is a copy, into the memory of a version that is no longer needed, because
+getting new pages from the kernel takes as long as copying. Tensors that are given away are not
+copied at all. On a device the new bits are compared there with the previous ones, and only the
+changes are copied to the host, about a hundredth; there they are applied to a copy of the last
+version, while training continues.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Part:
     tensor: Tensor
     first: int = 0
     rows: int | None = None
-    """Of the whole tensor; None if these are all."""
+    """Rows of the whole tensor; None if these are all."""
     dtype: torch.dtype | None = None
-    """To publish it in; None for its own."""
+    """The dtype to publish it in; None for its own."""
 
     def extent(self, name: str) -> Extent:
         shape = tuple(self.tensor.shape)
@@ -46,17 +46,17 @@ class Part:
 
 
 class Snapshots:
-    """`take` versions in turn, and `release` each when its successor has taken its place."""
+    """Takes versions in turn with `take`; `release` each when its successor has replaced it."""
 
     def __init__(self) -> None:
         self._spare: Arrays = {}
         self._given = False
         self._on_device: Arrays = {}
-        self._on_host: Arrays = {}  # the same bits, where there is a device
+        self._on_host: Arrays = {}  # the same bits, if there is a device
 
     def take(self, parts: Mapping[str, Part], *, given: bool = False) -> Callable[[], Arrays]:
-        """Returns when the parts may change, or at once if they are `given` and never will. What it
-        returns gives their bits, and may take its time."""
+        """Return when the parts may change, or at once if they are `given` and never will. Call the
+        result to get their bits, which may take a while."""
         self._given = given
         made: Arrays = {}
         changes: dict[str, tuple[Tensor, Tensor]] = {}
@@ -94,7 +94,7 @@ class Snapshots:
         code = CODES[dtype.itemsize]
         memory = self._memory(name, tensor.numel(), code)
         if dtype == tensor.dtype:
-            # torch has types that it cannot copy as what they are
+            # torch cannot copy some types as such
             memory.view(tensor.shape).copy_(tensor.view(code))
         else:
             memory.view(dtype).view(tensor.shape).copy_(tensor)
@@ -108,18 +108,18 @@ class Snapshots:
 
 
 CODES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""An integer type for each width: NaN is not equal to itself, and -0.0 is equal to 0.0; bits are
-neither."""
+"""An integer type for each width, to compare bits: NaN is not equal to itself, and -0.0 is equal to
+0.0, which does not hold for bits."""
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Flat, as integers; a view if the tensor is in one piece."""
+    """The bits of a tensor, flat, as integers; a view if the tensor is contiguous."""
     return tensor.contiguous().reshape(-1).view(CODES[tensor.element_size()])
 
 
 def changed(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Where two rows of bits differ, and what stands there now; `old` becomes `new`. On whatever
-    device they are."""
+    """The indices at which two rows of bits differ, and the new bits there; `old` becomes `new`. On
+    any device."""
     places = (old != new).nonzero().view(-1)
     values = new[places]
     old.index_copy_(0, places, values)

@@ -1,9 +1,10 @@
 """Tensors as bytes with a description, and back.
 
-A *state* is all tensors of a version: what each is called, its dtype, shape and digests, sorted by
-name. Its JSON is an object of the version, and the hash of that is the version's root. A *chunk* of
-a tensor is the unit of everything: it is hashed, coded, published and fetched by itself, so that
-ranks can share a tensor. A *slab* is what somebody holds of a tensor, in whole chunks.
+A *state* is the description of all tensors of a version: name, dtype, shape and digests of each,
+sorted by name. Its JSON is an object of the version, and the hash of that is the version's root. A
+*chunk* of a tensor is the unit of all operations: it is hashed, coded, published and fetched
+separately, so that ranks can share a tensor. A *slab* is the held part of a tensor, in whole
+chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     digests: tuple[str, ...] = ()
-    """Of its chunks, in order. Empty where they are not known yet."""
+    """Digests of its chunks, in order. Empty if they are not known yet."""
 
     @property
     def kind(self) -> Kind:
@@ -54,17 +55,17 @@ class TensorEntry:
         return range(-(-self.bytes // self.chunk_bytes))
 
     def place(self, chunk: int) -> slice:
-        """Of a chunk, among the tensor's bytes."""
+        """The range of a chunk within the tensor's bytes."""
         start = chunk * self.chunk_bytes
         return slice(start, min(start + self.chunk_bytes, self.bytes))
 
     def holding(self, first: int, last: int) -> range:
-        """The chunks in which rows `first` to `last - 1` lie."""
+        """The chunks that contain rows `first` to `last - 1`."""
         row = self.bytes // max(1, self.shape[0])
         return range(first * row // self.chunk_bytes, -(-last * row // self.chunk_bytes))
 
     def is_like(self, other: TensorEntry | None) -> bool:
-        """Whether a difference between the two can be told."""
+        """True if a delta between the two is defined."""
         return other is not None and (self.dtype, self.shape) == (other.dtype, other.shape)
 
 
@@ -79,7 +80,7 @@ class Slab:
     data: Array
 
     def place(self, entry: TensorEntry, chunk: int) -> slice:
-        """Of a chunk, among the bytes of the slab."""
+        """The range of a chunk within the bytes of the slab."""
         at = entry.place(chunk)
         start = self.chunks.start * entry.chunk_bytes
         return slice(at.start - start, at.stop - start)
@@ -109,7 +110,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> Array:
-    """Its bytes on the host; a view where it lies there in one piece."""
+    """The bytes of a tensor on the host; a view if it is contiguous there."""
     return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -126,7 +127,7 @@ def digests(entry: TensorEntry, slab: Slab) -> tuple[str, ...]:
 
 
 def root_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The root of a version that is these tensors."""
+    """The root of a version that consists of these tensors."""
 
     def entry(name: str) -> TensorEntry:
         tensor = tensors[name]
@@ -138,7 +139,7 @@ def root_of(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def wrong_in(state: State, held: Mapping[str, Slab], pool: Executor) -> list[str]:
-    """The names of the tensors of which a chunk that is held is not what the state says."""
+    """The names of the tensors with a held chunk that does not match its digest in the state."""
 
     def is_right(entry: TensorEntry) -> bool:
         chunks = held[entry.name].chunks
@@ -151,15 +152,15 @@ def wrong_in(state: State, held: Mapping[str, Slab], pool: Executor) -> list[str
 
 
 def state_json(state: State) -> tuple[bytes, str]:
-    """What is stored, and its hash, which is the root."""
+    """The stored JSON of a state, and its hash, which is the root."""
     data = to_json(state)
     return data, hash_of(data)
 
 
 def read_state(data: bytes, num_bytes: int, where: str) -> State:
-    """What `state_json` wrote of tensors with so many bytes in all. Everything that readers
-    allocate and loop over is measured by a state, so it is believed only if each size in it is
-    borne out by another: digests are written out one by one."""
+    """Parse the output of `state_json` for tensors of this total size. Readers allocate and loop by
+    the sizes in a state, so each size is accepted only if another one confirms it: digests are
+    listed one by one."""
     try:
         state = from_json(data, tuple[TensorEntry, ...], where)
     except EtudeError as e:
@@ -177,10 +178,11 @@ def read_state(data: bytes, num_bytes: int, where: str) -> State:
 
 
 def _is_possible(entry: TensorEntry) -> bool:
-    """Empty tensors may have large dimensions, but torch multiplies these too."""
+    """True if a tensor with this entry can exist. Empty tensors may have large dimensions, but
+    torch multiplies these too."""
     if len(entry.shape) > MAX_DIMENSIONS or any(size < 0 for size in entry.shape):
         return False
     fits = prod(max(1, size) for size in entry.shape) * element_size(entry.dtype) < 1 << 63
-    # torch knows some types by two
+    # torch knows some types by two names
     is_own_name = dtype_name(torch_dtype(entry.dtype)) == entry.dtype
     return fits and is_own_name and len(entry.digests) == -(-entry.bytes // entry.chunk_bytes)

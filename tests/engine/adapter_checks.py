@@ -1,4 +1,4 @@
-"""What the kernels of adapters must compute, in plain float64 torch; for `kernel_checks`."""
+"""Expected results of the adapter kernels, in plain float64 torch; for `kernel_checks`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.engine.kernel_inputs import Inputs
 def check_adapters(
     new: Inputs, slots: list[int], parts: dict[str, int], inputs: int, rank: int
 ) -> dict[str, float]:
-    """Rows of these slots, of which 0 is empty and the second lacks a pair; the first two parts are
-    a gated pair too. `company`: how many numbers change when a row is computed alone."""
+    """Check rows of these slots; slot 0 is empty and slot 2 lacks a pair; the first two parts are a
+    gated pair too. `company`: how many numbers change when a row is computed alone."""
     weight = new.normal(sum(parts.values()), inputs)
     layer = LinearAdapters(parts, weight, AdapterLimits(num_named=max(slots), max_rank=rank))
     scales = torch.zeros(1 + max(slots), device=new.device)

@@ -1,4 +1,4 @@
-"""What the kernels of attention must compute, in plain float64 torch; for `kernel_checks`."""
+"""Expected results of the attention kernels, in plain float64 torch; for `kernel_checks`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.kernel_inputs import Inputs, error, rms_norm
 def turned(
     x: Tensor, gain: Tensor | None, heads: attention.AttentionLayerConfig, positions: Tensor
 ) -> Tensor:
-    """Heads [N, heads, D] with one row of the table a token."""
+    """Rotate heads [N, heads, D] with one row of the table for each token."""
     if heads.rope is None:
         return x.double()
     rope = heads.rope[positions]
@@ -28,7 +28,7 @@ def turned(
 def attended(
     q_HD: Tensor, k_SKD: Tensor, v_SKD: Tensor, heads: attention.AttentionLayerConfig
 ) -> Tensor:
-    """The last token of a sequence: it sees everything, or what its window holds."""
+    """Attend the last token of a sequence to all tokens, or to those in its window."""
     group, low = len(q_HD) // k_SKD.shape[1], -(heads.window or len(k_SKD))
     k, v = (x[low:].double().repeat_interleave(group, 1).transpose(0, 1) for x in (k_SKD, v_SKD))
     scores = (q_HD.double()[:, None] @ k.transpose(1, 2)) * heads.scale
@@ -65,7 +65,7 @@ class Sequences:
         for row, count in enumerate(blocks):
             self.table[row, :count] = order[:count]
             order = order[count:]
-        if self.fp8:  # whatever a sequence had there before is not read
+        if self.fp8:  # the previous content of a sequence's blocks is not read
             used = torch.cat([self.slots(row) for row in range(len(blocks))])
             unused = torch.ones(len(self.k.values), self.page_size, device=self.new.device)
             unused.view(-1)[used] = 0
@@ -73,7 +73,7 @@ class Sequences:
                 pages.scales.masked_fill_(unused[:, None].bool(), math.nan)
 
     def plain(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values as they can be read."""
+        """Keys and values as they are read."""
         if not isinstance(self.k, Quantised):
             return self.k, self.v
         values = Quantised(self.v.values.transpose(2, 3).contiguous(), self.v.scales)
@@ -84,8 +84,8 @@ class Sequences:
         return k, v
 
     def written(self, slots: Tensor, k: Tensor, v: Tensor) -> dict[str, float]:
-        """Errors of the keys and values there; in FP8 what is beyond rounding, and values are
-        exact."""
+        """Errors of the keys and values in these slots; in FP8 the error beyond rounding, and
+        values are exact."""
         found_k, found_v = self.at(slots)
         if not isinstance(self.k, Quantised):
             return {"keys": error(found_k, k), "values": error(found_v, v)}
@@ -106,7 +106,8 @@ class Sequences:
 def random_heads(
     new: Inputs, queries: int, keys: int, size: int, normed: bool, positions: int, odd: bool
 ) -> attention.AttentionLayerConfig:
-    """`odd`: with a window, capped scores and sinks, for heads that come normed and turned."""
+    """`odd`: with a window, capped scores and sinks, for heads that are already normed and
+    rotated."""
     if odd:
         sinks = new.normal(queries)
         return attention.AttentionLayerConfig(
@@ -179,7 +180,7 @@ def check_prefill(
     fp8: bool = False,
     page_size: int = 16,
 ) -> dict[str, float]:
-    """`fresh` of the last tokens of each sequence are new."""
+    """`fresh`: the number of new tokens at the end of each sequence."""
     heads = random_heads(new, queries, keys, size, True, max(lengths), odd)
     all = Sequences(new, lengths, heads, fp8, page_size)
     starts = [sum(fresh[:row]) for row in range(len(fresh))]
@@ -216,7 +217,7 @@ def check_prefill(
             same = torch.empty_like(out)
             prefill(heads, qkv, *all.plain(new.dtype), *rest, same, page_size=all.page_size)
             found[f"as read {len(found)}"] = error(out, same)
-            # Scales are powers of 2: to multiply by them sooner or later changes no bit. With a
+            # Scales are powers of 2, so multiplying by them sooner or later changes no bit. With a
             # window FP8 begins at other tokens.
             assert new.device == "cpu" or odd or torch.equal(out, same)
     q, k = (turned(x, g, heads, positions) for x, g in ((q, heads.q_gain_D), (k, heads.k_gain_D)))

@@ -68,8 +68,8 @@ ENGINES = {
 
 
 def check_engine(config: ModelConfig) -> dict[str, float]:
-    """A whole engine on a GPU, with prompts in pieces, shared prefixes and every way to draw, on
-    weights that were put in place of others: its log-probs against those of the same weights in
+    """Run a whole engine on a GPU, with prompts in chunks, shared prefixes and all sampling
+    methods, on weights that replaced others: its log-probs against those of the same weights in
     float64, experts replayed."""
     experts = config.experts
     model, before = (

@@ -1,4 +1,4 @@
-"""What the kernels for FP8 must compute; `kernel_checks` runs it."""
+"""Expected results of the FP8 kernels; `kernel_checks` runs them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from etude.model import fp8 as plain
 
 
 def check_fp8(x_NC: Tensor, w_MC: Tensor, bias_M: Tensor) -> dict[str, float]:
-    """Any x, w and bias. Relative errors by name; all but `act` and `product` are exact."""
+    """Relative errors by name, for any x, w and bias; all but `act` and `product` are exact."""
     w = plain.quantise_rows(w_MC)
     exact = (plain.quantise_rows(x_NC).values.float() / 8).to(x_NC.dtype)
-    # Triton's interpreter does not round to e4m3 as it should, so that it gets what is in e4m3.
+    # Triton's interpreter rounds to e4m3 incorrectly, so it gets numbers that are exact in e4m3.
     exact = exact.where(exact.abs() > 2**-9, 0)
     x = fp8.quantise_rows(exact)
     opened = torch.cat((torch.full_like(exact, 32), exact), -1)

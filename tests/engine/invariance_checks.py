@@ -1,9 +1,9 @@
-"""Whether any bit of a log-prob depends on what is computed beside it: the engine against itself
+"""Check that no bit of a log-prob depends on what is computed with it: the engine against itself
 and the trainer.
 
-`test_batch_invariance` asks this of small models on the CPU; on a machine with a GPU run `python -m
-tests.engine.invariance_checks`, which asks it there, of dense models, also in FP8, of experts and
-latent attention.
+`test_batch_invariance` checks small models on the CPU; on a machine with a GPU run `python -m
+tests.engine.invariance_checks`, which checks dense models there, also in FP8, experts and latent
+attention.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def bits(values: object) -> Bits:
 
 
 class Watching:
-    """A runner that notes the shape of every pass: how many new tokens of sequences of which
-    lengths."""
+    """A runner that records the shape of every pass: the number of new tokens and the length of
+    each sequence."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -60,7 +60,8 @@ class Watching:
 
 
 def random_request(rng: Random, id: int, scale: int = 1) -> Asked:
-    """Many begin alike, so that later ones find what earlier ones left."""
+    """Build a request; many share a prefix, so that later ones find cached blocks of earlier
+    ones."""
     shared, own = rng.randrange(70 * scale), rng.randrange(1, 20 * scale)
     prompt = [1 + i % 7 for i in range(shared)] + [rng.randrange(1, 60) for _ in range(own)]
     priority = rng.choice(("standard", "standard", "standard", "interactive"))
@@ -74,8 +75,8 @@ def serve(
     model: Transformer, runner: Watching, rng: Random, compositions: int, *, max_num_seqs: int = 6,
     max_batched_tokens: int = 16, scale: int = 1,
 ) -> Sessions:  # fmt: skip
-    """Requests come and go, some are given up or put off, until so many different passes were
-    made."""
+    """Serve random requests, some of them aborted or preempted, until this many different passes
+    were run."""
     engine = Engine(
         model, max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, runner=runner
     )
@@ -108,7 +109,7 @@ def alone(engine: Engine, asked: Asked) -> Sample:
 
 
 def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bits]:
-    """The trainer's pass over rows of any lengths, one behind the other."""
+    """Run the trainer's pass over rows of any lengths, one after the other."""
     order, found = rng.sample(sorted(sessions), len(sessions)), {}
     device = model.model.embed_tokens.weight.device
     while order:
@@ -130,7 +131,7 @@ def trained(model: Transformer, sessions: Sessions, rng: Random) -> dict[str, Bi
 
 
 def differing(sessions: Sessions, found: dict[str, Bits]) -> int:
-    """Log-probs with any differing bit."""
+    """The number of log-probs with any differing bit."""
     return sum(
         int((bits(sample.logprobs) != found[id]).sum()) for id, (_, sample) in sessions.items()
     )
@@ -176,7 +177,7 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
     model = model.to("cuda", torch.bfloat16).requires_grad_(False)
     if name == "latent":
         model.compute_with(INVARIANT)
-    if name.startswith("fp8"):  # attention is invariant by the class of the model
+    if name.startswith("fp8"):  # the class of the model makes attention invariant
         model.compute_with(Arithmetic.of(invariant=False, fp8=True, fp8_kv=name == "fp8-kv"))
     blocks = 20 * max_num_seqs + 40
 
@@ -207,7 +208,7 @@ def on_device(name: str, company: str, compositions: int) -> dict[str, float]:
 
 
 def products() -> dict[str, list[int]]:
-    """Numbers of rows for which a product has other bits than among 1,100; they must be none."""
+    """Numbers of rows for which a product has other bits than among 1,100; there must be none."""
     from etude.engine.kernels import batch_invariant as invariant
 
     found: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
-"""What each kernel must compute, in plain float64 torch, on fresh random inputs of any device.
+"""Expected results of each kernel, in plain float64 torch, on fresh random inputs of any device.
 
 `test_kernels` runs the checks on the CPU through Triton's interpreter; on a machine with a GPU run
 them with `python -m tests.engine.kernel_checks`. A check returns relative errors by name; outputs
-start as NaN, so that whatever a kernel leaves unwritten shows.
+start as NaN, so that elements that a kernel leaves unwritten show.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def check_experts(
     new: Inputs, rows: int, num: int, top: int, size: int, inner: int
 ) -> dict[str, float]:
     x = new.normal(rows, size)
-    # fp32: no two are alike
+    # fp32, so that no two are equal
     logits = torch.randn(rows, num, device=new.device, generator=new.generator)
     slots = new.shuffled(rows).int()
     slots[-1] = -1
@@ -150,8 +150,8 @@ def check_experts(
 def check_few_experts(
     new: Inputs, rows: int, num: int, top: int, size: int, inner: int, *, add: bool = False
 ) -> dict[str, float]:
-    """Experts of few tokens, some of whom share them. `add`: with the norm before and the sum
-    after; else the last of several rows belongs to nobody. What no token asks for is NaN."""
+    """Check experts of few tokens, some of which share them. `add`: with the norm before and the
+    sum after; otherwise the last of several rows is padding. Experts that no token uses are NaN."""
     x, gain, kept = new.normal(rows, size), new.normal(size), new.normal(rows, size)
     if rows > 3:
         x[2] = x[1]
@@ -197,8 +197,8 @@ def check_few_experts(
 def check_delta(
     new: Inputs, key_size: int, value_size: int, block_size: int, spans: list[tuple[int, int]]
 ) -> dict[str, float]:
-    """`spans`: position of the first new token, and how many there are. Every second token has the
-    key of the one before, hardly fades and puts all of its value in."""
+    """`spans`: position of the first new token, and the number of new tokens. Every second token
+    has the key of the one before, hardly fades and puts all of its value in."""
     heads, key_heads, count = 4, 2, sum(count for _, count in spans)
     generator = {"device": new.device, "generator": new.generator}
     mixed = torch.randn(count, 2 * key_heads * key_size + heads * value_size, **generator)  # type: ignore[call-overload]
@@ -340,7 +340,7 @@ LARGE: dict[str, Callable[[Inputs], dict[str, float]]] = {
 
 
 def check_operators() -> dict[str, float]:
-    """A model that the kernels do not know runs on a GPU too: its log-probs against those of the
+    """A model that the kernels do not support runs on a GPU too: its log-probs against those of the
     CPU."""
     config = ModelConfig(
         model_type="deepseek_v3",

@@ -1,4 +1,4 @@
-"""What the checks of kernels share: random inputs, and plain float64 beside them."""
+"""Shared parts of the kernel checks: random inputs, and plain float64 functions."""
 
 from __future__ import annotations
 

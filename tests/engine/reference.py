@@ -1,5 +1,5 @@
-"""What the engine has to give, computed in the plainest way: one forward pass over the whole row,
-nothing cached."""
+"""Expected results of the engine, computed in the simplest way: one forward pass over the whole
+row, without a cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FAMILIES = {
 
 
 def plain_logits(model: Transformer, tokens: tuple[int, ...]) -> tuple[Tensor, Tensor | None]:
-    """After every token; and the experts that each was routed to."""
+    """Logits after every token, and the experts that each was routed to."""
     routing = Routing() if model.config.experts else None
     hidden = model(
         torch.tensor([tokens]), torch.arange(len(tokens))[None], CausalAttention(), routing
@@ -55,7 +55,7 @@ def plain_logits(model: Transformer, tokens: tuple[int, ...]) -> tuple[Tensor, T
 
 
 def distribution(logits_V: Tensor, params: SamplingParams, history: Sequence[int]) -> Tensor:
-    """What the next token is drawn from, in float64; without top-p and masks."""
+    """The distribution that the next token is sampled from, in float64; without top-p and masks."""
     logits_V, penalty = logits_V.double().clone(), params.repetition_penalty
     for token in set(history):
         logits_V[token] = (
@@ -71,8 +71,8 @@ def distribution(logits_V: Tensor, params: SamplingParams, history: Sequence[int
 
 
 def check(model: Transformer, asked: Asked, sample: Sample) -> None:
-    """Every token is the one that the request's own number picks, and has the log-prob that it has
-    there."""
+    """Check that every token is the one that the request's own random number selects, and that its
+    log-prob is right."""
     begin = len(asked.prompt)
     logits, experts = plain_logits(model, (asked.prompt + sample.tokens)[:-1])
     numbers = uniforms(asked.seed, len(sample.tokens))
@@ -99,8 +99,8 @@ def check(model: Transformer, asked: Asked, sample: Sample) -> None:
 
 
 class Overlapping:
-    """As a device would run: results are read back later, and a plan may name a token that nobody
-    has seen yet."""
+    """A runner that behaves like a device: results are read back later, and a batch may refer to a
+    token that has not been read yet."""
 
     overlaps = True
 
@@ -132,7 +132,7 @@ class Overlapping:
 
 
 class OnlyEven:
-    """Allows even tokens, and every third one must be 6."""
+    """A constraint that allows even tokens, and every third one must be 6."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []

@@ -1,4 +1,5 @@
-"""Adapters in the engine: several at once on one base, and bits that are a request's own."""
+"""Adapters in the engine: several at once on one base, and bits that do not depend on other
+requests."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ FIT_FOR_C = replace(
     head_dim=32,
     intermediate_size=64,
 )
-"""Sizes that native.c computes."""
+"""A model with sizes that native.c supports."""
 NAMES = ("a", "b", None, "b", "a")
 
 
@@ -72,7 +73,7 @@ def merged_model(adapter: Adapter | None) -> Transformer:
 
 
 def test_each_request_has_its_own_adapter() -> None:
-    """Alone on merged weights, and together on one base."""
+    """Each request gives the same alone on merged weights, and together with others on one base."""
     requests = [request(number, name) for number, name in enumerate(NAMES)]
     together = answers(adapted_engine(), requests)
     for asked, sample in zip(requests, together, strict=True):
@@ -111,8 +112,8 @@ def test_prefixes_are_shared_within_an_adapter_only() -> None:
 
 @pytest.mark.parametrize(("max_num_seqs", "invariant"), [(1, False), (4, False), (4, True)])
 def test_weights_may_bring_an_adapter_along(max_num_seqs: int, invariant: bool) -> None:
-    """The base is put in place once, and the adapter with each version: beside it, or by a runner
-    that cannot, merged into it."""
+    """The base is put in place once, and the adapter with each version: next to the base, or merged
+    into it by a runner that needs that."""
     own = random_adapter(FIT_FOR_C, 1)
     published = {n: t.bfloat16() for n, t in own.tensors.items()}
     base = hf_state_dict(sharp(FIT_FOR_C, 0))
@@ -130,7 +131,7 @@ def test_weights_may_bring_an_adapter_along(max_num_seqs: int, invariant: bool) 
         assert found.keys() == adapter.keys()
         assert all(torch.equal(found[n], t) for n, t in adapter.items())
         for tensor in found.values():
-            tensor.zero_()  # whoever asks for weights has a copy
+            tensor.zero_()  # `weights` returns a copy
         assert all(torch.equal(t, adapter[n]) for n, t in engine.weights().items())
         (sample,) = answers(engine, [request(0, None)])
         alone = sharp(FIT_FOR_C, 0)
@@ -161,7 +162,7 @@ def test_what_has_no_room_or_does_not_fit_is_refused() -> None:
 
 
 def test_tiles_are_rows_of_one_slot() -> None:
-    """Also of requests that are not neighbours in the batch."""
+    """Tiles also join requests that are not neighbours in the batch."""
     slots = torch.tensor([2] * 10 + [0] + [2] * 10 + [1]).numpy()
     tiles = {name: values.tolist() for name, values in adapter_inputs(slots).items()}
     assert tiles == {
@@ -192,7 +193,7 @@ def test_weights_that_were_prepared_and_never_put_in_place_are_not_taken_for_ser
 
 @pytest.mark.parametrize("max_num_seqs", [1, 4])
 def test_an_adapter_is_added_to_its_own_base_after_another_was_prepared(max_num_seqs: int) -> None:
-    """Such as one whose adapter did not fit."""
+    """The other adapter may be one that did not fit."""
     first, second = (random_adapter(FIT_FOR_C, seed) for seed in (1, 2))
     base, other = (hf_state_dict(sharp(FIT_FOR_C, seed), torch.float32) for seed in (0, 3))
     unfit = {name: tensor[:1] for name, tensor in first.tensors.items()}

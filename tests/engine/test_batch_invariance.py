@@ -1,4 +1,4 @@
-"""In invariant mode a token's log-prob has the same bits in any batch, piece or cache, and in the
+"""In invariant mode a token's log-prob has the same bits in any batch, chunk or cache, and in the
 trainer's pass."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def test_no_bit_depends_on_the_batch(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_nor_in_bf16(name: str) -> None:
-    """Models that `native.c` does not know run operator by operator. In bf16 those promise no bits
-    in company, on any processor; invariant mode does."""
+    """Models that `native.c` does not support run operator by operator. In bf16 operators do not
+    guarantee the same bits in other batches, on any processor; invariant mode does."""
     model, rng = small(name).to(torch.bfloat16), Random(name)
     engine = Engine(model, max_num_seqs=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
@@ -65,7 +65,7 @@ def test_nor_in_bf16(name: str) -> None:
 
 
 def test_otherwise_bits_do_depend_on_it() -> None:
-    """So the test above can fail."""
+    """Shows that the test above can fail."""
     model, rng = small("llama").compute_with(PLAIN), Random(0)
     engine = Engine(model, max_num_seqs=6, max_batched_tokens=16)
     asked = [random_request(rng, id) for id in range(12)]
@@ -78,8 +78,8 @@ def test_otherwise_bits_do_depend_on_it() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_across_a_swap_of_weights(name: str) -> None:
-    """Both halves of an answer are what the two versions compute over the keys that are there: a
-    second run of the same requests, in other company, gives the same bits."""
+    """Both halves of an answer are computed by the two versions over the existing keys: a second
+    run of the same requests, in another batch, gives the same bits."""
     other = hf_state_dict(sharp(small(name).config, seed=1, factor=3.0), torch.float32)
 
     def run(company: int) -> Sample:

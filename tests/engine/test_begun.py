@@ -1,4 +1,4 @@
-"""An answer that another engine has begun is ended as that one would have ended it."""
+"""An answer that another engine has begun ends as that engine would have ended it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stop_after(count: int) -> Callable[[int], bool]:
 
 
 def engine() -> Engine:
-    """In arithmetic that does not depend on what is computed together."""
+    """An engine with batch-invariant arithmetic."""
     model = sharp(config(), seed=0)
     model.compute_with(INVARIANT)
     return Engine(model, max_num_seqs=4, version=7)
@@ -70,7 +70,7 @@ def test_the_rest_is_the_same(options: dict[str, Any]) -> None:
     assert whole.finish_reason == ("stop" if stops else "length")
     for count in range(NUM_TOKENS + 1):
         rest = ended(asked(begun=tokens_of(whole, count)))
-        # guesses that were made before are not counted
+        # guesses made before are not counted
         assert replace(rest, accepted_draft_tokens=0, rejected_draft_tokens=0) == replace(
             whole, accepted_draft_tokens=0, rejected_draft_tokens=0
         )

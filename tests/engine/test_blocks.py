@@ -1,5 +1,5 @@
-"""Blocks are never lost, never written while somebody else reads them, and never taken for what
-they are not."""
+"""Blocks are never lost, never written while another sequence reads them, and never mistaken for
+others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SIZE = 4
 
 
 class Memory:
-    """What the blocks of a run would hold: for each the tokens before it and in it, and the
-    weights."""
+    """The expected contents of a run's blocks: for each the tokens before it and in it, and the
+    version of the weights."""
 
     def __init__(self) -> None:
         self.held: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -30,7 +30,7 @@ class Memory:
                     self.windowed[table.windowed[place]] = content
 
     def begin(self, table: BlockTable, place: int) -> None:
-        """The next token goes there."""
+        """Write the next token at this index."""
         self.held[table.blocks[place]] = self.windowed[table.windowed[place]] = (-1, ())
 
 
@@ -61,7 +61,7 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
             table = blocks.match_prefix(tokens, version)
             found = len(table.blocks) * SIZE
             assert found < len(tokens) and len(table.windowed) == len(table.blocks)
-            # what is found is just what would be computed, and all that the next token sees
+            # the found blocks hold exactly what would be computed, and all that the next token sees
             assert table.num_passed * SIZE <= max(0, found - window + 1)
             for place, block in enumerate(table.blocks):
                 content = (version, tuple(tokens[: (place + 1) * SIZE]))
@@ -78,7 +78,7 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
             table, tokens = live[draw(len(live) - 1)]
             written = len(tokens) // SIZE
             if extended(table, len(tokens) + 1):
-                # The block that the next token goes to belongs to nobody else.
+                # The block of the next token belongs to no other sequence.
                 assert sum(table.blocks[written] in other.blocks for other, _ in live) == 1
                 assert sum(table.windowed[written] in in_window(other) for other, _ in live) == 1
                 tokens.append(draw(1))
@@ -87,7 +87,7 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
                     memory.write(table, tokens, version)
                     blocks.cache_full_blocks(table, tokens, len(tokens))
         elif action == 10 and live:
-            # What is left behind is given up, and never more than that.
+            # Blocks that the window has passed are released, and never more than those.
             table, tokens = live[draw(len(live) - 1)]
             blocks.pass_window(table, len(tokens))
             assert table.num_passed * SIZE <= max(0, len(tokens) - window + 1)
@@ -113,7 +113,7 @@ def test_random_schedules(num_blocks: int, seed: int) -> None:
 
 
 def test_a_prefix_is_found_up_to_where_its_window_is_known_too() -> None:
-    """A token sees itself and one whole block before it at the end of a block."""
+    """At the end of a block a token sees itself and one whole block before it."""
     blocks = BlockManager(20, SIZE, window=5, num_windowed_blocks=6)
     table, tokens = blocks.match_prefix([1] * 17, 0), [1] * 17
     for computed, count in ((0, 8), (8, 16), (16, 17)):
@@ -128,7 +128,7 @@ def test_a_prefix_is_found_up_to_where_its_window_is_known_too() -> None:
 
     other = blocks.match_prefix([2] * 20, 0)
     assert blocks.allocate(other, 12)
-    blocks.allocate_windowed(other, 12)  # two that hold nothing, and what was given up first
+    blocks.allocate_windowed(other, 12)  # two that hold nothing, and those released first
     assert [num_known(blocks, [1] * n) for n in (5, 9, 13, 17)] == [0, 2, 3, 4]
     blocks.allocate_windowed(other, 20)
     assert [num_known(blocks, [1] * n) for n in (5, 9, 13, 17)] == [0, 0, 0, 4]
@@ -171,11 +171,11 @@ def test_beginnings_are_shared_and_the_rest_is_not() -> None:
     assert first.blocks[2] != second.blocks[2]
     assert blocks.num_free == 6
     blocks.free(first)
-    assert blocks.num_free == 7  # the second still has the beginning
+    assert blocks.num_free == 7  # the second still holds the prefix
     assert num_known(blocks, [1] * 8 + [3] * 4 + [0]) == 3
     assert num_known(blocks, [1] * 8) == 1  # the last token has to be computed
     assert num_known(blocks, [1] * 9) == 2
-    # the same tokens behind others are not the same
+    # the same tokens after other tokens are a different prefix
     assert num_known(blocks, [1] * 4 + [3] * 5) == 1
     assert num_known(blocks, [1] * 9, version=1) == 0
 
@@ -198,7 +198,7 @@ def test_the_longest_unused_goes_first_and_ends_go_before_beginnings() -> None:
     for token in (1, 2):
         blocks.free(learned(blocks, [token] * 8))
     assert (num_known(blocks, [1] * 9), num_known(blocks, [2] * 9)) == (2, 2)
-    blocks.free(learned(blocks, [1] * 8 + [3]))  # 1 was used last, and needed a block more
+    blocks.free(learned(blocks, [1] * 8 + [3]))  # 1 was used last, and needed one more block
     assert (num_known(blocks, [1] * 9), num_known(blocks, [2] * 9)) == (2, 1)
 
 

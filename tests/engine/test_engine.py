@@ -1,5 +1,4 @@
-"""Whatever happens around a request, it gets the tokens that it would have got alone, with exact
-log-probs."""
+"""A request gets the same tokens as alone, whatever happens around it, with exact log-probs."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def any_model(request: pytest.FixtureRequest) -> Transformer:
 
 
 def some_request(id: int, rng: random.Random) -> Asked:
-    """Many begin alike, some long, some short; all ways to sample."""
+    """A random request: many share a prefix, some are long, some short; all sampling methods."""
     common = [rng.randrange(2)] * rng.choice((0, 20, 40, 90))
     own = [rng.randrange(61) for _ in range(rng.randrange(1, 40))]
     return request(
@@ -66,8 +65,8 @@ def some_request(id: int, rng: random.Random) -> Asked:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_what_watches_a_request_may_end_it(any_model: Transformer, overlaps: bool) -> None:
-    """As a stop text does. The sample is as whole as any other, and not one token is behind its
-    end."""
+    """A stop text ends requests like this. The sample is as complete as any other, without a single
+    token after its end."""
     told: list[int] = []
 
     def third(token: int) -> bool:
@@ -87,8 +86,8 @@ def test_what_watches_a_request_may_end_it(any_model: Transformer, overlaps: boo
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> None:
-    """Requests come late, are aborted, preempted for want of blocks or for others, read in pieces,
-    share beginnings."""
+    """Requests arrive late, are aborted, are preempted for lack of blocks or for others, are read
+    in chunks, and share prefixes."""
     rng = random.Random(seed)
     engine = engine_with(
         any_model,
@@ -123,8 +122,8 @@ def test_random_schedules(any_model: Transformer, seed: int, overlaps: bool) -> 
 
 
 def replayed(versions: list[Transformer], asked: Asked, sample: Sample) -> torch.Tensor:
-    """Log-probs at each token of a sample, by a plain loop: each with the weights that the sample
-    says it had, over the keys and values that the weights before them made."""
+    """Log-probs of each token of a sample, by a plain loop: each with the weights that the sample
+    names, over the keys and values that the weights before them computed."""
     row, num_read, found = asked.prompt + sample.tokens, 0, []
     cache = KVCache(versions[0].config, 1, len(row), like=versions[0].rope)
     for length, version in enumerate(expand_spans(sample.versions), start=len(asked.prompt)):
@@ -145,9 +144,9 @@ def replayed(versions: list[Transformer], asked: Asked, sample: Sample) -> torch
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_random_swaps(overlaps: bool) -> None:
-    """A sequence over which weights change goes on from the keys and values that the old ones made.
-    What it is told is as near to float64 as a plain loop in fp32 is, whose distance says how much
-    this model makes of rounding."""
+    """A sequence continues over a weight swap from the keys and values that the old weights
+    computed. Its log-probs are as near to float64 as a plain loop in fp32 is; that loop's distance
+    shows how much rounding affects this model."""
     config = FAMILIES["llama"]
     versions = [sharp(config, seed) for seed in range(3)]
     rng = random.Random(1)
@@ -191,7 +190,7 @@ def test_random_swaps(overlaps: bool) -> None:
         moved.append((plain_TV.exp().cumsum(1) - edges_TV).abs().amax(1))
     few = 4
     assert 0 < torch.cat(ours).norm() < few * torch.cat(plain).norm() < 0.1
-    # each token is the one that its number picks
+    # each token is the one that its random number selects
     assert torch.cat(outside).max() < few * torch.cat(moved).max()
 
 
@@ -239,8 +238,8 @@ def test_memory_of_old_weights_is_used_again_and_the_given_model_is_left_alone(
 def test_old_weights_leave_nothing_behind(
     model: Transformer, other_model: Transformer, other_weights: dict[str, torch.Tensor]
 ) -> None:
-    """Neither what they computed alone nor what a swap has mixed is used by requests that come
-    later."""
+    """Requests that come later use neither what the old weights computed alone nor what a swap has
+    mixed."""
     engine = Engine(model, max_num_seqs=2)
     old, mixed = [7] * 40, [8] * 40
     add(engine, request("1", old))
@@ -269,7 +268,7 @@ class Watched(TorchRunner):
 
 
 def test_samples_of_one_prompt_share_its_blocks(model: Transformer) -> None:
-    """Even when all of them start in the same pass."""
+    """They share even if all of them start in the same pass."""
     runner = Watched(model)
     engine = Engine(model, max_num_seqs=8, runner=runner)
     prompt = [1] * (3 * BLOCK_SIZE) + [2]
@@ -292,7 +291,7 @@ def test_a_long_prompt_does_not_stall_the_others(model: Transformer) -> None:
     engine.step()
     add(engine, request("2", [5] * 50, stop_token_ids=(), max_tokens=3))
     done = drain(engine)
-    # 7 of 50 in each pass, beside the other
+    # 7 of 50 in each pass, next to the other sequence
     assert [len(plan.tokens_N) for plan in runner.plans[1:9]] == [8] * 7 + [2]
     check(model, request("2", [5] * 50, stop_token_ids=(), max_tokens=3), done["2"])
     check(model, request("1", [3, 4], stop_token_ids=()), done["1"])
@@ -328,7 +327,7 @@ def test_what_is_late_is_dropped_and_the_others_go_on(model: Transformer, overla
 
 
 def test_the_rows_of_a_swap_of_seats_stay_apart(model: Transformer) -> None:
-    """Sequences end in another order than they came, so others move to their rows."""
+    """Sequences end in a different order than they came, so others move to their rows."""
     engine = Engine(model, max_num_seqs=6)
     asked = [
         request(str(i), [i + 1] * (4 * i + 1), stop_token_ids=(), max_tokens=3 + 5 * (i * 5 % 6))
@@ -397,7 +396,7 @@ def test_ends(model: Transformer) -> None:
     assert (len(full.tokens), full.finish_reason) == (8, "length")
     stopped = alone(model, request("1", [2, 7], stop_token_ids=(full.tokens[2],), max_tokens=8))
     assert (stopped.tokens, stopped.finish_reason) == (full.tokens[:3], "stop")
-    # The context is full before max_tokens; a stop token within the prompt means nothing.
+    # The context is full before max_tokens; a stop token within the prompt has no effect.
     tight = alone(model, request("1", [2] * 60, stop_token_ids=(), max_tokens=8))
     assert (len(tight.tokens), tight.finish_reason) == (4, "length")
     assert (
@@ -446,8 +445,8 @@ def test_what_cannot_be_served_is_refused(
 
 
 def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
-    """Sessions that take turns at an engine of one row, without a prefix cache, get the bits of a
-    loop of their own."""
+    """Sessions that alternate on an engine of one row, without a prefix cache, get the bits of
+    separate loops."""
     engine = Engine(model, max_num_seqs=1, prefix_cache=False)
     said = {name: [name, 2, 3] for name in (1, 2, 3)}
     for turn in range(3):
@@ -481,7 +480,7 @@ def test_one_row_is_the_plain_loop_bit_for_bit(model: Transformer) -> None:
 def test_prepacked_matrices_give_the_same_bits(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after a swap, and the model that was handed in stays as it is."""
+    """The same holds after a swap, and the given model is not modified."""
     model, after = (sharp(FAMILIES[family], seed, factor=3.0).to(torch.bfloat16) for seed in (0, 1))
     before, samples = hf_state_dict(model), []
     for pack in (True, False):

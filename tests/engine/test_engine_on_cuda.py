@@ -1,4 +1,4 @@
-"""The engine on a CUDA device; where there is none, nothing of this runs."""
+"""The engine on a CUDA device; skipped on machines without one."""
 
 from __future__ import annotations
 

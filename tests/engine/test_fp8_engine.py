@@ -87,7 +87,7 @@ def test_with_batch_invariance_they_agree_to_the_bit() -> None:
 def test_a_trainer_with_keys_and_values_in_fp8_is_near_an_engine_that_keeps_them_so(
     dtype: torch.dtype,
 ) -> None:
-    """In bf16 on a CPU whose units take that the engine's layers are packed anew."""
+    """On a CPU with bf16 units, the engine's layers are prepacked in bf16."""
     drawn = served(Engine(model(fp8_kv=True).to(dtype), max_num_seqs=8))
     without = served(Engine(model().to(dtype), max_num_seqs=8))
     near, apart = (k3(model(fp8_kv=on).to(dtype), drawn) for on in (True, False))
@@ -97,7 +97,7 @@ def test_a_trainer_with_keys_and_values_in_fp8_is_near_an_engine_that_keeps_them
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_no_bit_of_keys_and_values_in_fp8_depends_on_the_batch(fp8: bool) -> None:
-    """Few blocks: prefixes are shared, and sequences are put off and computed again."""
+    """There are few blocks: prefixes are shared, and sequences are preempted and computed again."""
     own, rng = model(fp8=fp8, fp8_kv=True, invariant=True), Random(0)
     runner = Watching(BatchInvariantTorchRunner(own, num_blocks=14))
     sessions = serve(own, runner, rng, 120)

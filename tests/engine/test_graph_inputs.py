@@ -72,9 +72,9 @@ def test_what_is_filled_in_is_read_by_its_name(shape: GraphShape, num_groups: in
     [
         # every row may have another adapter
         (GraphShape(5, 5, 5, adapter_slots=9), 5),
-        # rows of one adapter share tiles: of the last one of each a row may be all there is
+        # rows of one adapter share tiles; the last tile of each may have a single row
         (GraphShape(40, 40, 40, adapter_slots=3), 5),
-        # a sequence has one
+        # each sequence has one
         (GraphShape(15, 3, 2, tiles=4, adapter_slots=9), 3),
         (GraphShape(32, 3, 2, tiles=4, adapter_slots=9), 5),
         (GraphShape(32, 3, 2, tiles=4, adapter_slots=1), 3),
@@ -94,8 +94,8 @@ def test_a_graph_has_room_for_the_adapters_of_any_batch(shape: GraphShape, tiles
     has_prompts=st.booleans(),
 )
 def test_every_row_is_in_a_tile_of_its_slot(slots: list[int], has_prompts: bool) -> None:
-    """In the order of the rows, and in tiles that are full but for the last of a slot: there are
-    no more of them than a graph has room for."""
+    """The rows keep their order, and all tiles of a slot but the last are full: there are no more
+    of them than a graph has room for."""
     made = {name: values.tolist() for name, values in adapter_inputs(np.array(slots)).items()}
     rows, *tiles = (made[name] for name in ADAPTER_FIELDS)
     found: dict[int, list[int]] = {slot: [] for slot in slots}
@@ -128,7 +128,7 @@ def test_rows_whose_distribution_is_filtered(changes: dict[str, Any], filtered: 
 
 
 def test_a_decode_graph_gets_the_sequences_that_have_one_new_token() -> None:
-    """Two of them, and a third that is still being read."""
+    """There are two of them, and a third that is still being read."""
     batch = ForwardBatch(
         tokens_N=np.array([7, 8, 9, 10]),
         positions_N=np.array([3, 5, 0, 1]),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":  # conftest sets it where there is no device
+if os.environ.get("TRITON_INTERPRET") != "1":  # conftest sets it if there is no device
     pytest.skip("a device runs them: tests.engine.kernel_checks", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -58,7 +58,7 @@ MODELS = {
     "qwen3": replace(SMALL, num_hidden_layers=2, sliding_window=5, sliding_layers=(0,)),
     "qwen2": replace(SMALL, model_type="qwen2", tie_word_embeddings=False),
     "qwen3_moe": replace(SMALL, model_type="qwen3_moe", num_hidden_layers=2, experts=EXPERTS),
-    # and what other families do to scores and logits
+    # and the changes of other families to scores and logits
     "gpt_oss": replace(
         SMALL,
         model_type="gpt_oss",
@@ -90,21 +90,21 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def uninitialised_memory_is_nan() -> Iterator[None]:
-    """What a kernel reads before anybody wrote it is then never right by chance."""
+    """Fill uninitialised memory with NaN, so that reading it is never right by chance."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 WRAPPED: set[str] = set()
-"""Modules of Triton's language that its interpreter has wrapped for good."""
+"""Modules of Triton's language that its interpreter has wrapped permanently."""
 
 
 @pytest.fixture(autouse=True)
 def _quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter wraps its language when a kernel begins; and then at each call of a
-    function once more around that, without an end. Once will do. A kernel's programs run one after
-    the other, so that those of a single multiprocessor will do, too."""
+    """Triton's interpreter wraps its language when a kernel begins, and then once more at each call
+    of a function, without end. Once is enough. The programs of a kernel run one after the other, so
+    those of a single multiprocessor are enough, too."""
 
     def call(function: interpreter.InterpretedFunction, *given: Any, **named: Any) -> Any:
         module = function.fn.__module__
@@ -114,7 +114,7 @@ def _quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         return function.rewrite()(*given, **named)
 
     def convert(x: Any, kind: tl.dtype, to: tl.dtype, rounding: object) -> Any:
-        """As a device rounds to e4m3; the interpreter does not carry."""
+        """Round to e4m3 as a device does; the interpreter does not carry."""
         if to == tl.float8e4nv and kind == tl.float32:
             return torch.from_numpy(x.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return by_interpreter(x, kind, to, rounding)
@@ -149,7 +149,7 @@ def test_as_in_float64(name: str) -> None:
 def test_an_engine_on_kernels_says_what_the_model_says(
     name: str, invariant: bool, fp8_kv: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in pieces, prompts in the prefix cache, one sequence and several, padded and not,
+    """Prompts in chunks, prompts in the prefix cache, one sequence and several, padded and not,
     some of them greedy."""
     monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (8,))
     monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", ())
@@ -185,8 +185,8 @@ def test_an_engine_on_kernels_says_what_the_model_says(
 def test_an_engine_in_fp8_on_kernels_says_what_the_model_in_fp8_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One sequence and several, and a swap. Triton's interpreter rounds to e4m3 in its own way, so
-    that here rows are rounded by torch."""
+    """One sequence and several, and a swap. Triton's interpreter rounds to e4m3 differently, so
+    torch rounds the rows here."""
 
     def fill(x_NC: Tensor, out: Quantised, *, gated: bool = False, pdl: bool = False) -> None:
         for to, made in zip(out, quantise_rows(fp8.gated(x_NC) if gated else x_NC), strict=True):
@@ -222,7 +222,8 @@ def test_an_engine_in_fp8_on_kernels_says_what_the_model_in_fp8_says(
 
 
 def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a prompt and a sequence without any; tokens and log-probs are those without drafts."""
+    """Drafts run next to a prompt and a sequence without a draft; tokens and log-probs are those
+    without drafts."""
     monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (8,))
     monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", (4, 16))
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
@@ -251,9 +252,9 @@ def test_drafts_on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:native.c")
 @pytest.mark.parametrize("invariant", [slow(False), True])
 def test_adapters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rank 8, which is stored as that, and of less; requests of one adapter are not neighbours.
-    Answers are those of torch's operators, and where kernels are batch-invariant, to the bit those
-    of a request alone."""
+    """Adapters of rank 8, which is stored unpadded, and of lower rank; requests of one adapter are
+    not neighbours. Answers are those of torch's operators, and with batch-invariant kernels they
+    equal those of a request alone to the bit."""
     monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (16,))
     monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", ())
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
@@ -288,7 +289,7 @@ def test_adapters_on_kernels(invariant: bool, monkeypatch: pytest.MonkeyPatch) -
 def test_no_bit_depends_on_how_another_request_is_sampled(
     way: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor on whether top log-probs are told."""
+    """Bits do not depend on whether top log-probs are reported, either."""
     monkeypatch.setattr(cuda, "PREFILL_GRAPH_SIZES", (8,))
     monkeypatch.setattr(cuda, "DRAFT_GRAPH_SIZES", ())
     monkeypatch.setattr(cuda.CudaRunner, "block_size", 8)
@@ -312,8 +313,8 @@ def test_no_bit_depends_on_how_another_request_is_sampled(
         assert replace(together["1"], top_logprobs=()) == alone["0"]
 
 
-# For the six tokens that are read: the router's own choice at two of them, and elsewhere whatever
-# it likes least or best.
+# For the six tokens that are read: the router's own choice at two of them, and elsewhere the
+# experts it ranks lowest or highest.
 REPLAYED = [[0, 1], [3, 2], [-1, -1], [2, 0], [-1, -1], [1, 3]]
 
 
@@ -356,7 +357,7 @@ def test_a_trainable_model_on_kernels_has_the_values_and_gradients_of_the_plain_
 
 
 def test_experts_that_are_given_have_the_shares_of_those_that_are_chosen() -> None:
-    """To the bit: a replay of the router's own choice changes nothing."""
+    """Equal to the bit: a replay of the router's own choice changes nothing."""
     from etude.engine.kernels import experts
 
     logits = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
@@ -377,7 +378,7 @@ def test_experts_that_are_given_have_the_shares_of_those_that_are_chosen() -> No
 
 
 def test_few_tokens_are_routed_like_many() -> None:
-    """Also where logits are alike, and where a router says NaN."""
+    """The same holds if logits are equal, and if a router outputs NaN."""
     from etude.engine.kernels import experts
 
     nan, inf = float("nan"), float("inf")

@@ -1,5 +1,5 @@
-"""A pass in C computes what the model definition computes, and the same bits whatever else is in
-the pass."""
+"""A pass in C computes the same as the model definition, with the same bits whatever else is in the
+pass."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def model(name: str, seed: int = 3, dtype: torch.dtype = torch.float32) -> Trans
 
 
 def requests() -> list[Asked]:
-    """From 6 to 75 tokens, some of them with the same beginning, some greedy."""
+    """Requests from 6 to 75 tokens, some with the same prefix, some greedy."""
     return [
         request(str(i), [5 + i // 2, 9, 20] * (2 + 3 * i), max_tokens=4 + 3 * i, temperature=i % 3)
         for i in range(8)
@@ -131,8 +131,7 @@ def test_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_drafts_change_no_bit(dtype: torch.dtype) -> None:
-    """What was foreseen, and what was not, has the tokens and the log-probs of plain decoding, to
-    the bit."""
+    """Right and wrong drafts give the tokens and log-probs of plain decoding, to the bit."""
     made = model("qwen3", dtype=dtype)
     plain = answers(Engine(made, max_num_seqs=8), requests())
     guesses = {id: (*sample.tokens[:3], 7, *sample.tokens[4:]) for id, sample in plain.items()}
@@ -168,7 +167,7 @@ def test_new_weights_take_the_place_of_the_old() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_gives_back_the_weights_that_it_was_given(name: str, dtype: torch.dtype) -> None:
-    """A worker proves by these what it serves."""
+    """A worker proves with these which weights it serves."""
     engine = Engine(model(name, dtype=dtype), max_num_seqs=2)
     for version in range(3):  # the third takes the memory of the first
         expected = hf_state_dict(model(name, seed=version, dtype=dtype))
@@ -192,6 +191,6 @@ def test_who_computes_what() -> None:
     assert unsupported(sparse, torch.float32) == ["router softmax"]
     for name in ("hidden_size", "intermediate_size", "head_dim"):
         assert unsupported(replace(SMALL, **{name: 16}), torch.float32) == [f"{name} 16"]
-    assert unsupported(replace(SMALL, head_dim=256), torch.float32) == []  # as Gemma's are
+    assert unsupported(replace(SMALL, head_dim=256), torch.float32) == []  # head size of Gemma
     assert unsupported(replace(SMALL, head_dim=288), torch.float32) == ["head_dim 288"]
     assert unsupported(SMALL, torch.float16) == ["torch.float16"]

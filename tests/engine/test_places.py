@@ -1,4 +1,4 @@
-"""Who gets a place in the next pass, who gives one up, and what is counted: small scenes, worked
+"""Selection of the sequences of the next pass, preemption, and counters: small scenarios, worked
 out by hand."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.small_model import in_sequence, request
 
 
 def guessing(id: int, prompt: int, limit: int, prediction: int = 200) -> Sequence:
-    """Has said one token, of a text that repeats it: its drafter always has more to propose than
+    """A sequence with one token of a repetitive text: its drafter always has more to propose than
     fits."""
     asked = request(str(id), [5] * prompt, max_tokens=limit)
     drafter = NgramDrafter(asked.prompt, limit, [5] * prediction)
@@ -139,7 +139,7 @@ def test_who_must_not_repeat_itself_waits_until_its_token_is_known() -> None:
 def proposed(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
     for each in sequences:
         scheduler.add(each)
-    advance(scheduler)  # reads the prompts, and everyone says its first token
+    advance(scheduler)  # reads the prompts, and every sequence samples its first token
     for each in sequences:
         each.tokens[-1] = 5
     scheduler.schedule(version=0)
@@ -147,7 +147,8 @@ def proposed(scheduler: Scheduler, *sequences: Sequence) -> list[int]:
 
 
 def test_guesses_never_reach_beyond_the_last_token_that_may_be_drawn() -> None:
-    """Of six tokens one is drawn; a draft of four leaves the sixth to be drawn behind it."""
+    """Of six tokens one has been sampled; a draft of four leaves the sixth to be sampled after
+    it."""
     scheduler = Scheduler(BlockManager(100, SIZE), max_num_seqs=4, max_batched_tokens=100)
     assert proposed(scheduler, guessing(0, 8, limit=6)) == [4]
 
@@ -163,7 +164,7 @@ def test_what_one_does_not_guess_is_there_for_the_others() -> None:
 
 
 def test_guesses_take_only_blocks_that_are_free() -> None:
-    """Nine tokens lie in three blocks of four, and there is a fourth."""
+    """Nine tokens take three blocks of four, and there is a fourth."""
     scheduler = Scheduler(BlockManager(4, SIZE), max_num_seqs=1, max_batched_tokens=100)
     assert proposed(scheduler, guessing(0, 8, limit=50)) == [16 - 9]
 
@@ -252,7 +253,7 @@ def test_alone_the_class_batch_has_given_way_to_nobody() -> None:
 @pytest.mark.parametrize(
     ("running", "coming", "num_blocks", "has_room"),
     [
-        (1, 0, 9, True),  # 10 are free: 9, and one for each who runs to grow
+        (1, 0, 9, True),  # 10 are free: 9, and one for each running sequence to grow
         (1, 0, 10, False),
         (2, 0, 8, True),
         (1, 1, 8, True),

@@ -46,13 +46,14 @@ def test_by_hand() -> None:
     assert np.exp(one(logits, 0.5)[1]) == pytest.approx(1 / 2)
     # At temperature 1/2 the odds are squared: 1/6, 4/6, 1/6.
     assert np.exp(one(logits, 0.5, temperature=0.5)[1]) == pytest.approx(4 / 6)
-    # Greedy: the likeliest, with the model's own log-prob, whatever else is asked.
+    # Greedy: the likeliest, with the model's own log-prob, whatever the other parameters are.
     token, logprob = one(logits, 0.99, temperature=0.0, top_k=1)
     assert (token, np.exp(logprob)) == (1, pytest.approx(1 / 2))
 
 
 def test_cuts_by_hand() -> None:
-    """Probabilities 0.1, 0.4, 0.2, 0.3. What is cut off is never drawn, and the rest makes up 1."""
+    """Probabilities 0.1, 0.4, 0.2, 0.3. Tokens that are cut off are never sampled, and the rest sum
+    to 1."""
     logits = np.log([1.0, 4.0, 2.0, 3.0]).tolist()
     every = [i / 100 for i in range(100)]
     assert dict(one(logits, u, top_k=2) for u in every) == pytest.approx(
@@ -82,20 +83,20 @@ def test_cuts_by_hand() -> None:
 
 
 def test_repetition_by_hand() -> None:
-    """Logits 2, -1, 2, -1. What was seen, once or more often, is moved down, whatever its sign."""
+    """Logits 2, -1, 2, -1. Tokens seen, once or more often, are lowered, whatever their sign."""
     logits = [2.0, -1.0, 2.0, -1.0]
     moved = torch.log_softmax(torch.tensor([1.0, -2.0, 2.0, -1.0]), -1).tolist()
     every = [i / 1000 for i in range(1000)]
     options = {"history": [0, 1, 1, 0, 0], "repetition_penalty": 2.0}
     assert dict(one(logits, u, **options) for u in every) == pytest.approx(dict(enumerate(moved)))
-    # Before the temperature.
+    # The penalty comes before the temperature.
     colder = torch.log_softmax(torch.tensor([2.0, -4.0, 4.0, -2.0]), -1).tolist()
     assert one(logits, 0.5, temperature=0.5, **options) == (2, pytest.approx(colder[2]))
     assert one(logits, 0.0, temperature=0.0, **options) == (2, pytest.approx(moved[2]))
-    # Below 1 it is the other way round; at 1 nothing happens.
+    # A penalty below 1 does the opposite; 1 has no effect.
     assert one(logits, 0.99, temperature=0.0, history=[1], repetition_penalty=0.01)[0] == 0
     assert one(logits, 0.3, history=[0, 1], repetition_penalty=1.0) == one(logits, 0.3)
-    # A row's history is its own, and what a grammar forbids stays forbidden.
+    # A row uses its own history only, and tokens that a grammar forbids stay forbidden.
     masked = {0: np.array([True, True, False, False])}
     assert {one(logits, u, allowed=masked, **options)[0] for u in every} == {0, 1}
 

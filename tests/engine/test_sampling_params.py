@@ -1,4 +1,4 @@
-"""Every runner draws from the distribution that the sampling parameters describe, with drafts and
+"""Every runner samples from the distribution that the sampling parameters describe, with drafts and
 without: tokens and log-probs are those of the plain reference."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 
 def requests(max_tokens: int = 40) -> list[Asked]:
-    """Each way of sampling, beside one that is plain."""
+    """One request for each sampling method, and a plain one."""
     ways = [{}, *PARAMS.values()]
     return [
         request(str(id), [5, 9, 20 + id], stop_token_ids=(), max_tokens=max_tokens, **way)
@@ -85,8 +85,8 @@ def test_a_token_is_drawn_from_what_the_parameters_describe(kind: str, drafts: b
 def check_on_kernels(
     model: Transformer, monkeypatch: pytest.MonkeyPatch, *, max_tokens: int, invariant: bool
 ) -> None:
-    """What is drawn on a device is held against the reference for the very logits that the device
-    computed, so that no rounding of the model matters; with drafts too."""
+    """Compare the tokens sampled on a device with the reference for the same logits that the device
+    computed, so that rounding of the model does not matter; with drafts too."""
     from etude.engine import cuda
 
     seen: list[tuple[Tensor, SamplingBatch, SamplerOutput]] = []

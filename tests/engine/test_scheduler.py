@@ -20,15 +20,16 @@ def sequence(id: int, prompt: int, limit: int = 8, priority: Priority = "standar
 
 
 def with_drafts(id: int, limit: int) -> Sequence:
-    """It expects to say its only word, 60, for ever: what it guesses is right, and as long as it
-    may be."""
+    """A sequence whose draft is always right and as long as allowed: it expects to repeat token
+    60."""
     made = sequence(id, 20, limit)
     made.drafter = NgramDrafter(made.tokens, limit, prediction=[60] * 1000)
     return made
 
 
 def advance(scheduler: Scheduler) -> list[tuple[str, int]]:
-    """One pass: everyone who has read all draws a token; whoever has drawn enough leaves."""
+    """Run one pass: sequences that have read their prompt sample a token; those with enough tokens
+    leave."""
     chosen, num_decode = scheduler.schedule(version=0)
     assert all(count == 1 for _, count in chosen[:num_decode])
     for s, _ in chosen:
@@ -44,7 +45,7 @@ def advance(scheduler: Scheduler) -> list[tuple[str, int]]:
 def test_everyone_gets_through(
     num_blocks: int, max_num_seqs: int, max_batched_tokens: int, data: st.DataObject
 ) -> None:
-    """Under any load: limits hold in every pass, and all are served in the end."""
+    """Under any load, limits hold in every pass, and all requests are served in the end."""
     blocks = BlockManager(num_blocks, SIZE)
     scheduler = Scheduler(
         blocks,
@@ -71,8 +72,8 @@ def test_everyone_gets_through(
 
 @pytest.mark.parametrize(("max_batched_tokens", "num_sequences"), [(40, 3), (100, 4), (2000, 8)])
 def test_drafts_share_one_budget(max_batched_tokens: int, num_sequences: int) -> None:
-    """All together at most half of what a pass reads beside those who answer, and never more than
-    `MAX_DRAFT_TOKENS`. A long prompt is read in what they leave."""
+    """All drafts together take at most half of what a pass reads next to the decoding sequences,
+    and never more than `MAX_DRAFT_TOKENS`. A long prompt is read in the rest."""
     scheduler = Scheduler(
         BlockManager(20_000, SIZE),
         max_num_seqs=num_sequences + 1,
@@ -94,7 +95,7 @@ def test_drafts_share_one_budget(max_batched_tokens: int, num_sequences: int) ->
                 said, s.draft = len(s.draft) + 1, []
                 for _ in range(said):
                     s.append(60, 0.0, 0, ())
-    assert drafted[-1] > budget - num_sequences  # it is used, too
+    assert drafted[-1] > budget - num_sequences  # the budget is used, too
 
 
 def test_first_come_first_served_within_a_priority() -> None:
@@ -131,7 +132,7 @@ def test_whoever_came_last_gives_way_when_blocks_run_out() -> None:
         passed = advance(scheduler)
         if passed[0][0] == "1":
             break
-    assert passed == [("1", 9)]  # it reads what it knows again, and goes on
+    assert passed == [("1", 9)]  # it reads its tokens again, and continues
     assert len(last.logprobs) == 3
 
 
@@ -185,7 +186,7 @@ def test_what_is_shared_needs_no_room_of_its_own() -> None:
 
 
 def decoding(scheduler: Scheduler, count: int) -> None:
-    """So many that have read their prompts, and go on for long."""
+    """Add this many sequences that have read their prompts and decode for long."""
     for id in range(count):
         scheduler.add(sequence(id, 3, limit=1000))
     advance(scheduler)
@@ -241,7 +242,7 @@ def test_what_is_cached_is_not_counted_as_something_to_read() -> None:
 
 
 def test_those_who_have_no_place_do_not_count() -> None:
-    """Or a full engine would read one prompt at a time."""
+    """Otherwise a full engine would read one prompt at a time."""
     scheduler = gathering()
     decoding(scheduler, 9)
     for id in range(10, 15):

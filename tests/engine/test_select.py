@@ -1,4 +1,4 @@
-"""Where a model runs, and how much it may keep there."""
+"""The device and runner of a model, and the size of its KV cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_cache_has_room_for_four_times_what_runs_within_its_memory() -> None:
     assert kv_cache_size(model, 3, 100 * TOKEN_BYTES + 1).tokens == 100
     assert kv_cache_size(model, 3, 1).tokens == 64, "one sequence in any case"
     assert kv_cache_size(model.bfloat16(), 3, 100 * TOKEN_BYTES).tokens == 200
-    # a GiB where nothing is said
+    # a GiB if nothing is set
     assert kv_cache_size(Transformer(SHAPE), 1 << 20, None).tokens == (1 << 30) // TOKEN_BYTES
 
 
@@ -81,7 +81,8 @@ def test_a_latent_is_kept_once() -> None:
 
 @pytest.mark.parametrize("windowed_layers", [(0,), (0, 1)])
 def test_layers_with_a_window_leave_room_for_the_others(windowed_layers: tuple[int, ...]) -> None:
-    """Within the same memory there are more tokens; as many as that, all windows of what runs."""
+    """The same memory holds more tokens, up to the point where it holds all windows of running
+    sequences."""
     shape = replace(SHAPE, num_hidden_layers=2, max_position_embeddings=4096)
     windows = replace(shape, sliding_window=32, sliding_layers=windowed_layers)
     plain, model = Transformer(shape), Transformer(windows)
@@ -95,13 +96,14 @@ def test_layers_with_a_window_leave_room_for_the_others(windowed_layers: tuple[i
     assert found.windowed > 8 * 32 + 512 + found.tokens / 4 - 1
     runner = select_runner(model, 8, memory, max_batched_tokens=512)
     assert runner.num_windowed_blocks * runner.block_size >= found.windowed
-    # Windows as wide as all that there is: no gain.
+    # Windows as wide as the whole cache: no gain.
     wide = Transformer(replace(windows, sliding_window=4000))
     assert kv_cache_size(wide, 8, memory, 512) == before
 
 
 def test_an_adapter_has_no_invariant_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a trainer's model would be computed by them; elsewhere by torch's operators."""
+    """Adapters are refused where kernels would compute the trainer's model; elsewhere torch's
+    operators do."""
     for there in (False, True):
         monkeypatch.setattr(select, "has_kernels", lambda *_, there=there, **__: there)
         model = add_adapter(init_from_scratch(SHAPE, 0), ADAPTER, 0)
@@ -113,7 +115,7 @@ def test_an_adapter_has_no_invariant_kernels(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_our_kernels_cannot_do_is_done_by_torch() -> None:
-    """An adapter of the weights is merged in float32 alone, and named ones are not merged."""
+    """An adapter of the weights is merged in float32 only, and named ones are not merged."""
     kept, named = AdapterLimits(own=ADAPTER), AdapterLimits(num_named=1, max_rank=2)
     plain = type(select_runner(Transformer(SHAPE), 8, 1 << 20))
     for dtype, limits, expected in (

@@ -1,5 +1,5 @@
-"""Every family in the engine: in batches, in pieces, from the cache, after preemption and across a
-swap of weights, a token has the log-prob that the model definition gives it."""
+"""Every family in the engine: in batches, in chunks, from the cache, after preemption and across a
+weight swap, a token has the log-prob of the model definition."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BIT_BY_BIT = ["olmo3 yarn", "gemma2", "gemma3_text", "gpt_oss"]
 
 
 def random_model(name: str, seed: int = 0) -> Transformer:
-    """With biases, sinks and gains that matter."""
+    """A model with biases, sinks and gains that matter."""
     said = SHAPE | MODELS[name] | {"model_type": name.split()[0]}
     model = init_from_scratch(ModelConfig.from_json(json.dumps(said)), seed).requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
@@ -62,7 +62,7 @@ def run(engine: Engine, asked: list[Asked]) -> dict[str, Sample]:
 
 
 def windowed_blocks(model: Transformer, max_num_seqs: int, max_batched_tokens: int) -> int:
-    """No more than what those that run may need."""
+    """The most windowed blocks that running sequences may need, and no more."""
     if (window := model.config.sliding_window) is None or not model.config.windowed_layers:
         return 0
     return num_windowed_blocks(
@@ -84,8 +84,8 @@ def expected(model: Transformer, asked: Asked, sample: Sample) -> list[float]:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_token_has_the_logprob_of_the_model_definition(name: str) -> None:
-    """Four requests at a time, in pieces of 9 tokens, in room for two; those that come last go
-    first. Then with other weights."""
+    """Four requests at a time, in chunks of 9 tokens, with room for two; those that come last go
+    first. Then the same with other weights."""
     models = [random_model(name, seed) for seed in range(2)]
     asked = [
         request(
@@ -118,13 +118,13 @@ def test_invariant_bits_of_windows_sinks_and_capped_scores(name: str) -> None:
 
 
 def test_fast_paths_take_only_what_they_say_they_can() -> None:
-    """A fact that nobody taught them keeps a model off them, and the reason is said."""
+    """A feature that a path does not support keeps a model off it, and the reason is reported."""
     plain = {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
     on_native = {"llama", "llama tied", "llama dynamic", "llama yarn to its context", "qwen2"}
     on_native |= {"llama llama3", "llama linear", "qwen2 yarn", "qwen3", "mistral whole", "phi3"}
     for name, keys in MODELS.items():
         if "rope_scaling" in keys and keys["rope_scaling"]["rope_type"] == "longrope":
-            continue  # of another head size
+            continue  # needs another head size
         said = SHAPE | keys | plain | {"num_key_value_heads": 2, "model_type": name.split()[0]}
         if "kv_lora_rank" in keys:
             del said["head_dim"]
@@ -141,8 +141,8 @@ def test_a_model_that_no_fast_path_takes_says_why() -> None:
 
 
 def test_a_state_is_found_behind_a_beginning_that_the_same_pass_computes() -> None:
-    """Whoever shares it waits for no other pass; and drafts are left out, as nothing could take
-    them back."""
+    """Sequences that share it wait for no other pass; drafts are not used, since they could not be
+    taken back."""
     model = random_model("qwen3_next")
     beginning = [1 + n % 7 for n in range(70)]
     asked = [
@@ -170,8 +170,8 @@ def test_invariant_arithmetic_is_refused_where_it_cannot_be_kept() -> None:
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_blocks_that_no_window_reaches_are_given_up(name: str, prefix_cache: bool) -> None:
-    """Some layers see 11 tokens, which lie in two blocks of 16 at most; one is being filled, and
-    one may wait until it is known."""
+    """Some layers see 11 tokens, which lie in two blocks of 16 at most; one block is being filled,
+    and one may wait until it is cached."""
     model = random_model(name)
     asked = [
         request(str(id), [5, 7 + id] * 9, max_tokens=62, seed=id, stop_token_ids=())
@@ -196,9 +196,9 @@ def test_blocks_that_no_window_reaches_are_given_up(name: str, prefix_cache: boo
 
 
 def test_bits_are_the_same_whether_or_not_layers_with_a_window_give_up_blocks() -> None:
-    """Under a random schedule: shared beginnings, forks, drafts, preemption, priorities, requests
-    that are aborted, and new versions in between, whose weights are the same: a hit less moves the
-    token that they come before."""
+    """A random schedule: shared prefixes, forks, drafts, preemption, priorities, aborted requests,
+    and new versions in between. The versions have the same weights, since fewer cache hits shift
+    the token at which a version begins."""
 
     model = random_model("gpt_oss").compute_with(INVARIANT)
 
@@ -238,7 +238,7 @@ def test_bits_are_the_same_whether_or_not_layers_with_a_window_give_up_blocks() 
     kept, _ = served(0)
     given_up, stats = served(windowed_blocks(model, 4, 23))
     assert stats.preemptions and stats.cached_tokens and stats.accepted_tokens
-    # What is found in the cache is not the same; what is said is.
+    # Cache hits differ, answers do not.
     assert given_up == kept and len(kept) > 7
 
 

@@ -32,8 +32,7 @@ from tests.small_model import ROUNDING, Asked, add, drain, request, sharp
 
 
 def spoiled(answer: Iterable[int], rng: random.Random) -> tuple[int, ...]:
-    """The answer as it was before somebody edited it: some tokens were others, some were missing,
-    some go."""
+    """The answer before a simulated edit: some tokens differ, some are missing, some are added."""
     tokens: list[int] = []
     for token in answer:
         match rng.randrange(12):
@@ -78,7 +77,8 @@ def some_request(id: int, rng: random.Random) -> Asked:
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_schedules(family: str, overlaps: bool) -> None:
-    """Beside requests without one, preempted, read in pieces, with beginnings that are shared."""
+    """Requests with drafts run next to others without, are preempted, are read in chunks, and share
+    prefixes."""
     rng = random.Random(1)
     model = sharp(FAMILIES[family], seed=0, factor=3.0)
     plain = {str(id): some_request(id, rng) for id in range(12)}
@@ -162,8 +162,8 @@ def test_without_a_hit_it_is_plain_decoding(model: Transformer) -> None:
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_swap_between_two_drafts(overlaps: bool) -> None:
-    """Every token says which weights drew it, and is what plain decoding with the same swap would
-    have given."""
+    """Every token names the weights that sampled it, and equals that of plain decoding with the
+    same swap."""
     config = FAMILIES["llama"]
     published = [hf_state_dict(sharp(config, seed, factor=3.0), torch.float32) for seed in range(2)]
     plain = [request(str(id), [id, 2, 3], stop_token_ids=(), max_tokens=60) for id in range(4)]
@@ -198,8 +198,8 @@ def test_a_swap_between_two_drafts(overlaps: bool) -> None:
 
 
 def test_what_was_rejected_is_never_shared(model: Transformer) -> None:
-    """Others that begin with the answer find its blocks; who begins with the draft finds nothing of
-    it."""
+    """Requests that begin with the answer find its blocks; requests that begin with the draft find
+    nothing of it."""
     plain = request("1", [5, 6, 7], stop_token_ids=(), max_tokens=50, temperature=0.0)
     answer = answers(model, [plain])["1"].tokens
     wrong = tuple((token + 1) % 61 for token in answer[8:])
@@ -233,7 +233,7 @@ def test_drafts_under_a_constraint(model: Transformer, overlaps: bool) -> None:
 
 
 class Biased(TorchRunner):
-    """Takes a draft's word for it in one case of eight, whatever the distribution says."""
+    """A runner that accepts a draft token in one case of eight, whatever the distribution is."""
 
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         drawn = super().launch(batch)()
@@ -281,7 +281,7 @@ def _next_logits(model: Transformer, tokens: tuple[int, ...]) -> torch.Tensor:
 def test_samples_keep_their_distribution() -> None:
     model = sharp(FAMILIES["llama"], seed=0, factor=3.0)
     assert surprise(model, TorchRunner(model, 400)) < 4
-    assert surprise(model, Biased(model, 400)) > 8  # the same test notices a small bias
+    assert surprise(model, Biased(model, 400)) > 8  # the same test detects a small bias
 
 
 def told(drafter: NgramDrafter, tokens: list[int], limit: int = 99) -> list[int]:
@@ -292,16 +292,16 @@ def test_the_first_match_behind_the_pointer_is_continued() -> None:
     #             0  1  2  3  4  5  6  7  8  9
     prediction = [1, 2, 3, 1, 2, 4, 1, 2, 5, 6]
     drafter, said = NgramDrafter([9], 50, prediction), [9]
-    assert told(drafter, said) == []  # nothing is known of 9
+    assert told(drafter, said) == []  # 9 does not occur in the texts
     said += [1, 2]
     assert told(drafter, said) == [3, 1, 2, 4, 1, 2, 5, 6]
-    said += [3, 1, 7]  # the pointer is behind the second 1
+    said += [3, 1, 7]  # the pointer is after the second 1
     assert told(drafter, said) == []
     said += [1, 2]
     assert told(drafter, said) == [4, 1, 2, 5, 6]
     said += [4, 1, 8, 1, 2]
     assert told(drafter, said) == [5, 6]
-    said += [5, 0, 1, 2]  # nothing behind: the first there is
+    said += [5, 0, 1, 2]  # no match after the pointer: the first one is used
     assert told(drafter, said) == [3, 1, 2, 4, 1, 2, 5, 6]
 
 
@@ -310,7 +310,7 @@ def test_longer_matches_win_and_the_prediction_wins_a_tie() -> None:
     assert told(NgramDrafter([3, 7, 1, 3], 9, prediction=[3, 8]), [3, 7, 1, 3]) == [8]
     assert told(NgramDrafter([5], 9, prediction=(), drafts=[[5], [4, 5, 6], [5, 1]]), [5]) == [
         6
-    ]  # never from one to another
+    ]  # never across two texts
 
 
 def test_a_draft_is_as_long_as_drafts_were_right() -> None:
@@ -321,7 +321,7 @@ def test_a_draft_is_as_long_as_drafts_were_right() -> None:
         said += [*draft, said[-1] + len(draft) + 1]
         lengths.append(len(draft))
     assert lengths == [TOKENS_PER_MATCHED_TOKEN, 32, 64, 128, 128, 128, 128, 128]
-    said[-1] = 7  # the last one was drawn, and is none of the text
+    said[-1] = 7  # the last token was sampled, and is not in the text
     assert told(drafter, said, 500) == []
     said += [300]
     assert len(told(drafter, said, 3)) == 3

@@ -80,7 +80,7 @@ def test_only_what_differs_is_kept(model):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a device, and notes who told its memory of a stream."""
+    """A tensor that claims to be on a device, and records the streams that use its memory."""
 
     told: list[tuple[torch.dtype, object]]
     is_cuda = True
@@ -90,7 +90,7 @@ class OnDevice(torch.Tensor):
 
 
 def test_memory_of_the_staging_stream_is_kept_until_the_swap_has_read_it(monkeypatch):
-    """The allocator hands it out again as soon as the stream that it came from may write there."""
+    """The allocator reuses it as soon as the stream that it came from may write there."""
     monkeypatch.setattr(OnDevice, "told", [], raising=False)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "serving")
     target, new = torch.zeros(100).as_subclass(OnDevice), torch.zeros(100)
@@ -103,7 +103,7 @@ def test_memory_of_the_staging_stream_is_kept_until_the_swap_has_read_it(monkeyp
 
 
 def test_a_device_stages_beside_what_it_serves(monkeypatch):
-    """In a stream of its own, behind what the default stream writes, and done at the end."""
+    """It runs on its own stream, after the writes of the default stream, and is done at the end."""
     did: list[str] = []
 
     class Stream:

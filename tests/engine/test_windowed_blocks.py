@@ -1,5 +1,5 @@
-"""Layers with a window in blocks of their own, under random schedules: every token finds what it
-sees, in as few windowed blocks as the engine asks for."""
+"""Layers with a window in their own blocks, under random schedules: every token finds what it sees,
+in as few windowed blocks as the engine asks for."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ VOCABULARY = 5
 
 
 def following(tokens: tuple[int, ...]) -> int:
-    """The token that the model of these tests says behind others; it repeats itself, so that drafts
-    are right now and then."""
+    """The next token of these tests' model; it repeats itself, so that drafts are right now and
+    then."""
     return (sum(tokens[-3:]) * 7 + len(tokens) // 9) % VOCABULARY
 
 
 class Remembering:
     """A runner without a model. A slot remembers the tokens up to the one that was written there,
-    and the version of the weights; a token must find, in each group of layers, what it sees."""
+    and the version of the weights; in each group of layers a token must find all tokens that it
+    sees."""
 
     block_size = SIZE
 
@@ -49,7 +50,7 @@ class Remembering:
         ends = [*batch.query_starts_B[1:].tolist(), len(tokens)]
         seen: dict[int, tuple[int, ...]] = {}
         rows = list(zip(batch.query_starts_B.tolist(), ends, strict=True))
-        for b, (start, end) in enumerate(rows):  # all is written before any is read
+        for b, (start, end) in enumerate(rows):  # all slots are written before any is read
             for n in range(start, end):
                 position = int(batch.positions_N[n])
                 before = self._at(0, batch, b, position - 1)[1] if position else ()

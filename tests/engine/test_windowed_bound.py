@@ -1,4 +1,4 @@
-"""The most windowed blocks that can be held at once, where sequences sit passes out."""
+"""The most windowed blocks that can be held at once, when sequences sit passes out."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ WINDOW, SIZE, SEQUENCES, BATCHED = 128, 16, 4, 2048
 
 
 def test_whoever_sits_a_pass_out_holds_no_more_than_its_window() -> None:
-    """A chunk of a rollout; a prompt to which it gives way, and whose output is awaited; and one
-    more beside it."""
+    """A chunk of a rollout, a prompt that it gives way to and whose output is awaited, and one more
+    next to it."""
     count = num_windowed_blocks(WINDOW, SIZE, max_num_seqs=SEQUENCES, max_batched_tokens=BATCHED)
     blocks = BlockManager(4096, SIZE, window=WINDOW, num_windowed_blocks=count)
     scheduler = Scheduler(blocks, max_num_seqs=SEQUENCES, max_batched_tokens=BATCHED)
-    constraint: Any = object()  # nothing is drafted after it, and nothing read before its output
+    constraint: Any = object()  # nothing is drafted after it, and nothing is read before its output
 
     def step(priority: Priority, length: int, first: int) -> list[tuple[str, int]]:
         asked = Request(

@@ -1,6 +1,5 @@
-"""What config.json says of models that many people use: their shapes and facts, written down by
-hand, without names of tokens and the like. `REFUSED` gives a word of the reason for those that are
-not read."""
+"""config.json files of widely used models: their shapes and facts, written down by hand, without
+token names and the like. `REFUSED` has a word of the reason for those that are not supported."""
 
 from __future__ import annotations
 

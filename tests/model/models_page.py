@@ -1,5 +1,5 @@
-"""docs/models.md, made from the families, the models that are compared with transformers and the
-known config.json files: `python -m tests.model.models_page`, or `make models-page`."""
+"""Writer of docs/models.md, from the families, the models that are compared with transformers and
+the known config.json files: `python -m tests.model.models_page`, or `make models-page`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def config(name: str) -> ModelConfig:
 
 
 def features(model_type: str) -> str:
-    """What sets its layers apart from Llama's, in any variant."""
+    """The differences of its layers from Llama's, in any variant."""
     found: dict[str, set[str]] = {}
     plain = LayerFeatures()
     for name in MODELS:
@@ -110,7 +110,7 @@ def features(model_type: str) -> str:
 
 
 def path_of(model_type: str) -> tuple[str, str]:
-    """For the CPU and for CUDA: of which variants of the family."""
+    """Support on the CPU and on CUDA, over the variants of the family."""
     variants = [config(name) for name in MODELS if name.split()[0] == model_type]
     said = []
     for supported in (NATIVE_SUPPORTED, KERNELS_SUPPORTED, UNFUSED_SUPPORTED):

@@ -1,8 +1,8 @@
-"""Chat templates render the bytes that `transformers` renders, and directories are read as it
-writes them.
+"""Chat templates render the same bytes as in `transformers`, and directories that `transformers`
+writes are read.
 
-The templates were written for this test, in the manner of the families: what each of them leans on
-differs.
+The templates were written for this test in the manner of the families; each relies on other
+features.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etude.model.tokenizer import ChatTokenizer
 FILES = tokenizer_files(["def area(a, b):\n    return a * b\n"] * 3, 320)
 
 TEMPLATES = {
-    # Every turn between marks; a system turn is put in front if there is none. (SmolLM2, Qwen2)
+    # Every turn between marks; a system turn is added in front if there is none. (SmolLM2, Qwen2)
     "marks": """\
 {% for message in messages %}
 {% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\\nBe brief.<|im_end|>\\n' }}{% endif %}
@@ -67,7 +67,7 @@ TEMPLATES = {
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}""",  # noqa: E501
-    # A namespace that is carried through a loop backwards, with a way out of it. (Qwen3)
+    # A namespace that is carried through a backward loop, with an early exit. (Qwen3)
     "namespace": """\
 {%- set ns = namespace(last=0, found=false) %}
 {%- for message in messages[::-1] %}
@@ -94,8 +94,8 @@ TEMPLATES = {
 }
 
 CALLS_AS_TEXT = {
-    # Arguments are put between texts with `+`, and a message calls if its content is none.
-    # (DeepSeek V3, R1)
+    # Arguments are joined to texts with `+`, and a message calls if its content is none. (DeepSeek
+    # V3, R1)
     "none": """\
 {%- set ns = namespace(is_first=true, is_tool=false) -%}
 {{ bos_token }}
@@ -123,7 +123,7 @@ CALLS_AS_TEXT = {
 {%- endfor -%}
 {%- if ns.is_tool %}{{ '<｜outputs end｜>' }}{%- endif %}
 {%- if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜>' }}{%- endif %}""",  # noqa: E501
-    # The same, but a message calls if it has calls, and may say something too. (DeepSeek V3.1)
+    # The same, but a message calls if it has calls, and may have a text too. (DeepSeek V3.1)
     "beside": """\
 {{- bos_token }}
 {%- for message in messages %}
@@ -139,7 +139,7 @@ CALLS_AS_TEXT = {
 {%- endif %}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{%- endif %}""",  # noqa: E501
-    # Without `+`: an object would be shown as Python writes it.
+    # Without `+`: an object would be shown in Python's notation.
     "printed": """\
 {%- for message in messages %}{{ message.role }}:{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}[{{ call.function.name }} {{ call.function.arguments }}]{%- endfor %}
@@ -201,7 +201,7 @@ def theirs(template: str) -> PreTrainedTokenizerFast:
 
 
 def as_on_the_wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As clients send them: arguments as text, null where an assistant only calls."""
+    """Messages as clients send them: arguments as text, null content if an assistant only calls."""
     copies = json.loads(json.dumps(messages))
     for message in copies:
         if message.get("tool_calls"):
@@ -236,7 +236,7 @@ def test_templates_render_the_same_bytes(template: str, where: str, tmp_path: Pa
 
 @pytest.mark.parametrize("template", CALLS_AS_TEXT)
 def test_templates_that_want_arguments_as_text_get_them(template: str) -> None:
-    """As transformers renders messages in which they are text, and null is null."""
+    """The text equals that of transformers for messages with text arguments and null content."""
     special = json.dumps({"bos_token": "<|user|>", "eos_token": "<|end|>"}).encode()
     files = {
         "chat_template.jinja": CALLS_AS_TEXT[template].encode(),
@@ -249,7 +249,7 @@ def test_templates_that_want_arguments_as_text_get_them(template: str) -> None:
                 sent, tokenize=False, add_generation_prompt=answer
             )
             assert tokenizer.render(sent, answer=answer) == expected
-            # A recorder leaves out what is null.
+            # A recorder leaves out null values.
             short = [
                 {key: value for key, value in message.items() if value is not None}
                 for message in sent
@@ -356,8 +356,8 @@ SHORT_IDS = """\
 
 
 def test_a_template_that_wants_short_ids_gets_them(tmp_path: Path) -> None:
-    """The same for a call and its result, the model's own as it is, and as transformers renders
-    them."""
+    """A call and its result get the same id, the model's own ids stay unchanged, and the text is
+    that of transformers."""
     reference = theirs(SHORT_IDS)
     reference.save_pretrained(tmp_path)
     tokenizer = ChatTokenizer(read_model_files(tmp_path))

@@ -51,7 +51,8 @@ def rowwise(weight: Tensor) -> tuple[Tensor, Tensor]:
 def published(
     path: Path, given: Transformer, quantization: dict[str, object], suffix: str
 ) -> dict[str, Tensor]:
-    """Matrices of layers in FP8, the rest in bf16, in two shards. Returns what they stand for."""
+    """Write matrices of layers in FP8, the rest in bf16, in two shards. Returns the dequantised
+    tensors."""
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     for name, tensor in hf_state_dict(given).items():
@@ -87,7 +88,7 @@ def test_fp8_is_read_as_the_numbers_that_it_stands_for(
     again = hf_state_dict(build_model(small, tensors))
     assert all(torch.equal(again[key], tensor) for key, tensor in meant.items())
     assert not any(tensor.requires_grad for tensor in again.values())
-    # What goes on from here is a model in bf16, and says so.
+    # The result is a model in bf16, and its config.json agrees.
     assert "quantization_config" not in json.loads(small["config.json"])
     assert b"quantization_config" not in pretrained_files(str(tmp_path))["config.json"]
 
@@ -130,7 +131,7 @@ def test_factors_that_no_blocks_have_are_refused(scales: tuple[int, int]) -> Non
 
 
 def test_a_model_is_never_in_memory_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor is read once, and gone before the next is asked for."""
+    """Each tensor is read once, and freed before the next is requested."""
     given = model("qwen3_moe")
     write_directory(
         tmp_path, SMALL | {"config.json": given.config.to_json().encode()}, hf_state_dict(given)
@@ -188,7 +189,7 @@ def test_a_model_written_in_fp8_is_read_back_but_for_rounding(name: str, tmp_pat
         if key + "_scale_inv" not in stored:
             assert torch.equal(back[key], tensor), key
             continue
-        # Of the three bits behind the point, half of the last one; and what is near zero.
+        # Half of the last of the three mantissa bits; and a tolerance near zero.
         off = (back[key].float() - tensor.float()).abs()
         assert (off <= tensor.float().abs() / 15 + tensor.float().abs().max() / 100_000).all(), key
     assert all(".layers." in key and "gate.weight" not in key for key in stored if "scale" in key)

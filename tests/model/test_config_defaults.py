@@ -1,5 +1,4 @@
-"""A key that config.json leaves out means what it means to `transformers`, or is asked for by its
-name."""
+"""A key that config.json leaves out means the same as in `transformers`, or is required by name."""
 
 from __future__ import annotations
 
@@ -71,11 +70,11 @@ MUST_BE_SAID = {
     *("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim"),
 }
-"""Sizes, and what a stretched rope cannot be without. Nothing else may be asked for."""
+"""Sizes, and the keys that a stretched rope needs. No other key may be required."""
 
 
 class Noting(dict[str, Any]):
-    """Remembers the keys that anyone has looked for, in this table or another."""
+    """Records the keys that are looked up, in this table or another."""
 
     seen: set[str] = set()
 
@@ -93,7 +92,7 @@ class Noting(dict[str, Any]):
 
 
 def theirs(said: dict[str, Any]) -> dict[str, Any]:
-    """With every key that transformers fills in."""
+    """The config with every key that transformers fills in."""
     model_type = said["model_type"]
     known = "deepseek_v3" if model_type == "kimi_k2" else model_type
     rest = {
@@ -119,7 +118,7 @@ def keys_read(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> set[str]
 
 
 def without(said: dict[str, Any], key: str) -> dict[str, Any]:
-    """Neither at the top nor in the table of rope."""
+    """The config without the key, at the top and in the rope table."""
     left = {name: value for name, value in said.items() if name != key}
     for table in ROPE:
         if left.get(table):
@@ -142,7 +141,7 @@ def test_a_key_that_is_left_out_means_what_it_means_to_transformers(
         except ValueError as e:
             assert key in str(e), (key, e)
             if key not in MUST_BE_SAID:
-                # What transformers makes of it is refused as well, there or here.
+                # The completed config of transformers is refused as well, by it or by us.
                 with pytest.raises((ValueError, StrictDataclassError)):
                     ours(theirs(left))
         else:
@@ -186,7 +185,7 @@ def test_experts_come_in_whole_groups() -> None:
 def test_deepseek_without_a_key_gives_the_logits_of_transformers(
     dropped: list[str], tmp_path: Path
 ) -> None:
-    """16 experts, so that there are as many in each of 8 groups as a router looks at."""
+    """16 experts, so that each of the 8 groups has as many as a router looks at."""
     said = {**SHAPE, **EXPERTS, **LATENT, "q_lora_rank": 20, "n_routed_experts": 16}
     config = transformers.DeepseekV3Config(
         **{key: value for key, value in said.items() if key not in dropped}

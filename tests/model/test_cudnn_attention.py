@@ -1,5 +1,5 @@
-"""What surrounds cuDNN's attention, with attention written out in cuDNN's place; cuDNN itself is in
-tests/train/test_on_cuda.py."""
+"""The code around cuDNN's attention, with attention written out in place of cuDNN; cuDNN itself is
+tested in tests/train/test_on_cuda.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def written_out(tensors: dict[str, Tensor], borders: Tensor, longest: int, scale
 
 
 class ByCudnn(CausalAttention):
-    """As on a device."""
+    """Attention as on a CUDA device."""
 
     def __call__(
         self,

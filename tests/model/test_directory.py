@@ -1,5 +1,5 @@
-"""The small files of a model directory: what is missing, where the template stands, what ends an
-answer."""
+"""The small files of a model directory: missing files, the place of the template, tokens that end
+an answer."""
 
 from __future__ import annotations
 

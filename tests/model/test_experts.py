@@ -1,4 +1,4 @@
-"""Which experts a token gets when some are told: those that are plausible, and the router's best
+"""The experts of a token when some are replayed: the plausible ones of these, and the router's best
 for the rest."""
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def test_a_router_that_agrees_keeps_every_place_and_bit() -> None:
 
 
 def test_the_gate_learns_through_whoever_was_used() -> None:
-    """Gradients reach the rows of the told experts and of those that replaced an implausible one,
-    and of no other."""
+    """Gradients reach the rows of the replayed experts and of those that replaced an implausible
+    one, and no others."""
     made = router(GROUPED, 5)
     x_NE = torch.randn(1, HIDDEN, generator=torch.Generator().manual_seed(6))
     ranked = made._ranks(scores_of(made, x_NE))[0].argsort(descending=True).tolist()
@@ -130,14 +130,14 @@ def test_what_cannot_be_ids_is_refused(data: bytes, message: str) -> None:
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a device."""
+    """A tensor that claims to be on a device."""
 
     is_cuda = True
 
 
 @pytest.mark.parametrize("kind", [StackedExperts, ClampedExperts])
 def test_one_product_of_all_experts_is_that_of_each(kind: type[StackedExperts]) -> None:
-    """Of the first no token, of the last more than one."""
+    """The first expert has no tokens, the last has more than one."""
     c = replace(SOFTMAX, num_experts=4, moe_intermediate_size=16, swiglu_limit=0.5)
     made = kind(HIDDEN, c).to(torch.bfloat16).requires_grad_(False)
     generator = torch.Generator().manual_seed(0)

@@ -228,14 +228,14 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def mean(family: str, name: str) -> float:
-    """Of the weights of a tensor; those of norms are around what changes nothing."""
+    """Mean of a tensor's weights; for norms it is the value that changes nothing."""
     centred = family.startswith(("gemma", "qwen3_next")) and "linear_attn" not in name
     return 1.0 if "norm" in name and not centred else 0.0
 
 
 @pytest.fixture(params=MODELS, scope="module")
 def theirs(request: pytest.FixtureRequest) -> Any:
-    """A model of transformers with weights that matter: none is left at a value that hides it."""
+    """A model of transformers with weights that matter: none has a value that would hide it."""
     family = request.param.split()[0]
     config = transformers.AutoConfig.for_model(family, **SHAPE | MODELS[request.param])
     model = transformers.AutoModelForCausalLM.from_config(
@@ -249,8 +249,8 @@ def theirs(request: pytest.FixtureRequest) -> Any:
 
 
 def save_in_bf16(model: Any, path: Path, **options: Any) -> None:
-    """As models are shipped: parameters rounded, tables and the bias of routers not. The model goes
-    on with these."""
+    """Save as models are published: parameters rounded, tables and router biases not. The model
+    continues with the rounded parameters."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to(torch.bfloat16)
     for name, buffer in buffers.items():
@@ -271,7 +271,7 @@ def tokens(rows: int = 2, length: int = 40) -> Tensor:
 
 
 def through_the_cache(model: Transformer, tokens_T: Tensor, steps: list[int]) -> Tensor:
-    """One sequence in pieces, its keys and values in blocks that lie anywhere."""
+    """Run one sequence in pieces, with its keys and values in arbitrary blocks."""
     cache, blocks = KVCache(model.config, 9, 8, like=model.rope), torch.tensor([5, 2, 8, 1, 7])
     positions, parts = torch.arange(len(tokens_T)), []
     for new, place in zip(tokens_T.split(steps), positions.split(steps), strict=True):
@@ -419,8 +419,8 @@ def test_bf16_stays_near_fp32(theirs: Any, tmp_path: Path) -> None:
     logits = rough.logits(rough(tokens(), positions, CausalAttention(), replay))
     assert logits.dtype == torch.float32
     wrong = (logits - expected).square().mean((0, 2)).sqrt()
-    # The norm behind a recurrent state makes a read of nearly nothing as large as any other, and
-    # what was rounded of it: there the usual token is asked for.
+    # The norm after a recurrent state makes a nearly empty read as large as any other, and its
+    # rounding error too; there the median token is checked.
     typical = wrong.median() if exact.config.linear else wrong.square().mean().sqrt()
     assert typical < 0.03 * expected.std()
 

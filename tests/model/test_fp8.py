@@ -38,7 +38,7 @@ def test_a_row_is_rounded_by_its_own_scale() -> None:
     assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
     assert values.float().abs().amax(-1).tolist() == [LARGEST] * 3 + [0.0, LARGEST]
     read = values.float() * scales[:, None]
-    # three digits after the point; below that, steps of 2^-9 of the scale
+    # three binary digits after the point; below that, steps of 2^-9 of the scale
     assert ((read - x).abs() <= torch.maximum(x.abs() / 16, scales[:, None] / 512)).all()
     for row, value, scale in zip(x, values, scales, strict=True):
         alone = quantise_rows(row)
@@ -71,9 +71,9 @@ def test_what_is_read_of_keys_and_values_is_exact_in_bf16_and_rounded_to_itself(
     assert halves.dtype == torch.bfloat16 and torch.equal(rounded_kv(halves), halves)
 
 
-@pytest.mark.slow  # a compiler takes its time
+@pytest.mark.slow  # compiling takes a while
 def test_compiled_code_rounds_from_bf16() -> None:
-    """Not from the digits that numbers had before they were rounded to it."""
+    """Compiled code does not round from the digits that numbers had before bf16."""
 
     def work(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return *quantise_kv(x * y), *quantise_rows(x * y)

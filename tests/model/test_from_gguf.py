@@ -1,4 +1,4 @@
-"""GGUF files that this test writes, and the real one where `make model` has fetched it."""
+"""GGUF files written by this test, and the real one if `make model` has fetched it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = [
     "don't  stop",
 ] * 5
 UINT32 = b"\4\0\0\0"
-"""How a file says that a number follows."""
+"""Type tag of a number in a file."""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -52,7 +52,7 @@ SMALL_MODELS = {
 
 
 def tokenizer(pre: str) -> Tokenizer:
-    """What the file is made from: the cut is written out here once more, on its own."""
+    """Tokenizer that the file is made from, with the split written out independently."""
     made = Tokenizer(models.BPE())
     cut = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if pre == "smollm":
@@ -68,8 +68,7 @@ def tokenizer(pre: str) -> Tokenizer:
 
 
 def rotated(tensor: Tensor, head_dim: int) -> Tensor:
-    """The order in which llama.cpp keeps the rows of queries and keys of a `llama`: the halves of a
-    head, in turns."""
+    """Rows of a `llama`'s queries and keys in llama.cpp's order: the halves of a head alternate."""
     heads = tensor.view(-1, head_dim, *tensor.shape[1:])
     order = [row for pair in range(head_dim // 2) for row in (pair, pair + head_dim // 2)]
     return heads[:, order].reshape(tensor.shape)
@@ -78,7 +77,7 @@ def rotated(tensor: Tensor, head_dim: int) -> Tensor:
 def write(
     path: Path, config: ModelConfig, pre: str = "smollm", quantised: bool = False, **change: Any
 ) -> Any:
-    """Writes the file, and returns what should come back: the tensors and the tokenizer."""
+    """Write the file, and return the expected result: the tensors and the tokenizer."""
     made = tokenizer(pre)
     vocabulary, merges = (
         json.loads(made.to_str())["model"]["vocab"],
@@ -241,7 +240,7 @@ def test_junk_and_cut_files_are_refused(length: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "put", "error"),
     [
-        (b"<|im_end|>", b"<|im_\xffnd|>", "is no whole GGUF file"),  # no text
+        (b"<|im_end|>", b"<|im_\xffnd|>", "is no whole GGUF file"),  # not valid text
         (
             b"attention.head_count" + UINT32 + b"\4",
             b"attention.head_count" + UINT32 + b"\0",

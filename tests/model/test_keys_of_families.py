@@ -1,7 +1,8 @@
-"""Each key of config.json, family by family: the fields that it changes, or that it is refused.
+"""Effect of each key of config.json, family by family: the fields that it changes, or that it is
+refused.
 
-They are kept in `keys_of_families.json`. After a change that you meant, write them again, and read
-the difference:
+The results are kept in `keys_of_families.json`. After an intended change, write them again, and
+read the difference:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/model/test_keys_of_families.py
 """
@@ -109,7 +110,7 @@ def outcome(said: dict[str, Any], plain: ModelConfig) -> str:
 
 
 def outcomes() -> dict[str, dict[str, list[str]]]:
-    """A key with its value -> outcome -> the families that it has there."""
+    """A key with its value -> outcome -> the families that have this outcome."""
     found: dict[str, dict[str, list[str]]] = {}
     for model_type in FAMILIES:
         said = base(model_type)
@@ -132,7 +133,7 @@ def test_each_key_changes_what_it_is_for() -> None:
 
 
 def test_a_plain_layer_is_a_layer_of_llama() -> None:
-    """What a path supports is told from there."""
+    """The supported features of a path are stated relative to Llama."""
     llama = ModelConfig.from_json(json.dumps(base("llama")))
     assert all(llama.layer_features(layer) == LayerFeatures() for layer in range(3))
     assert llama.unsupported_features({}) == []

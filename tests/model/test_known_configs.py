@@ -1,4 +1,4 @@
-"""config.json of models that many people use: read, or refused with the reason."""
+"""config.json of widely used models: read, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_others_are_refused_with_the_reason(name: str) -> None:
 
 
 def test_a_longrope_model_is_read_within_its_original_context() -> None:
-    """With the factor of the context that it was made for, as a run cuts it."""
+    """The factor is that of the context that the model was made for, as a run cuts it."""
     said = json.loads(json.dumps(KNOWN["microsoft/Phi-4-mini-instruct"]))
     pin_context(said)
     config = ModelConfig.from_json(json.dumps(said | {"max_position_embeddings": 4096}))
     assert config.rope_scaling is not None and config.rope_scaling.factor == 32
     assert config.rotary_dim == 96
     assert attention_factor(config.rope_scaling) == pytest.approx(1.1902380714238083)
-    # any stretch sharpens attention, also a small one
+    # any stretch sharpens attention, even a small one
     factors = {1.5: 1.0240834, 1.0: 1.0, 0.5: 1.0}
     for factor, expected in factors.items():
         scaling = replace(config.rope_scaling, factor=factor)

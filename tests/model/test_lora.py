@@ -1,4 +1,4 @@
-"""LoRA: what a model with an adapter computes and learns, and the files of adapters."""
+"""LoRA: the computation and training of a model with an adapter, and the files of adapters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_fresh_adapter_changes_nothing_and_alone_learns() -> None:
     assert learns == {name for name, p in model.named_parameters() if p.grad is not None}
     assert {name.rpartition(".")[2] for name in learns} == {"lora_A", "lora_B"}
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    # B is zero, so A does not matter yet, and B does
+    # B is zero, so A does not matter yet, while B does
     assert all(grad.any() == name.endswith("lora_B") for name, grad in grads.items())
 
 

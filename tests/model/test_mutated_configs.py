@@ -1,5 +1,5 @@
-"""A config.json in which any one key has another legal value is computed as transformers computes
-it, or refused by name."""
+"""A config.json in which any one key has another legal value gives the result of transformers, or
+is refused by name."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ BY_KEY: dict[str, list[Any]] = {
     "attn_logit_softcapping": [20.0, None],
     "final_logit_softcapping": [4.0, None],
 }
-"""Other values of keys whose legal values are not near those that they have."""
+"""Other values of keys whose legal values are not near the given ones."""
 IGNORED = {"architectures", "model_type", "transformers_version", "rope_parameters", "dtype"}
-"""Not mutated here: names, and the table of rope, which has a test of its own."""
+"""Keys that are not mutated here: names, and the rope table, which has its own test."""
 ROPES = [
     {"rope_type": "default", "rope_theta": 300.0},
     {"rope_type": "linear", "factor": 3.0},
@@ -91,7 +91,7 @@ def other_values(key: str, value: Any) -> list[Any]:
 
 
 def their_model(said: dict[str, Any]) -> Any:
-    """None if transformers has no such model."""
+    """The model of transformers; None if it has no such model."""
     rest = {key: value for key, value in said.items() if key != "model_type"}
     try:
         config = transformers.AutoConfig.for_model(
@@ -135,7 +135,7 @@ def compare(said: dict[str, Any], what: str, path: Path) -> str:
     theirs.save_pretrained(path)
     for name, data in SMALL.items():
         (path / name).write_bytes(data)
-    # What was written, not what transformers makes of it.
+    # The original config, not the one that transformers completes.
     (path / "config.json").write_text(json.dumps(said))
     model = build_model(*read_directory(path)).requires_grad_(False)
     logits = model.logits(model(tokens_BT, torch.arange(40)[None], CausalAttention()))
@@ -147,7 +147,7 @@ def compare(said: dict[str, Any], what: str, path: Path) -> str:
 
 
 def base(name: str) -> dict[str, Any]:
-    """With every key that transformers fills in."""
+    """The config with every key that transformers fills in."""
     kind = name.split()[0]
     whole = transformers.AutoConfig.for_model(kind, **SHAPE | MODELS[name]).to_dict()
     whole |= {"model_type": kind, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -173,7 +173,7 @@ def test_no_key_is_silently_computed_otherwise(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", BASES)
 def test_keys_that_are_said_to_change_nothing_change_nothing(name: str, tmp_path: Path) -> None:
-    """All of them at once."""
+    """Change all of them at once."""
     whole = base(name)
     harmless = (HARMLESS | FAMILIES[whole["model_type"]].harmless) - IGNORED
     changed = {
@@ -181,7 +181,7 @@ def test_keys_that_are_said_to_change_nothing_change_nothing(name: str, tmp_path
         for key, value in whole.items()
         if key in harmless and (others := other_values(key, value))
     }
-    # of how a model is called
+    # keys about calling the model
     kept = {"return_dict", "is_encoder_decoder", "output_attentions"}
     assert len(changed) > 5
     whole |= {key: value for key, value in changed.items() if key not in kept}

@@ -1,5 +1,4 @@
-"""The arithmetic that does not depend on the batch: the same functions, computed in products of one
-shape."""
+"""Batch-invariant arithmetic: the same functions, computed in products of one shape."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ def test_tiles_make_up_the_whole_product(rows: int) -> None:
 
 
 def test_every_product_has_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a product is split into, and so its rounding, is chosen by its shape."""
+    """The shape of a product determines how it is split, and so its rounding."""
     shapes: set[Any] = set()
     for name in ("mm", "bmm"):
         product = getattr(torch, name)
@@ -73,7 +72,7 @@ def test_a_value_may_come_from_one_function_and_its_gradient_from_another() -> N
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a device."""
+    """A tensor that claims to be on a device."""
 
     is_cuda = True
 

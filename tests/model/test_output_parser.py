@@ -1,5 +1,5 @@
-"""Answers of every family, read from token streams: however they are cut, the events are the
-same."""
+"""Answers of every family, read from token streams: the events do not depend on how they are
+cut."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REASONS = "{% if tools %}{{ tools }}{% endif %}<think></think>"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model of the family writes, and what it says by that."""
+    """The output of a model of the family, and the events in it."""
 
     family: str
     text: str
@@ -59,7 +59,7 @@ class Answer:
     begun: str = ""
     """The end of the prompt."""
     tokens: Sequence[str] = field(default=())
-    """Marks beyond those of the family that its vocabulary has."""
+    """Marks in the vocabulary beyond those of the family."""
 
 
 def call(name: str, id: str | None = None, /, **arguments: object) -> Call:
@@ -240,7 +240,8 @@ ANSWERS = {
 
 
 def tokenizer(answer: Answer, *, spelled: bool) -> ChatTokenizer:
-    """One whose vocabulary has the marks of the family, or only letters to spell them with."""
+    """A tokenizer whose vocabulary has the marks of the family, or only letters to spell them
+    with."""
     made = json.loads(small_files()["tokenizer.json"])
     made["added_tokens"] = []
     vocabulary = Tokenizer.from_str(json.dumps(made))
@@ -257,14 +258,14 @@ def tokenizer(answer: Answer, *, spelled: bool) -> ChatTokenizer:
 
 
 def tokens_of(text: str, marks: Sequence[str]) -> list[bytes]:
-    """A text as tokens: every mark is one, and what stands between two is one."""
+    """A text as tokens: every mark is one token, and so is the text between two marks."""
     parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks) or "(?!)", text)
     return [part.encode() for part in parts if part]
 
 
 def splits(tokens: Sequence[bytes], marks: Sequence[str]) -> Iterator[list[bytes]]:
-    """The same text in all other tokens that differ in one place, down to the bytes of a character;
-    and all of it byte by byte. Marks stay whole."""
+    """The same text in all other tokenizations that differ in one place, down to the bytes of a
+    character; and all of it byte by byte. Marks stay whole."""
     controls = [mark.encode() for mark in marks]
     for number, token in enumerate(tokens):
         for place in range(1, len(token)) if token not in controls else ():
@@ -277,7 +278,7 @@ def splits(tokens: Sequence[bytes], marks: Sequence[str]) -> Iterator[list[bytes
 
 
 def read_bytes(answer: Answer, tokens: Sequence[bytes], marks: Sequence[str]) -> list[Event]:
-    """With a vocabulary of just these tokens."""
+    """Parse with a vocabulary of exactly these tokens."""
     controls = {
         n: token.decode()
         for n, token in enumerate(tokens)
@@ -325,18 +326,19 @@ def test_a_tokenizer_gives_the_events(name: str, spelled: bool) -> None:
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_text_that_spells_a_mark_is_text(name: str) -> None:
-    """If the vocabulary has a token for it: a model that quotes a format does not speak it."""
+    """Holds if the vocabulary has a token for the mark: a model that quotes a format does not use
+    it."""
     answer = ANSWERS[name]
     made = tokenizer(answer, spelled=False)
     letters = [token for letter in answer.text for token in made.encode(letter)]
     if answer.family in ("llama3", "harmony") or answer.begun:
-        return  # what they say without a mark is more than text
+        return  # their answers mean more than text even without a mark
     assert read(made, letters, "", finished=True) == [Content(answer.text)]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_answer_may_be_cut_off_anywhere(name: str) -> None:
-    """Whatever was said is said; a call is whole or is not one."""
+    """Reasoning and content before the cut are kept; a call is complete or is not a call."""
     answer = ANSWERS[name]
     made = tokenizer(answer, spelled=False)
     tokens = made.encode(answer.text)
@@ -362,8 +364,8 @@ CALLS_TO_THE_END = {
 
 @pytest.mark.parametrize("family", CALLS_TO_THE_END)
 def test_a_stop_text_cuts_a_call_as_it_cuts_text(family: str) -> None:
-    """What is left cannot be read, and the model has not ended it: it is content. A call that is
-    whole before the stop text is one."""
+    """The rest cannot be parsed, and the model has not ended it: it is content. A call that is
+    complete before the stop text is a call."""
     text = CALLS_TO_THE_END[family]
     made = tokenizer(Answer(family, text, []), spelled=False)
 
@@ -439,7 +441,7 @@ def test_an_answer_without_a_channel_is_text() -> None:
 
 
 def test_no_two_calls_of_an_answer_have_one_id() -> None:
-    """However it comes: all at once, or call by call."""
+    """All events at once, or call by call."""
     events = [call("test", "a"), call("test"), call("edit", "a"), call("edit", "b"), call("test")]
     whole = with_ids(events, "call_{}".format)
     assert [event.id for event in whole if isinstance(event, Call)] == [
@@ -502,7 +504,7 @@ def test_a_fine_tune_may_reason_with_other_marks_than_its_family() -> None:
         (("f", '{"a": 1, "b": 2}'), ("f", '{"b":2,"a":1}'), True),
         (("f", '{"a": 1}'), ("g", '{"a": 1}'), False),
         (("f", '{"a": 1}'), ("f", '{"a": 2}'), False),
-        # what is no JSON is compared by its letters
+        # invalid JSON is compared as text
         (("f", "{"), ("f", "{"), True),
         (("f", "{"), ("f", "{ "), False),
         (("f", "[" * 100_000), ("f", "[" * 100_000), True),

@@ -1,4 +1,5 @@
-"""The gated delta rule: token by token, in chunks, in pieces and side by side it is one rule."""
+"""The gated delta rule gives the same result token by token, in chunks, in pieces and side by
+side."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def drawn(count: int, seed: int = 0) -> tuple[DeltaRule, Tensor, Tensor, Tensor]
 
 
 def one_by_one(rule: DeltaRule, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """As the rule is written down, in float64, one head and one token after the other."""
+    """The rule as it is defined, in float64, one head and one token after the other."""
     width = rule.weight_CW.shape[1]
     padded = torch.cat((mixed.new_zeros(width - 1, mixed.shape[1]), mixed)).double()
     read = []
@@ -72,8 +73,8 @@ def test_a_filter_of_one_token_needs_no_tail() -> None:
 
 @pytest.mark.parametrize("pieces", [[30], [1] * 30, [7, 1, 1, 13, 8], [8, 8, 14], [3, 20, 7]])
 def test_in_pieces_with_the_state_kept_by_block(pieces: list[int]) -> None:
-    """What a block holds does not depend on how it was filled, and another sequence may begin
-    behind it: also one that is computed in the same pass."""
+    """The contents of a block do not depend on how it was filled, and another sequence may begin
+    after it, even in the same pass."""
     rule, mixed, decay, beta = drawn(30)
     expected = one_by_one(rule, mixed, decay, beta)
     states, blocks, first = StateCache(CONFIG, 9, torch.zeros(())), [5, 2, 8, 1], 0
@@ -97,7 +98,7 @@ def test_in_pieces_with_the_state_kept_by_block(pieces: list[int]) -> None:
 
 @pytest.mark.parametrize("attend", [CausalAttention(), CausalAttention([70, 1])])
 def test_what_the_host_lays_out_goes_where_the_model_is(attend: CausalAttention) -> None:
-    """On a device without numbers, which refuses whatever lies elsewhere."""
+    """Runs on a device without numbers, which refuses any tensor that is elsewhere."""
     with torch.device("meta"):
         model = Transformer(CONFIG)
         rows = torch.zeros((71,) if attend.lengths else (2, 71), dtype=torch.int64)
@@ -107,8 +108,8 @@ def test_what_the_host_lays_out_goes_where_the_model_is(attend: CausalAttention)
 
 
 def test_a_model_without_numbers_after_transformers_has_loaded_one() -> None:
-    """It puts another function in place of `torch.linspace` while it does, and torch notes then,
-    once and for all, which functions a device is handed to."""
+    """While it loads, transformers replaces `torch.linspace`, and torch records at that time, once
+    and for all, which functions get a device."""
     noted = torch.utils._device._device_constructors
     noted.cache_clear()
     try:

@@ -66,13 +66,13 @@ SCORED = {
         experts=replace(EXPERTS, layers=(0, 1, 2), router_bias=True, swiglu_limit=7.0),
     ),
 }
-"""With a bound on scores, and with sinks."""
+"""Models with capped scores, and with sinks."""
 
 
 @pytest.mark.parametrize("name", FAMILIES | SCORED)
 def test_a_model_is_near_itself(name: str) -> None:
-    """Rows one after the other are computed as each by itself; seeds give draws, and a seed always
-    the same one."""
+    """Rows computed one after the other equal those computed alone; each seed gives its own draw,
+    always the same one."""
     model = sharp((FAMILIES | SCORED)[name], seed=0, factor=1.5)
     rows = [torch.arange(1, 30), torch.arange(20, 40)]
     plain = [model(row[None], torch.arange(len(row))[None], CausalAttention())[0] for row in rows]

@@ -1,4 +1,4 @@
-"""What ranks hold of a model's parameters, by the names under which it is published."""
+"""The rows of a model's parameters that ranks hold, by the names under which they are published."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.engine.test_served_families import random_model
 from tests.small_model import sharp
 
 OTHERS = ["mixtral", "qwen2_moe", "phi3", "gpt_oss", "gemma3_text"]
-"""Families whose tensors have names or layouts of their own."""
+"""Families whose tensors have their own names or layouts."""
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_rows_of_ranks_make_up_the_published_tensors(family: str) -> None:
-    """Parameters cut into rows for three ranks, as training does it, the last ones shorter or
+    """Parameters are cut into rows for three ranks, as in training, the last parts shorter or
     empty."""
     model = random_model(family) if family in OTHERS else sharp(FAMILIES[family], 3)
     state, world = model.state_dict(), 3

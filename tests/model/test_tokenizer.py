@@ -46,7 +46,7 @@ def test_a_token_is_decoded_as_its_vocabulary_has_it_each_time() -> None:
 def test_files_are_reproducible() -> None:
     assert tokenizer_files(TEXTS, 300) == FILES
     said = json.loads(FILES["tokenizer_config.json"])
-    assert said["tokenizer_class"] == "PreTrainedTokenizerFast"  # what transformers reads it with
+    assert said["tokenizer_class"] == "PreTrainedTokenizerFast"  # how transformers reads it
 
 
 def calls(text: str, tokenizer: ChatTokenizer = TOKENIZER) -> list[tuple[str, object]]:
@@ -243,7 +243,7 @@ def test_stand_ins_do_not_make_a_text_longer() -> None:
 
 
 def test_no_message_writes_a_control_token_that_is_not_special() -> None:
-    """Qwen3 marks calls and reasoning with tokens that its files do not call special."""
+    """Qwen3 marks calls and reasoning with tokens that its files do not flag as special."""
     spelled = json.loads(FILES["tokenizer.json"])
     for token in spelled["added_tokens"]:
         token["special"] = token["content"] not in ("<tool_call>", "</tool_call>")
@@ -265,7 +265,7 @@ def test_no_message_writes_a_control_token_that_is_not_special() -> None:
 
 @pytest.mark.parametrize("more", [{}, {"tool_calls": []}])
 def test_no_message_writes_a_control_token_of_other_letters(more: dict[str, Any]) -> None:
-    """DeepSeek's have bars that are not ASCII."""
+    """DeepSeek's control tokens have bars that are not ASCII."""
     vocabulary = Tokenizer.from_str(FILES["tokenizer.json"].decode())
     vocabulary.add_special_tokens([AddedToken("<｜User｜>", normalized=False)])
     tokenizer = ChatTokenizer(FILES | {"tokenizer.json": vocabulary.to_str().encode()})
@@ -276,7 +276,7 @@ def test_no_message_writes_a_control_token_of_other_letters(more: dict[str, Any]
 
 
 def test_a_run_of_spaces_is_not_a_control_token() -> None:
-    """Some vocabularies have tokens for them that were added too."""
+    """Some vocabularies have added tokens for runs of spaces."""
     vocabulary = Tokenizer.from_str(FILES["tokenizer.json"].decode())
     vocabulary.add_tokens([AddedToken("   ", normalized=False)])
     tokenizer = ChatTokenizer(FILES | {"tokenizer.json": vocabulary.to_str().encode()})

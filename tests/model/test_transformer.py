@@ -35,7 +35,7 @@ def test_no_token_sees_a_later_one() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sequences_one_behind_the_other_do_not_see_each_other(family: str) -> None:
-    """Values and gradients of each are those that it has alone."""
+    """Values and gradients of each sequence are the same as when it is alone."""
     model, lengths = sharp(FAMILIES[family], seed=0).requires_grad_(), [9, 1, 20, 4]
     tokens = torch.randint(61, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in lengths])

@@ -1,4 +1,4 @@
-"""Checkpoints in the store: whole or not at all, whoever writes them and whenever that ends."""
+"""Checkpoints in the store are complete or absent, whoever writes them and however that ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types that several threads meet for the first time at once."""
+"""Types that several threads use for the first time at once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ with ThreadPoolExecutor(12) as pool:
 
 
 def test_threads_may_meet_a_type_at_once() -> None:
-    """In a process of its own: what this is about kills the whole process."""
+    """In a separate process, because the tested error kills the whole process."""
     ran = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", MANY], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Feedback that comes later: added once, whoever sends it, and never into the trajectory."""
+"""Later feedback: added once, however often it is sent, and never into the trajectory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run() -> Run:
 def test_feedback_is_kept_beside_its_trajectory(run: Run) -> None:
     before = run.objects.get("groups/g000001")
     assert read_feedback(run, "g000001.0") == []
-    for _ in range(2):  # whoever sent it has heard no answer, and sends it again
+    for _ in range(2):  # a sender without a reply sends it again
         add_feedback(run, "g000001.0", MERGED)
         add_feedback(run, "g000001.0", THUMB)
     assert read_feedback(run, "g000001.0") == [THUMB, MERGED]

@@ -1,4 +1,4 @@
-"""Results that processes remember together."""
+"""Results that processes share through a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in a file that grows: what a killed writer leaves, and what damage leaves."""
+"""Records in a growing file: the remains of a killed writer, and damage."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def test_every_flipped_bit_is_told_with_its_place() -> None:
         found = list(read_frames(bytes(flipped)))
         assert found[: number + 1] == [*RECORDS[:number], DamagedFrame(places[number])]
         is_size = byte - places[number] < 8
-        # of a frame whose size is not known nobody can say where the next one begins
+        # after a frame of unknown size the next one cannot be found
         assert found[number + 1 :] == ([] if is_size else list(RECORDS[number + 1 :]))

@@ -29,7 +29,7 @@ class Other:
 
 
 class Watched(Objects):
-    """Counts what a reader asks for."""
+    """Counts the requests of a reader."""
 
     def __init__(self, inner: Objects) -> None:
         super().__init__(inner._store, inner.url)
@@ -108,7 +108,7 @@ def test_a_tail_that_finds_nothing_new_looks_at_one_key() -> None:
 
 
 def test_a_long_log_is_not_asked_for_piece_by_piece() -> None:
-    """In a bucket each question is a round trip."""
+    """In a bucket each request is a round trip."""
     objects = Watched(Objects.open("memory:"))
     for n in range(50):
         notes(objects).append(Note(f"{n}"))
@@ -138,7 +138,7 @@ def test_a_reader_stops_before_a_gap() -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_records_that_are_lost_are_told_to_whoever_goes_on_from_them(place: int) -> None:
-    """But not what others have put there, nor what is written while it is looked for."""
+    """Foreign files, and segments written during the search, are not reported."""
     objects = Objects.open("memory:")
     objects.put("notes/0000000009.jsonl.bak", b"")
     objects.put("notes/9.jsonl", b"")
@@ -153,7 +153,7 @@ def test_records_that_are_lost_are_told_to_whoever_goes_on_from_them(place: int)
 
 
 class Busy(Objects):
-    """Somebody writes on just before and after every listing."""
+    """A store in which another process writes just before and after every listing."""
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         listed = []
@@ -212,7 +212,7 @@ def test_a_failed_write_keeps_the_records_for_the_next_one(monkeypatch: pytest.M
     "known", [True, False], ids=["the library tries again", "nobody tries again"]
 )
 def test_a_lost_answer_is_no_second_writer(monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
-    """The segment is there, and only nobody was told; records that came meanwhile go into the next
+    """The segment is stored, only the reply was lost; records that came meanwhile go into the next
     one."""
     objects = Objects.open("memory:")
     log, create = notes(objects, durable=False), objects.create
@@ -237,7 +237,7 @@ def test_a_lost_answer_is_no_second_writer(monkeypatch: pytest.MonkeyPatch, know
 
 
 class Late(Objects):
-    """Its listings are as late as can be, and show what others have put there."""
+    """Its listings are as stale as possible, and show foreign files."""
 
     def list(self, prefix: str, *, after: str | None = None) -> list[str]:
         return [f"{prefix}/.DS_Store", f"{prefix}/foo.tmp", f"{prefix}/0000000002.jsonl.bak"]

@@ -1,4 +1,4 @@
-"""Who did something lately: each is told to every reader once, and old news is swept."""
+"""Users with recent activity: each is reported once to every reader, and old news is swept."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_each_is_told_once_to_every_reader(objects: Objects, clock: Clock, news:
 def test_what_writers_with_other_clocks_tell_is_read(
     objects: Objects, clock: Clock, news: News
 ) -> None:
-    """Also into another ten minutes."""
+    """News of another ten-minute folder is read, too."""
     behind, ahead = Clock(), Clock()
     news.read()
     for _ in range(20):
@@ -59,7 +59,8 @@ def test_what_writers_with_other_clocks_tell_is_read(
 
 @pytest.mark.parametrize("every_s", [5.0, ALL_S, 2 * KEPT_S])
 def test_a_reader_lists_all_users_every_hour(clock: Clock, news: News, every_s: float) -> None:
-    """However often it reads: a writer that dies leaves no news, nor does a sweep."""
+    """However often it reads, because some news may be missing: that of a writer that died, or
+    swept news."""
     assert news.read() is None
     for _ in range(int(ALL_S // every_s)):
         clock.now += every_s

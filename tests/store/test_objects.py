@@ -1,5 +1,4 @@
-"""The two promises of the store: an object appears whole or not at all, and `create` has one
-winner."""
+"""The two guarantees of the store: an object appears atomically, and `create` has one winner."""
 
 from __future__ import annotations
 
@@ -110,7 +109,7 @@ def test_a_path_that_cannot_be_a_directory(tmp_path: Path) -> None:
 
 @contextmanager
 def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
-    """To the writer it looks like a full disk: the write breaks off in the middle."""
+    """To the writer this looks like a full disk: the write fails in the middle."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
@@ -164,7 +163,7 @@ for n in range(10**9):
 
 
 def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
-    """SIGKILL in the middle of a write, several times; whatever can be listed is whole."""
+    """SIGKILL in the middle of a write, several times; every listed object is complete."""
     objects = Objects.open(str(tmp_path))
     for _ in range(4):
         with subprocess.Popen(

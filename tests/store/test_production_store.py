@@ -1,4 +1,4 @@
-"""What production mode keeps: deleted users, time limits, and two who write at once."""
+"""The store of production mode: deleted users, time limits, and concurrent writers."""
 
 from __future__ import annotations
 
@@ -93,11 +93,12 @@ def test_a_deleted_user_leaves_a_tombstone_and_a_refusal(
     assert store.scan([ALICE.encode()])[1] == []
     assert len(store.scan([BOB.encode()])[1]) == 3
     assert not half_written.exists()
-    # a gateway that has not heard of it writes what was begun before: it is not there afterwards
+    # a gateway that does not know of the deletion finishes a write: the object is deleted
+    # afterwards
     store.put_turn(turn(0, 0, user=ALICE, started=clock.now))
     store.put_feedback(event(received=clock.now))
     assert store.users() == [BOB]
-    # a copy that is brought back is not read, and the sweep takes it
+    # a restored copy is not read, and the sweep deletes it
     key = f"production/users/{ALICE}/feedback/{'e' * 32}"
     store.objects.put_sealed(key, to_json(event()))
     store.objects.put_sealed(copied, copy)
@@ -155,7 +156,7 @@ def test_who_withdrew_is_not_read_any_more(store: ProductionStore) -> None:
     assert [session.user for session in store.sessions().sessions] == [ALICE]
     found = store.sessions(refused=[ALICE])
     assert not found.sessions and found.dropped == {"consent_withdrawn": 2}
-    # the newest word counts, and both are there
+    # the newest consent counts, and both are stored
     store.put_consent(Consent(subject="c" * 32, granted=True, time=4.0))
     assert not store.consents()["c" * 32].granted
     assert store.tombstones() == {} and store.tombstone(ALICE) is None
@@ -183,7 +184,7 @@ def test_a_deleted_user_is_not_in_the_news(tmp_path: Path, clock: Clock) -> None
     store.put_feedback(event(BOB))
     store.delete_user(ALICE)
     assert store.scan([ALICE.encode()])[1] == []
-    # a gateway that has not heard of it
+    # a gateway that does not know of the deletion
     store.put_turn(turn(0, 0, user=ALICE, started=900.0))
     assert store.scan([ALICE.encode()])[1] == []
     assert store.scan([BOB.encode()])[1]

@@ -1,4 +1,4 @@
-"""The rows of rollouts: read back as they were written, by anybody, and never if damaged."""
+"""The rows of rollouts: read back unchanged, by any tool, and never if damaged."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_second_writer_is_found_out() -> None:
     first, second = group_rows(GROUP)
     one.append([first])
     other.append([first])
-    one._number = 0  # as if the answer to the first had been lost: it is there, and the same
+    one._number = 0  # as if the first reply had been lost: the object is stored, and equal
     one.append([first])
     with pytest.raises(EtudeError, match="somebody else has written rollouts/0000000001.parquet"):
         one.append([second])
@@ -139,7 +139,7 @@ def test_no_flipped_bit_goes_unseen() -> None:
 
 
 def test_a_file_that_is_lost_is_told() -> None:
-    """None is written in its place, as if nothing came after it."""
+    """No file is written in its place as if nothing came after it."""
     objects = Objects.open("memory:")
     for number in range(3):
         RolloutLog(objects).append(group_rows(replace(GROUP, id=f"g{number}", slot=number)))

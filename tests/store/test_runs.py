@@ -123,7 +123,7 @@ def test_a_config_can_be_corrected_until_there_is_work(
     run.objects.put("model/config.json", b"{}")
     with monkeypatch.context() as patch:
         patch.setattr(run.objects, "put_sealed", None)
-        run.put_config(parse(TOML))  # as it is there: nothing is written
+        run.put_config(parse(TOML))  # unchanged: nothing is written
     assert run.objects.exists("model/config.json")
     run.put_config(parse(TOML, ["model.num_layers=2"]))
     assert run.config().model.num_layers == 2
@@ -144,7 +144,7 @@ def test_the_config_of_a_run_with_work_in_it_is_kept(run: Run, work: str) -> Non
 
 @pytest.mark.parametrize("work", ["checkpoint", "ledger"])
 def test_a_run_that_lost_its_config_does_not_go_on(run: Run, work: str) -> None:
-    """Whatever it was started with: the next settings need not be the same."""
+    """Its original settings are unknown, and the next ones may differ."""
     if work == "checkpoint":
         run.put_checkpoint("000001.000000", b"")
     else:
@@ -324,7 +324,7 @@ def test_a_second_writer_of_events_is_told_so(run: Run, monkeypatch: pytest.Monk
 async def test_events_that_cannot_be_stored_end_an_asyncio_process(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would go on, and look as if it were stopped."""
+    """Otherwise it would continue, and look as if it had stopped."""
     monkeypatch.setattr(telemetry, "FLUSH_S", 0.0)
     monkeypatch.setattr(run.objects, "create", lambda *_: (_ for _ in ()).throw(EtudeError("full")))
     is_told = False
@@ -349,7 +349,7 @@ RECOMPUTED = (RecomputedRow(logprobs=(-0.5, -0.25)),)
 
 
 def everything(run: Run) -> dict[str, Callable[[], object]]:
-    """One object of each kind, and how it is read."""
+    """One object of each kind, and the function that reads it."""
     run.put_config(parse(TOML))
     run.put_model_file("tokenizer.json", b'{"version": "1.0"}')
     run.ledger.append(Trained(step=1))
@@ -447,7 +447,7 @@ def test_a_file_of_others_is_no_work(run: Run) -> None:
 
 
 async def test_events_wait_for_each_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each flush is a request: between two of them an hour passes here."""
+    """Each flush is a request; here the interval is an hour."""
     monkeypatch.setattr(telemetry, "FLUSH_S", 3600.0)
     async with event_writer(run, "controller") as emit:
         emit(WeightsLive(version=1))

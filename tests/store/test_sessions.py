@@ -1,4 +1,4 @@
-"""One session out of an object of several, and verdicts beside it."""
+"""One session out of an object of several, and verdicts on it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_verdicts_of_many_at_once_are_all_kept(run: Run) -> None:
 
 
 class Busy(Objects):
-    """A store in which somebody else is quicker, so many times."""
+    """A store in which another writer is faster, this many times."""
 
     times = 0
 

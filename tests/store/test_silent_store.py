@@ -1,4 +1,4 @@
-"""A store that accepts connections and never answers: one sentence that names it, and soon."""
+"""A store that accepts connections and never answers: one error that names it, and soon."""
 
 from __future__ import annotations
 

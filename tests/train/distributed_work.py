@@ -1,4 +1,4 @@
-"""What ranks do together in tests, importable by their processes."""
+"""Work of several ranks in tests, importable by their processes."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class Curve:
     steps: list[RlStats]
     exam: float
     rows: dict[str, tuple[int, NDArray[np.float32]]]
-    """What the rank publishes, and the number of its first row."""
+    """The rows that the rank publishes, and the index of the first one."""
     state: Arrays
 
 
 def arrays(tensors: Mapping[str, Tensor]) -> Arrays:
-    """Which can go from one process to another that outlives it."""
+    """Arrays, which can be sent from a process to another that outlives it."""
     return {name: tensor.float().cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
@@ -100,7 +100,7 @@ def published(learner: Learner) -> dict[str, tuple[int, NDArray[np.float32]]]:
 
 
 def joined(curves: Sequence[Curve]) -> Arrays:
-    """What all ranks publish together."""
+    """The tensors that all ranks publish together."""
     return joined_rows([curve.rows for curve in curves])
 
 
@@ -154,7 +154,7 @@ def train(
         world.activity = f"step {step}"
         stats.append(learner.rl_step(batch(step), lr=1e-3, weight_decay=0.1, microbatch_tokens=128))
         if step == 2:
-            learner.evaluate(exam)  # which must change nothing
+            learner.evaluate(exam)  # must change nothing
     return Curve(stats, learner.evaluate(exam), published(learner), arrays(learner.state()))
 
 
@@ -168,7 +168,7 @@ CASES = (
 
 
 def train_all(world: World, steps: int, device: str = "cpu") -> dict[str, Curve]:
-    """One process group for all cases saves the time to make it."""
+    """All cases share one process group, which saves the time to create it."""
     return {
         model: train(world, model, optimizer, steps, torch.float32, device)
         for model, optimizer in CASES
@@ -204,7 +204,7 @@ def die_in_step(world: World, victim: int) -> None:
 OBJECTIVES = {
     "dense": RlObjective(kl_coef=0.1),
     "lora": RlObjective(kl_coef=0.1),
-    # both of these add up over whole rows, which no rank has
+    # both of these sum over whole rows, which no rank has
     "windowed": RlObjective(
         loss=LOSS["gspo"], clip=LOSS["gspo"].clip, correction="sequence_truncated"
     ),
@@ -212,7 +212,7 @@ OBJECTIVES = {
 
 
 def divide(world: World, sizes: Sequence[int]) -> dict[tuple[str, int], Curve]:
-    """Every row computed by so many ranks together: steps of rl, of dpo and an evaluation."""
+    """Compute every row with this many ranks together: steps of rl, of dpo and an evaluation."""
     found = {}
     for model, objective in OBJECTIVES.items():
         for size in sizes:

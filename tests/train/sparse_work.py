@@ -50,7 +50,7 @@ ADAPTER = LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "v_proj", "o_proj"))
 
 
 class Layout(NamedTuple):
-    """A model and how ranks share the work on it."""
+    """A model, and the division of its work among ranks."""
 
     model: str
     context_parallel: int = 1
@@ -63,18 +63,18 @@ class Layout(NamedTuple):
 class SparseRun:
     steps: list[RlStats]
     loss: float
-    """Of a supervised step, and of an evaluation after it."""
+    """Loss of a supervised step, and of an evaluation after it."""
     gradients: list[Arrays]
     """This rank's rows of the gradient of every parameter, step by step."""
     rows: dict[str, tuple[int, NDArray[np.float32]]]
-    """What the rank publishes in the end, what is under an adapter too, and the number of its first
-    row."""
+    """The rows that the rank publishes in the end, including those under an adapter, and the index
+    of the first one."""
     state: Arrays
     num_shares: int
 
 
 class GradientRecorder:
-    """An optimizer that keeps the gradients of each step, as they were before the clip."""
+    """An optimizer that records the gradients of each step, before they are clipped."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -91,8 +91,8 @@ class GradientRecorder:
 
 @torch.no_grad()
 def routed(step: int, model: Transformer) -> tuple[Batch, dict[str, bytes]]:
-    """A batch, and the experts that an engine used: mostly those of the model. Of the first row for
-    all tokens but the last, of the others for fewer, and of one for none."""
+    """A batch, and the experts that an engine used, mostly those of the model. The first row has
+    experts for all tokens but the last, the others for fewer, and one for none."""
     plain, rng = batch(step, rows=5), random.Random(step)
     assert model.config.experts is not None
     num_experts = model.config.experts.num_experts
@@ -134,7 +134,7 @@ def run_sparse(world: World, layout: Layout) -> SparseRun:
         stats = learner.rl_step(
             told,
             lr=1e-3,
-            microbatch_tokens=0,  # the loss that balances is one of each microbatch
+            microbatch_tokens=0,  # the load-balancing loss is one of each microbatch
             fetch_experts=objects.__getitem__,
             router_replay_min_score=0.5,
             router_balance=True,
@@ -159,7 +159,7 @@ def run_layouts(world: World, layouts: Sequence[Layout]) -> dict[Layout, SparseR
 def load(
     world: World, layout: Layout, states: Sequence[Arrays]
 ) -> dict[str, tuple[int, NDArray[np.float32]]]:
-    """What a rank publishes that goes on from the states of so many ranks."""
+    """The tensors that a rank publishes after it has loaded the states of these ranks."""
     learner = Learner(
         init_from_scratch(SPARSE[layout.model], 1),
         world,
@@ -174,6 +174,6 @@ def load(
 
 
 def whole(parts: Sequence[Arrays]) -> Arrays:
-    """What ranks hold together: the rows of each stand behind those of the rank before."""
+    """The concatenated rows of all ranks, in the order of ranks."""
     names = {name for part in parts for name in part}
     return {name: np.concatenate([part[name] for part in parts]) for name in names}

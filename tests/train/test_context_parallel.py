@@ -1,4 +1,5 @@
-"""Rows whose tokens are divided among ranks: each computes a part, and all take the step of one."""
+"""Rows whose tokens are divided among ranks: each computes a part, and all take the same step as a
+single rank."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_rank_finds_what_is_its_own(lengths: list[int], size: int, data: st.Da
 
 @given(st.integers(1, 6), st.integers(1, 5))
 def test_every_rank_has_the_same_work(size: int, chunk: int) -> None:
-    """A long row: to a token belong all before it."""
+    """A long row: each token attends to all before it."""
     sharding = ContextSharding.of([2 * size * chunk], size)
     work = {sum(place + 1 for place in sharding.places_of(rank)) for rank in range(size)}
     assert len(work) == 1
@@ -76,7 +77,7 @@ def test_every_rank_has_the_same_work(size: int, chunk: int) -> None:
 
 @dataclass
 class _Gathered:
-    """A group whose other ranks have been there before."""
+    """A group that already has the values of the other ranks."""
 
     rank: int
     whole_TX: list[Tensor]
@@ -127,7 +128,7 @@ def _by_hand(
     *,
     scale: float | None,
 ) -> tuple[Tensor]:
-    """What the kernel of the device is documented to do with these arguments."""
+    """The documented behaviour of the device's kernel with these arguments."""
     assert is_causal and not wants_mask and dropout == 0.0
     assert (longest_q, longest_k) == (int(queries.diff().max()), int(keys.diff().max()))
     assert queries.dtype == keys.dtype == torch.int32

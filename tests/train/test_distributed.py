@@ -1,4 +1,4 @@
-"""Several ranks against one: the same curve, the same weights, and an end with a name when one of
+"""Several ranks against one: the same curve, the same weights, and an error with a name when one of
 them is lost.
 
 A longer curve: ETUDE_STEPS=20 python -m pytest tests/train/test_distributed.py
@@ -47,7 +47,7 @@ def test_ranks_have_the_loss_curve_of_one(
     first, *others = request.getfixturevalue(many)
     for case, alone in one.items():
         assert len({stats.loss for stats in alone.steps}) == STEPS
-        times = 100 if case == "hybrid" else 1  # a norm makes a read of nearly nothing large
+        times = 100 if case == "hybrid" else 1  # a norm magnifies a nearly empty read
         for a, b in zip(alone.steps, first[case].steps, strict=True):
             assert b.loss == pytest.approx(a.loss, rel=times * 1e-6), case
             assert b.entropy == pytest.approx(a.entropy, rel=times * 1e-6), case
@@ -82,8 +82,8 @@ def test_what_ranks_hold_makes_up_the_whole(
 def test_another_number_of_ranks_goes_on(
     one: dict[str, Curve], four: list[dict[str, Curve]]
 ) -> None:
-    """Four ranks saved; one and two go on with the very weights, and take the same step up to the
-    order of sums."""
+    """Four ranks saved; one and two continue with the same weights, and take the same step up to
+    the order of sums."""
     case = "moe"
     states = [rank[case].state for rank in four]
     alone = distributed_work.resume(SINGLE_PROCESS, states, "moe", "muon")
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_in_a_step_is_named_by_the_others() -> None:
 def test_somebody_who_is_missing_is_not_waited_for_longer_because_others_ask_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that hangs ends some time after the first call in which somebody was missing."""
+    """A rank that hangs ends some time after the first check in which a rank was missing."""
     now, store = [0.0], dict[str, str]()
 
     class Ended:
@@ -155,7 +155,7 @@ def test_a_store_that_is_gone_was_kept_by_rank_0(
 
 
 def test_a_rank_is_waited_for_with_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store answers all ranks, and the processor is theirs."""
+    """The store serves all ranks, and they need the processor too."""
     now, asked = [0.0], []
 
     class Clock:
@@ -176,7 +176,7 @@ def test_a_rank_is_waited_for_with_pauses(monkeypatch: pytest.MonkeyPatch) -> No
     watchdog = RankLiveness(store, World(rank=0, world_size=2))  # type: ignore[arg-type]
     assert watchdog.missing_ranks() == [1]
     assert now[0] >= distributed.LIVENESS_S
-    assert len(asked) < 300  # a few times a second, of two ranks
+    assert len(asked) < 300  # a few times a second, for two ranks
 
 
 def test_a_check_that_is_closed_answers_nobody_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

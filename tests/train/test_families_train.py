@@ -1,5 +1,5 @@
-"""Every family trains: gradients are those of transformers, packed rows do not see each other, and
-a step of each optimizer moves every parameter."""
+"""Every family trains: gradients equal those of transformers, packed rows do not see each other,
+and a step of each optimizer moves every parameter."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def theirs(name: str) -> Any:
-    # A token for padding would have no gradient.
+    # A padding token would have no gradient.
     said = SHAPE | MODELS[name] | {"pad_token_id": None}
     config = transformers.AutoConfig.for_model(name.split()[0], **said)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")

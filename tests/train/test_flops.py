@@ -1,4 +1,4 @@
-"""The arithmetic of a forward pass, against what torch counts while it computes one."""
+"""The arithmetic of a forward pass, compared with torch's own count."""
 
 from __future__ import annotations
 
@@ -66,8 +66,7 @@ def test_a_forward_pass_is_what_torch_counts(shape: dict[str, object]) -> None:
     size = length - 1
     every_pair = forward_flops(config, 2 * size, 0) - 2 * forward_flops(config, size, 0)
     products = forward_flops(config, size, 10) - every_pair * (size + 1) / (2 * size)
-    # Torch does not know what its fused attention costs on a CPU; elsewhere it counts all pairs,
-    # masked or not.
+    # Torch cannot count its fused attention on a CPU; elsewhere it counts all pairs, masked or not.
     assert counter.get_total_flops() in (products, products + every_pair)
 
 
@@ -118,7 +117,7 @@ def test_to_measure_a_peak_draws_nothing_from_the_generator_of_a_run() -> None:
     [
         ((3.0, 2.0, 4.0), (4.0, 9.0, 9.0), 2.0),  # two threads: 4 s of them are 2 s
         ((3.0, 5.0, 4.0), (9.0, 9.0, 3.0), 1.5),
-        ((3.0, 5.0, 4.0), (0.0, 0.0, 0.0), 3.0),  # a clock too coarse to say
+        ((3.0, 5.0, 4.0), (0.0, 0.0, 0.0), 3.0),  # a clock that is too coarse
     ],
 )
 def test_a_measured_peak_is_of_the_best_try(
@@ -127,7 +126,7 @@ def test_a_measured_peak_is_of_the_best_try(
     best_s: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And of the time that the cores worked for this process, if that is less."""
+    """If the cores worked less than that for this process, their time counts."""
 
     def clock(start: float, spans: tuple[float, ...]) -> Iterator[float]:
         for span in spans:
@@ -146,8 +145,8 @@ def test_a_measured_peak_is_of_the_best_try(
 
 @pytest.mark.parametrize("name", ["dense", "hybrid"])
 def test_a_token_meets_every_weight_of_a_layer_once(name: str) -> None:
-    """All matrices of the model, and the memory of recurrent layers, which is read twice and
-    written once; of a hybrid one attends in the other layers."""
+    """Counts all matrices of the model, and the memory of recurrent layers, which is read twice and
+    written once; in a hybrid model the other layers attend."""
     config = MODELS[name]
     model = init_from_scratch(config, 0)
     matrices = sum(

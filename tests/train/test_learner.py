@@ -85,8 +85,7 @@ def test_the_model_computes_with_what_is_published() -> None:
 
 
 def test_steps_too_small_for_bf16_add_up() -> None:
-    """A norm's gain is 1.0, and the bf16 numbers next to it are 0.002 and more away from the middle
-    between them."""
+    """A norm's gain is 1.0, and rounding it to another bf16 number takes a change of 0.002."""
     one, name = learner(), "model.norm.weight"
     one.rl_step(batch(1), lr=1e-3)
     assert torch.equal(one.weights()[name], torch.ones(32, dtype=torch.bfloat16))
@@ -97,7 +96,7 @@ def test_steps_too_small_for_bf16_add_up() -> None:
 
 
 def test_a_learner_that_computes_in_bf16_keeps_masters_and_gradients_in_fp32() -> None:
-    """Small steps add up as ever, and so do the gradients of many microbatches."""
+    """Small steps and the gradients of many microbatches accumulate as before."""
     one, parts = (
         Learner(init_from_scratch(CONFIG, 0), compute_dtype=torch.bfloat16) for _ in range(2)
     )
@@ -214,7 +213,7 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
         decayed = masters[name] * (1 - 1e-2 * 0.1) if p.ndim == 2 else masters[name]
         # the first step: the moments are the gradient
         expected = decayed - 1e-2 * gradient / (gradient.abs() + 1e-8)
-        clear = gradient.abs() > 1e-5  # where rounding cannot turn the sign of a step
+        clear = gradient.abs() > 1e-5  # where rounding cannot change the sign of a step
         torch.testing.assert_close(
             state[f"master.{name}"].double()[clear], expected[clear], rtol=1e-3, atol=1e-4
         )
@@ -223,8 +222,8 @@ def test_a_step_is_one_adamw_step_on_the_formula() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("scale", [1e3, 1e-3])
 def test_a_gradient_is_no_longer_than_allowed(scale: float, optimizer: str) -> None:
-    """A first step hides it, since its size does not depend on the gradient's; what is remembered
-    does."""
+    """The size of a first step does not depend on the gradient, so the optimizer's state is
+    checked."""
     one = Learner(init_from_scratch(CONFIG, 0), optimizer=optimizer)
     rows = [
         replace(row, advantages=tuple(scale * adv for adv in row.advantages))
@@ -255,8 +254,8 @@ def test_the_reference_is_computed_at_the_temperature_of_the_policy() -> None:
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: str) -> None:
-    """Two segments of one attempt in different microbatches; against the sum written out, in
-    float64."""
+    """Two segments of one attempt are in different microbatches; compared with the sum written out
+    in float64."""
     rows = [
         replace(row, sample="same") if number < 2 else row
         for number, row in enumerate(batch(1).rows)
@@ -289,8 +288,8 @@ def test_a_step_adds_up_over_the_whole_batch_as_the_objective_says(aggregate: st
 
 
 def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
-    """At the kept weights the KL costs nothing; once the policy has moved it does, and pulls it
-    back."""
+    """At the snapshot's weights the KL costs nothing; once the policy has moved it does, and pulls
+    it back."""
     priced = RlObjective(kl_coef=0.5)
     free, held = learner(), learner()
     held.snapshot()
@@ -310,7 +309,7 @@ def test_the_reference_is_what_was_kept_and_survives_a_checkpoint() -> None:
     )
 
     def gap(row: Row) -> float:
-        """How far the row's log-probs are from the reference's."""
+        """Mean distance of the row's log-probs from the reference's."""
         own, kept = (token_logprobs(one.model, packed(row))[0] for one in (held, learner()))
         return (own - kept).abs().mean().item()
 

@@ -63,16 +63,16 @@ def test_the_names_in_the_config_are_those_of_the_losses() -> None:
     [
         # Ratios 2, 0.5 and 1.25; advantages 1, -2 and 4. Slope of a token: -weight x advantage.
         ("reinforce", Clip(0.2, 0.2), [-1.0, 2.0, -4.0]),
-        # 2 is above 1.2 and pushed up: silent. 0.5 is below 0.8 and pushed down: silent. 1.25 is
-        # above 1.2: silent.
+        # 2 is above 1.2 and pushed up: zero gradient. 0.5 is below 0.8 and pushed down: zero
+        # gradient. 1.25 is above 1.2: zero gradient.
         ("ppo_clip", Clip(0.2, 0.2), [0.0, 0.0, 0.0]),
         ("grpo", Clip(0.2, 0.3), [0.0, 0.0, -1.25 * 4]),
         ("dapo", Clip(0.6, 1.5), [-2.0, 1.0, -5.0]),
         ("dr_grpo", Clip(0.6, 0.2), [0.0, 1.0, 0.0]),
-        # The weight is cut to 1.2 or 0.8, and nobody is silent.
+        # The weight is cut to 1.2 or 0.8, and no token has zero gradient.
         ("cispo", Clip(0.2, 0.2), [-1.2, 1.6, -4.8]),
-        # The first row's ratio is sqrt(2 x 0.5) = 1, each of its tokens half of it: both
-        # advantages, 1 - 2, through both log-probs. The second row is one token.
+        # The first row's ratio is sqrt(2 x 0.5) = 1, half of it from each token: both advantages, 1
+        # - 2, act through both log-probs. The second row is one token.
         ("gspo", Clip(0.2, 0.3), [0.5, 0.5, -5.0]),
         ("gspo", Clip(0.2, 0.2), [0.5, 0.5, 0.0]),
     ],
@@ -119,7 +119,7 @@ def test_on_policy_all_losses_are_the_policy_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOSS)
 def test_a_weight_on_the_advantage_is_a_weight_on_the_loss(name: str) -> None:
-    """What makes a correction independent of the loss."""
+    """This makes a correction independent of the loss."""
     new, old = logs(0.5, 0.1, 0.5), logs(0.3, 0.2, 0.4)
     adv, weight = torch.tensor([1.0, -2.0, 4.0]).double(), torch.tensor([0.5, 0.0, 3.0]).double()
     function, clip = LOSS[name].function, LOSS[name].clip

@@ -1,4 +1,4 @@
-"""What the meter says about engine and trainer."""
+"""The mismatch between engine and trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from etude.train.mismatch import measure_mismatch, mismatch_stats, router_mismat
 
 
 def row(name: str, old: list[float], version: int, *regions: RegionSpan) -> Row:
-    """One token of prompt, then sampled ones with an unsampled one behind the first."""
+    """One prompt token, then sampled ones with an unsampled one after the first."""
     mask = (False, True, False, *[True] * (len(old) - 1))
     numbers = iter(old)
     logprobs = tuple(next(numbers) if said else 0.0 for said in mask)
@@ -116,8 +116,8 @@ def test_the_worst_tokens_have_their_text() -> None:
 
 
 def test_flips_are_counted_where_they_are_certain() -> None:
-    """The first token was the engine's likeliest and is not the trainer's; of the second nobody
-    knows; the third is both sides' likeliest."""
+    """The first token was the engine's likeliest and is not the trainer's; for the second it is
+    unknown; the third is the likeliest of both."""
     old = [math.log(0.6), math.log(0.4), math.log(0.9)]
     found = measure_mismatch([row("a", old, 0)], [again(old, argmax=(1, 2, 14))], step=1)
     assert found.all.argmax_flip_frac == 0.5

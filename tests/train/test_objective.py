@@ -1,4 +1,4 @@
-"""The parts of an RL step put together, each against numbers worked out by hand or by autograd in
+"""The composed parts of an RL step, each against numbers worked out by hand or by autograd in
 float64."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_the_default_by_hand() -> None:
 
 
 def test_the_default_is_one_rounding_from_the_formula_and_no_more() -> None:
-    """In fp32, to the bit: the oracle writes the formula out."""
+    """In fp32, exact to the bit: the expected value is the formula written out."""
     generator = torch.Generator().manual_seed(0)
     new, old, adv = (torch.randn(1000, generator=generator) for _ in range(3))
     plain = -(new - old).exp().clamp(max=2.0) * adv * new
@@ -63,15 +63,15 @@ def test_each_correction_weighs_the_gradient(correction: str, weights: list[int]
 
 def test_without_a_correction_the_loss_clips_the_whole_ratio() -> None:
     ppo = RlObjective(loss=LOSS["ppo_clip"], clip=Clip(0.2, 0.2), correction="none")
-    # 2 up: silent. 9 down: not clipped, its advantage is negative. 0.5 up: not clipped.
+    # 2 up: zero gradient. 9 down: not clipped, its advantage is negative. 0.5 up: not clipped.
     assert slopes(ppo) == pytest.approx([0.0, 9 * 2.0, -0.5 * 3])
     assert ppo.token_losses(NEW, OLD, ADV, ROW_N).zero_grad_N.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "grpo", "dapo", "dr_grpo", "cispo"])
 def test_behind_a_correction_no_clip_acts(name: str) -> None:
-    """One step a batch: the policy that learns is the proximal one, so only the importance weight
-    is left."""
+    """With one step for each batch the policy that learns is the proximal one, so only the
+    importance weight remains."""
     objective = RlObjective(
         loss=LOSS[name], clip=LOSS[name].clip, correction="truncated", correction_cap=3.0
     )
@@ -91,7 +91,8 @@ def test_the_kl_is_a_price_on_each_token() -> None:
 
 
 def test_the_policy_gradient_of_k1_is_the_gradient_of_the_kl() -> None:
-    """Averaged over all answers, weighted by how likely each is: exact, no sampling, in float64."""
+    """Averaged over all answers, weighted by their probability: exact, without sampling, in
+    float64."""
     generator = torch.Generator().manual_seed(1)
     logits, ref_logits = (
         torch.randn(5, generator=generator, dtype=torch.float64) for _ in range(2)
@@ -111,14 +112,14 @@ def test_the_policy_gradient_of_k1_is_the_gradient_of_the_kl() -> None:
     torch.testing.assert_close(got, expected)
 
     (in_the_loss,) = torch.autograd.grad((logp.detach().exp() * (logp - ref)).sum(), logits)
-    assert in_the_loss.abs().max() < 1e-15 < expected.abs().max()  # why it does not stand there
+    assert in_the_loss.abs().max() < 1e-15 < expected.abs().max()  # why it is not there
 
 
 @pytest.mark.parametrize("correction", ["none", *CORRECTION])
 @pytest.mark.parametrize("name", LOSS)
 def test_all_that_the_checks_admit_has_a_finite_loss_and_slope(name: str, correction: str) -> None:
-    """In float32: every engine's log-prob and advantage that passes, whatever the learner and the
-    reference say."""
+    """In float32, for every log-prob and advantage of the engine that passes the checks, whatever
+    the log-probs of learner and reference are."""
     engine = [LEAST_LOGPROB, -20.0, -1e-3, MOST_LOGPROB]
     own = [0.0, -1e-3, -20.0, LEAST_LOGPROB, -89.0, -1e4]
     adv = [LARGEST, 1.0, 0.0, -1.0, -LARGEST]

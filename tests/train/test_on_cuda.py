@@ -1,6 +1,6 @@
 """The trainer on a CUDA device: the curve of the CPU, and the same bits again after a stop.
 
-CI has no such device; `python -m pytest tests/train/test_on_cuda.py` where there is one.
+CI has no such device; run `python -m pytest tests/train/test_on_cuda.py` on a machine with one.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_it_has_the_curve_of_the_cpu() -> None:
 
 SHAPES = {
     "dense": CONFIG,
-    "wide": replace(CONFIG, head_dim=16),  # which cuDNN knows
+    "wide": replace(CONFIG, head_dim=16),  # which cuDNN supports
     "moe": replace(CONFIG, model_type="qwen3_moe", experts=EXPERTS),
     "mla": replace(
         CONFIG, model_type="deepseek_v3", latent=LATENT, experts=replace(EXPERTS, sigmoid=True)
@@ -77,8 +77,8 @@ SHAPES = {
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_bf16_it_is_near_the_cpu(shape: str, compiled: bool) -> None:
-    """The log-prob of every token and the gradient of every parameter. Experts are given: which of
-    two that are nearly as good a router takes hangs on rounding. Some are used by no token."""
+    """Checks the log-prob of every token and the gradient of every parameter. Experts are replayed,
+    because rounding decides between two that score nearly the same. Some are used by no token."""
     model = init_from_scratch(SHAPES[shape], 0).to("cuda")
     there = Learner(compile_layers(model) if compiled else model, compute_dtype=torch.bfloat16)
     here = Learner(init_from_scratch(SHAPES[shape], 0))
@@ -146,7 +146,7 @@ def test_attention_of_all_sequences_at_once_is_that_of_each(
 @pytest.mark.parametrize("keys", [2, 4])
 @pytest.mark.parametrize("kernel", ATTENTION, indirect=True)
 def test_attention_is_compiled_once_for_all_lengths(kernel: str, keys: int) -> None:
-    """And all of it may be parts of one wider tensor, as values are in a layer."""
+    """All of them may be parts of one wider tensor, as values are in a layer."""
 
     def layer(qkv: torch.Tensor, attend: CausalAttention) -> torch.Tensor:
         return attend(0, *qkv.view(-1, 4 + 2 * keys, 64).split((4, keys, keys), 1))
@@ -241,7 +241,7 @@ SERVED = ModelConfig(
 
 
 def test_compiled_code_rounds_to_fp8_from_bf16() -> None:
-    """Not from the digits that numbers had before they were rounded to it."""
+    """Compiled code does not round from the digits that numbers had before bf16."""
 
     def work(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return rounded_kv(x * y), *quantise_rows(x * y)
@@ -255,7 +255,8 @@ def test_compiled_code_rounds_to_fp8_from_bf16() -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fp8", "fp8-kv", "moe"])
 def test_a_batch_invariant_engine_and_the_trainer_agree_to_the_bit(name: str) -> None:
-    """On the same kernels, at temperatures of their own; with experts, these are replayed."""
+    """Both use the same kernels, each token at its own temperature; experts, if any, are
+    replayed."""
     config = SERVED
     if name == "moe":
         config = replace(SERVED, model_type="qwen3_moe", experts=EXPERTS)

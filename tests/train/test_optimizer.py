@@ -38,7 +38,7 @@ def test_small_singular_values_become_large_too() -> None:
 
 
 def test_muon_moves_each_matrix_by_its_own_orthogonal_momentum() -> None:
-    """The first step, with the momentum and Nesterov's look ahead written out, for every matrix as
+    """The first step, with momentum and Nesterov's look-ahead written out, for every matrix as
     files name it."""
     model = init_from_scratch(SPARSE, 0)
     masters = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -96,8 +96,7 @@ def test_a_restarted_optimizer_remembers_nothing() -> None:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-8])
 def test_adamw_is_the_one_of_torch(scale: float) -> None:
-    """Over several steps, clipped, and where gradients are as small as what keeps the divisor from
-    being 0. Only matrices decay."""
+    """Over several steps, clipped, with gradients as small as epsilon. Only matrices decay."""
     generator = torch.Generator().manual_seed(0)
     shapes = {"a.weight": (4, 3), "a.bias": (4,), "norm.weight": (3,), "experts.bias": (2, 3)}
     masters = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
@@ -129,7 +128,7 @@ def test_what_has_no_gradient_stays() -> None:
 
 def test_muon_remembers_its_momentum_and_divides_the_gradient() -> None:
     """Two steps of a matrix, written out, against one optimizer; a third that is not finite changes
-    nothing at all."""
+    nothing."""
     model = init_from_scratch(config(), 0)
     name = "model.layers.0.self_attn.o_proj.weight"
     masters = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -22,7 +22,7 @@ from etude.train.supervised import pack_pairs
 
 
 def row(length: int, number: int) -> Row:
-    """A row whose every value says which row and position it came from."""
+    """A row whose values each encode their row and position."""
     return Row(
         sample=f"s{number}",
         tokens=tuple(1000 * number + t + 1 for t in range(length)),
@@ -61,8 +61,7 @@ def test_without_a_limit_items_stay_apart_and_in_order(lengths: list[int], ranks
 
 @given(lengths, st.integers(40, 200))
 def test_there_are_no_more_microbatches_than_it_takes(lengths: list[int], limit: int) -> None:
-    """Two that would fit into one are never both there, but for the one item that is alone by
-    then."""
+    """No two microbatches would fit into one, except for the one item that is left over."""
     (bins,) = plan_microbatches(lengths, limit)
     assert len(bins) <= max(1, math.ceil(sum(lengths) / (limit - max(lengths) + 1)))
 
@@ -70,14 +69,14 @@ def test_there_are_no_more_microbatches_than_it_takes(lengths: list[int], limit:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(2, 4000), min_size=1, max_size=60), st.integers(1, 8))
 def test_microbatches_of_a_round_cost_about_the_same(lengths: list[int], ranks: int) -> None:
-    """While there is room, none costs more than the cheapest and an item."""
+    """While there is room, no microbatch costs more than the cheapest one plus an item."""
     for together in zip(*plan_microbatches(lengths, sum(lengths), ranks, COST), strict=True):
         costs = [sum(COST(lengths[index]) for index in some) for some in together]
         assert max(costs) <= min(costs) + COST(max(lengths))
 
 
 def test_attention_counts() -> None:
-    """Of rows of 4000 tokens, two cost more than four of 2000: by tokens they would be equal."""
+    """Two rows of 4000 tokens cost more than four of 2000, although they have as many tokens."""
     cost = SequenceCostModel(per_token=1.0, per_pair=1.0)
     first, second = plan_microbatches([4000, 4000, *[2000] * 8], 10**6, 2, cost)
     for own in (first, second):
@@ -103,7 +102,7 @@ def test_packing_loses_nothing_that_counts_and_pads_nothing(lengths: list[int]) 
     assert micro.old_logprobs_N.tolist() == [rows[number].logprobs[t] for number, t in counted]
     assert micro.advantages_N.tolist() == [rows[number].advantages[t] for number, t in counted]
     assert micro.weights_N.tolist() == [0.5 * number for number, _ in counted]
-    # Each is predicted from the token before it, at the position of that one, in its own sequence.
+    # Each is predicted from the token before it, at that token's position, in its own sequence.
     assert micro.tokens_T[micro.logits_indices_N].tolist() == [
         rows[number].tokens[t - 1] for number, t in counted
     ]
@@ -126,19 +125,20 @@ def test_what_stands_behind_the_last_token_that_counts_is_not_read() -> None:
         ]
     )
     assert packed.tokens_T.tolist() == [5, 7, 8] and packed.positions_T.tolist() == [0, 0, 1]
-    assert packed.targets_N.tolist() == [6, 8, 9]  # nothing stands before the first token
+    assert packed.targets_N.tolist() == [6, 8, 9]  # no token comes before the first
     assert packed.logits_indices_N.tolist() == [0, 1, 2] and packed.sequence_N.tolist() == [0, 1, 1]
     assert packed.lengths == (1, 2)
 
 
 def test_experts_of_tokens_that_are_not_read_are_left_out() -> None:
-    """Each row keeps its own: what one knows of its last tokens is not told of the next row."""
+    """Each row keeps its own experts: those of a row's last tokens are not assigned to the next
+    row."""
     rows = [
         replace(row(6, 1), mask=(False, True, True, False, False, False)),
         replace(row(5, 2), mask=(False, True, True, False, False)),
     ]
     ids = {each.sample: torch.full((len(each.tokens), 2, 1), n) for n, each in enumerate(rows, 1)}
-    del ids["s2"]  # nobody told
+    del ids["s2"]  # this row has none
     micro = pack_rollouts(
         [RolloutSequence.from_row(each, number) for number, each in enumerate(rows)],
         lambda each: ids.get(each.sample),

@@ -1,4 +1,4 @@
-"""What ranks exchange and how rows are divided among them, without processes."""
+"""Communication of ranks and division of rows among them, without processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXTS = [TokenSequence(list(range(3, 3 + size)), [True] * size) for size in (12,
 
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Rank 1 of three; what the others have is `told`."""
+    """Rank 1 of three; `told` sets the values of the others."""
 
     def all_gather(rows: list[Tensor], own: Tensor) -> None:
         for rank, row in enumerate(rows):
@@ -107,7 +107,7 @@ def test_an_error_that_is_nobodys_loss_stays_what_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [0, 1, 5, 6, 7])
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_row_is_held_by_one_rank(count: int, size: int) -> None:
-    """As torch divides a tensor."""
+    """Rows are divided as torch divides a tensor."""
     rows = list(range(count))
     held = [rows[shard_rows(count, rank, size)] for rank in range(size)]
     assert [row for part in held for row in part] == rows
@@ -142,7 +142,7 @@ def trained() -> Learner:
 
 
 def test_states_of_many_ranks_become_those_of_others() -> None:
-    """Whatever the two numbers are, and `fixed` tensors, which every rank has, are taken once."""
+    """For any two numbers of ranks; `fixed` tensors, which every rank has, are taken once."""
     learner = trained()
     whole = {name: tensor.clone() for name, tensor in learner.state().items()}
     assert {name.partition(".")[0] for name in whole} == {

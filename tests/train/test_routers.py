@@ -1,4 +1,4 @@
-"""Sparse models in the trainer: what the engine used is used again, and no expert starves."""
+"""Sparse models in the trainer: the engine's experts are replayed, and no expert starves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIGMOID = replace(
 
 
 def sampled(model: Transformer) -> tuple[Batch, dict[str, bytes]]:
-    """What an engine says and how it routed, as a batch and the objects that its rows name."""
+    """An engine's samples and its routing, as a batch and the objects that its rows name."""
     engine = Engine(model, max_num_seqs=4)
     asks = [request(str(n), [3 + n, 7, 11 + n], max_tokens=5 + 3 * n) for n in range(4)]
     for ask in asks:
@@ -68,7 +68,7 @@ def sampled(model: Transformer) -> tuple[Batch, dict[str, bytes]]:
 
 
 def served(model_config: ModelConfig, dtype: torch.dtype) -> Transformer:
-    """The published values, in the engine's precision."""
+    """A model with the published values, in the engine's precision."""
     model = sharp(model_config, 0)
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())
@@ -93,7 +93,8 @@ def test_what_the_engine_routed_is_what_the_learner_routes(model_config: ModelCo
 
 
 def test_replay_brings_a_learner_in_another_precision_near_the_engine() -> None:
-    """Every token is routed otherwise than the router would, so that this does not hang on luck."""
+    """Every token is routed differently than the router would choose, so that the test does not
+    depend on luck."""
     batch, objects = sampled(served(SPARSE, torch.bfloat16))
     without, replayed = step(SPARSE, batch, None), step(SPARSE, batch, objects)
     assert replayed.mismatch.k3 <= without.mismatch.k3
@@ -103,7 +104,7 @@ def test_replay_brings_a_learner_in_another_precision_near_the_engine() -> None:
     assert wrong.mismatch.k3 > 10 * replayed.mismatch.k3
     guarded = step(SPARSE, batch, turned, router_replay_min_score=1.0)
     assert guarded.experts_replaced_frac is not None and 0.3 < guarded.experts_replaced_frac <= 1.0
-    # as if nothing had been told
+    # as if nothing had been replayed
     assert guarded.mismatch.k3 == pytest.approx(without.mismatch.k3, rel=0.01)
 
 
@@ -166,7 +167,7 @@ TEXTS = [TokenSequence(tokens, [True] * 33) for tokens in TEXT_BT.tolist()]
 
 @torch.no_grad()
 def most_loaded(model: Transformer, routing: Routing) -> float:
-    """The load of the busiest expert over that of the average one, all layers taken together."""
+    """The load of the busiest expert divided by the average load, all layers taken together."""
     model(TEXT_BT[:, :-1], torch.arange(32).expand(8, 32), CausalAttention(), routing)
     counts = routing.chosen().flatten().bincount(minlength=6)
     return float(counts.max() / counts.float().mean())
@@ -211,8 +212,8 @@ def test_the_loss_makes_the_load_even() -> None:
 
 
 def test_the_balance_of_a_batch_is_the_mean_over_its_tokens() -> None:
-    """However it is cut: each microbatch has the weight of its tokens, and an unrewarded batch has
-    no other loss."""
+    """The division does not matter: each microbatch has the weight of its tokens, and an unrewarded
+    batch has no other loss."""
     sizes = (5, 25)
     rows = [
         Row(
@@ -237,7 +238,7 @@ def test_the_balance_of_a_batch_is_the_mean_over_its_tokens() -> None:
 
 
 def test_the_balance_of_a_text_is_the_mean_over_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 0)  # each is a microbatch
+    monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 0)  # each text is a microbatch
     texts = [TokenSequence(TEXT_BT[0, :9].tolist(), [True] * 9), TEXTS[2]]
 
     def price(texts: list[TokenSequence]) -> float:
@@ -257,7 +258,7 @@ def test_the_balance_of_a_text_is_the_mean_over_its_tokens(monkeypatch: pytest.M
 
 
 def test_a_microbatch_without_loss_tokens_only_keeps_company() -> None:
-    """It is of a rank that has no work left; what it routes counts for nothing."""
+    """It belongs to a rank without work; its routing counts for nothing."""
     batch, objects = sampled(served(SPARSE, torch.float32))
     model = served(SPARSE, torch.float32)
     row = replace(batch.rows[0], mask=(False,) * len(batch.rows[0].tokens))

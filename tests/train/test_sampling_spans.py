@@ -1,5 +1,5 @@
-"""The trainer recomputes every token at the temperature that it was drawn at, whatever its stage
-says."""
+"""The trainer recomputes every token at its sampling temperature, whatever the temperature of its
+stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def at(temperature: float, count: int) -> SamplingSpan:
 
 
 def session(engine: Engine, *temperatures: float, seed: int) -> Trajectory:
-    """One turn at each temperature; between two turns a tool answers."""
+    """One turn at each temperature; a tool answers between two turns."""
     context, tokens, mask, logprobs, spans, versions = PROMPT, [], [], [], [], []
     for number, temperature in enumerate(temperatures):
         if number:
@@ -91,7 +91,7 @@ def without_sampling(batch: Batch) -> Batch:
 def test_a_harness_with_a_temperature_of_its_own_has_ratio_1_at_lag_0(
     temperatures: tuple[float, ...], microbatch_tokens: int
 ) -> None:
-    """To the bit, in batch-invariant arithmetic; the stage's own temperature is another one."""
+    """Exact to the bit, in batch-invariant arithmetic; the stage's own temperature differs."""
     one = learner()
     lesson = batch(one, *temperatures)
     stats = one.rl_step(lesson, lr=1e-4, temperature=0.8, microbatch_tokens=microbatch_tokens)
@@ -108,7 +108,7 @@ def test_the_ratio_is_wrong_where_nobody_says_how_it_was_sampled() -> None:
 
 
 def test_rows_that_do_not_say_take_the_stages_temperature_with_the_same_bits() -> None:
-    """Also beside rows of other temperatures, and where the head takes its tokens in parts."""
+    """Holds next to rows of other temperatures, and if the head takes its tokens in chunks."""
 
     def step(lesson: Batch) -> tuple[RlStats, dict[str, torch.Tensor]]:
         one = learner()
@@ -135,7 +135,7 @@ def test_the_bits_are_those_of_one_division_for_all() -> None:
 
 
 def mixed_rows() -> list[Row]:
-    """Two rows of two turns each, with numbers of their own at every place."""
+    """Two rows of two turns each, with different numbers at every position."""
     rows = []
     for number, temperatures in enumerate([(0.5, 2.0), (1.0, 0.7)]):
         tokens = tuple((7 * place + number) % 61 for place in range(9))
@@ -155,7 +155,7 @@ def mixed_rows() -> list[Row]:
 
 
 def expected_logprobs(row: Row, model: torch.nn.Module) -> list[float]:
-    """Token by token, each at its own temperature."""
+    """Log-probs token by token, each at its own temperature."""
     temperatures = [span.params.temperature for span in row.sampling for _ in range(span.count)]
     places = [place for place, sampled in enumerate(row.mask) if sampled]
     return [

@@ -1,5 +1,5 @@
-"""How long a step lasts when ranks share it: against every way to cut it, and examples that a
-person can check."""
+"""Duration of a step when ranks share it: against every possible division, and examples that can be
+checked by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lasts(lengths: list[int], limit: int, ranks: int, cost: SequenceCostModel) -
 
 
 def best(lengths: list[int], ranks: int, cost: SequenceCostModel) -> float:
-    """Of all ways to share the items out, one microbatch for each rank."""
+    """The best of all divisions of the items, one microbatch for each rank."""
     ways = product(range(ranks), repeat=len(lengths))
     return min(
         max(
@@ -40,8 +40,8 @@ def best(lengths: list[int], ranks: int, cost: SequenceCostModel) -> float:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=6), st.integers(2, 4))
 def test_a_step_lasts_hardly_longer_than_it_must(lengths: list[int], ranks: int) -> None:
-    """Graham, 1969: the costliest first, each to whoever has least, is at most a third from the
-    best."""
+    """Graham, 1969: assigning the costliest first, each to the rank with the least, is at most a
+    third worse than the best."""
     bound = 4 / 3 - 1 / (3 * ranks)
     assert lasts(lengths, sum(lengths), ranks, COST) <= bound * best(lengths, ranks, COST) * (
         1 + 1e-9

@@ -1,5 +1,5 @@
-"""Sparse models whose rows, experts or both are divided among ranks: these take the step of one,
-and route as one."""
+"""Sparse models whose rows, experts or both are divided among ranks: the ranks take the same step
+as a single rank, with the same routing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def name_of(layout: Layout) -> str:
 
 @cache
 def alone(layout: Layout) -> SparseRun:
-    """The same by one rank."""
+    """The same layout on one rank."""
     return run_sparse(SINGLE_PROCESS, layout._replace(context_parallel=1, expert_parallel=1))
 
 
@@ -82,7 +82,7 @@ def test_ranks_publish_what_one_does(four: list[dict[Layout, SparseRun]], layout
     union = joined_rows([rank[layout].rows for rank in four])
     assert union.keys() == one.rows.keys()
     for name, (_, rows) in one.rows.items():
-        if name.endswith("correction_bias"):  # every rank has the whole of it
+        if name.endswith("correction_bias"):  # every rank has all of it
             for rank in four:
                 assert rows.any() and np.array_equal(rank[layout].rows[name][1], rows)
         else:

@@ -62,7 +62,7 @@ def documents(count: int = 12) -> list[list[int]]:
 
 
 def sessions(count: int, seed: int) -> list[Demonstration]:
-    """The assistant says what the user said."""
+    """Sessions in which the assistant repeats the user's words."""
     rng = random.Random(seed)
     words = [[rng.randrange(1, 16) for _ in range(rng.randint(1, 3))] for _ in range(count)]
     return [
@@ -136,7 +136,8 @@ def test_midtrain_goes_on_to_the_bit(kill: int) -> None:
 
 
 def test_documents_that_share_a_row_do_not_see_each_other() -> None:
-    """What a row says of a document is what the document says alone, wherever it stands."""
+    """The log-probs of a document within a row equal those of the document alone, at any
+    position."""
     model = init_from_scratch(CONFIG, 0)
     docs = [[3, 7, 7, 2, EOS], [5, 1, EOS], [9, 9, 4, EOS]]
     row = np.array([[token for doc in docs for token in doc]])
@@ -153,7 +154,7 @@ def test_documents_that_share_a_row_do_not_see_each_other() -> None:
 
 
 def preferences(count: int) -> list[tuple[Demonstration, Demonstration]]:
-    """Of two answers to a word, the one that repeats it is the better one."""
+    """Pairs of answers to a word, in which the answer that repeats it is the better one."""
     rng = random.Random(2)
     pairs = []
     for good, _ in sessions(count, 5):
@@ -263,7 +264,7 @@ def test_since_best() -> None:
 
 def test_sft_stops_by_its_rule_with_the_best_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out losses from a script: the second epoch is the best, and two more without progress
-    end it."""
+    end the stage."""
     one = learner()
     script = iter([2.0, 1.0, 1.5, 1.0, 0.1])
     best: list[dict[str, Tensor]] = []
@@ -297,8 +298,8 @@ def test_sft_with_a_rate_that_hurts_ends_with_its_best_weights() -> None:
 
 
 def test_sft_stops_early_when_what_it_imitates_is_not_what_it_is_examined_on() -> None:
-    """Every demonstration says one thing and every held-back session another, so each epoch makes
-    the exam worse."""
+    """Every demonstration has one answer and every held-out session another, so each epoch makes
+    the held-out loss worse."""
     one = learner()
     seen: list[SupervisedStepReport] = []
     imitated, examined = (
@@ -333,7 +334,7 @@ def test_sft_uses_every_demonstration_once_an_epoch(monkeypatch: pytest.MonkeyPa
 
 
 def test_sft_takes_no_step_without_a_session() -> None:
-    """However few tokens a step may have."""
+    """Holds however few tokens a step may have."""
     session = [5, 6, 7, 8] * 5, [False] * 10 + [True] * 10
     seen: list[SupervisedStepReport] = []
     sft(

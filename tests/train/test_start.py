@@ -1,4 +1,4 @@
-"""The model that a run starts from."""
+"""The initial model of a run."""
 
 from __future__ import annotations
 

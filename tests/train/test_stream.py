@@ -1,5 +1,5 @@
-"""Which tokens a row holds: every document once a pass, the same in any pieces, sources in their
-proportion."""
+"""The tokens of a row: every document once a pass, the same in any division, sources in proportion
+to their weights."""
 
 from __future__ import annotations
 

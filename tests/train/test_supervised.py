@@ -1,5 +1,5 @@
-"""The losses of the supervised stages against numbers worked out in float64, gradients by autograd
-included."""
+"""The losses of the supervised stages against numbers worked out in float64, including gradients by
+autograd."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_counts() -> None:
 
 
 def test_a_pair_that_nobody_judged_is_seen_from_nowhere() -> None:
-    """As if the reference found both answers certain."""
+    """Equivalent to a reference with probability 1 for both answers."""
     texts = TokenSequence(*CHOSEN[0]), TokenSequence(*REJECTED[0])
     told = pack_pairs([PreferencePair(*texts), PreferencePair(*texts, (0.0, 0.0))]).reference_B2
     assert told.tolist() == [[0.0, 0.0], [0.0, 0.0]]

@@ -1,4 +1,4 @@
-"""What a teacher says of the student's tokens, against loops and exact sums in float64."""
+"""Advantages from a teacher for the student's tokens, against loops and exact sums in float64."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def next_logprobs(model: Transformer, context: tuple[int, ...]) -> Tensor:
 
 
 def sampled(seed: int, prompts: list[tuple[int, ...]], size: int, model: Transformer) -> list[Row]:
-    """What a student says to each prompt: `size` tokens, drawn at temperature 1."""
+    """A student's answers to the prompts: `size` tokens each, sampled at temperature 1."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, prompt in enumerate(prompts):
@@ -80,7 +80,7 @@ def test_every_token_is_judged_in_its_own_context(microbatch_tokens: int) -> Non
 
 
 def test_its_gradient_is_that_of_the_reverse_kl_also_if_an_older_student_spoke() -> None:
-    """Summed over all tokens that the older one might have said, with their probability."""
+    """Summed over all tokens that the older student might have sampled, with their probability."""
     generator = torch.Generator().manual_seed(0)
     logits, older, teacher = (
         torch.randn(9, generator=generator, dtype=torch.float64) for _ in range(3)

@@ -1,5 +1,5 @@
-"""What a step or a stage is told reaches the place it is meant for: rates, decay, temperatures,
-weights of a mean."""
+"""Arguments of a step or a stage reach the code that uses them: rates, decay, temperatures, weights
+of a mean."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_a_step_tells_of_its_batch() -> None:
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each text is a microbatch of its own."""
+    """Each text is its own microbatch."""
     monkeypatch.setitem(MICROBATCH_TOKENS, "cpu", 0)
 
 
@@ -127,7 +127,7 @@ def test_the_loss_that_balances_counts_by_tokens_in_a_supervised_step(
 
 @pytest.mark.parametrize("kind", ["supervised", "rl"])
 def test_decay_pulls_matrices_and_leaves_gains(kind: str) -> None:
-    """On equal gradients: what the decayed learner has less is lr x decay of what it had."""
+    """With equal gradients, the decayed learner has lost exactly lr x decay of its weights."""
     ends = []
     for decay in (0.0, 0.5):
         one = learner()
@@ -202,7 +202,7 @@ def test_a_rate_without_steps_to_fall_over() -> None:
 
 
 class Noted:
-    """Steps that are not taken, with what they were told."""
+    """Records supervised steps and their arguments without taking them."""
 
     def __init__(self, one: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
         self.items: list[list[Any]] = []
@@ -288,7 +288,7 @@ def test_dpo_hands_on_rate_and_what_an_answer_is_worth(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("length_normalised", [False, True])
 def test_the_reference_of_dpo_is_worth_what_the_answers_are(length_normalised: bool) -> None:
-    """At the first step nothing has moved: whatever an answer is worth, no pair is preferred."""
+    """At the first step nothing has moved: however an answer is scored, no pair is preferred."""
     seen: list[float] = []
     dpo(
         small_learner(),

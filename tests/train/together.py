@@ -1,4 +1,4 @@
-"""Functions run by several ranks at once, each in a process of its own on this machine."""
+"""Functions that several ranks run at once, each in its own process on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _context.set_forkserver_preload(
 def together(
     size: int, work: Callable[..., R], *arguments: Any, timeout_s: float = 30.0
 ) -> list[R | str]:
-    """`work(world, *arguments)` on every rank: what each returned, or as a string how it ended."""
+    """Run `work(world, *arguments)` on every rank; return each result, or a string that states how
+    the rank ended."""
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(size):

@@ -1,5 +1,5 @@
-"""Trainers that live in processes of their own and are killed there, on a run that is nothing but
-its trainer."""
+"""Trainers that run in their own processes and are killed there, on a run that consists of nothing
+but its trainer."""
 
 from __future__ import annotations
 
@@ -73,17 +73,17 @@ max_lag = 0
 teacher = "HERE/teacher"
 """,
 }
-"""Each stage alone, with so many steps, and what it learns from in HERE."""
+"""Each stage alone, with this many steps, and its data in HERE."""
 
-# One process loads torch, and lives are forked from it. A life apart is started anew: it shares no
-# random state, no order of sets and no memory with the others, so what depends on one of these
-# shows.
+# One process loads torch, and trainers are forked from it. A trainer started with `apart` is a new
+# process: it shares no random state, set order or memory with the others, so a dependence on one of
+# these shows.
 _forked, _apart = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
 _forked.set_forkserver_preload(["torch._dynamo", "etude.trainer.trainer", "tests.trainer.lives"])
 
 
 def prepared(directory: Path, kind: str) -> Run:
-    """Runs whose directories lie side by side learn from the same files."""
+    """Prepare a run; runs in neighbouring directories learn from the same files."""
     run, files, data = Run.open(f"file:{directory}"), small_files(), directory.parent / "data"
     data.mkdir(exist_ok=True)
     asks = [{"role": "user", "content": f"edit {number}"} for number in range(12)]
@@ -138,10 +138,10 @@ def live(
     ranks: int = 1,
     meeting: Path | None = None,
 ) -> None:
-    """Trains until the end, or until it is killed at a step: in the middle of it (`step`), when it
-    is told (`told`), or just before or after the checkpoint with that number is committed
-    (`uncommitted`, `committed`), which happens in the background. Otherwise as
-    `etude.trainer.trainer` does it."""
+    """Train until the end, or until killed at a step: in the middle of it (`step`), when it is
+    reported (`told`), or just before or after the checkpoint with that number is committed
+    (`uncommitted`, `committed`), which happens in the background. Otherwise like
+    `etude.trainer.trainer`."""
     import torch
 
     from etude.train import distributed as ranks_module
@@ -184,8 +184,8 @@ def live(
         run.objects.put(f"last words/{rank}", str(e).encode())
         os._exit(2)
     if ranks > 1:
-        # All is saved and published. A thread of gloo that lets go of a tensor while the
-        # interpreter is taken down aborts the process, which is not what is tested.
+        # Everything is saved and published. A gloo thread that frees a tensor during interpreter
+        # shutdown aborts the process, which is not what is tested.
         os._exit(0)
 
 
@@ -194,7 +194,7 @@ class Stopped(Exception):
 
 
 def live_briefly(run: Run, config: RunConfig, steps: int, device: str = "cpu") -> None:
-    """A life in this process, and its end after so many steps."""
+    """Train in this process, and stop after this many steps."""
     import torch
 
     from etude.trainer.trainer import Trainer
@@ -220,7 +220,7 @@ def live_briefly(run: Run, config: RunConfig, steps: int, device: str = "cpu") -
 def spawn(
     run: Run, die_at: int | None = None, place: str = "told", *, apart: bool = False
 ) -> int | None:
-    """One life; how it ended."""
+    """Run one trainer process; return its exit code."""
     process = (_apart if apart else _forked).Process(
         target=live, args=(run.objects.url, die_at, place)
     )
@@ -232,8 +232,8 @@ def spawn(
 def spawn_ranks(
     run: Run, meeting: Path, ranks: int, die_at: int | None = None, *, apart: bool = False
 ) -> list[int | None]:
-    """The life of several ranks, of which the last may die in the middle of a step; how each
-    ended."""
+    """Run several ranks, the last of which may die in the middle of a step; return their exit
+    codes."""
     processes = []
     for rank in range(ranks):
         death = die_at if rank == ranks - 1 else None
@@ -246,8 +246,8 @@ def spawn_ranks(
 
 
 def fingerprint(run: Run) -> str:
-    """SHA-256 of all that the run has come to: weights, optimizer, cursor, lineage and what is
-    published. Not of the code's version: somebody may commit while lives are lived."""
+    """SHA-256 of the result of a run: weights, optimizer, cursor, lineage and published versions.
+    The code's version is left out, since commits may happen during the test."""
     checkpoint, newest = read(run, run.checkpoints()[-1]), find_newest(run.objects)
     assert newest is not None
     lineage = tuple(replace(origin, code="") for origin in checkpoint.lineage)
@@ -256,6 +256,6 @@ def fingerprint(run: Run) -> str:
 
 
 def of_version_1(made: Batch) -> Batch:
-    """With tokens of version 1, and beginning with it."""
+    """The batch with tokens of version 1, beginning with it."""
     rows = [replace(row, versions=version_spans([1] * sum(row.mask))) for row in made.rows]
     return replace(made, rows=tuple(rows), oldest=1, base=1)

@@ -1,4 +1,4 @@
-"""Stages that train an adapter: what is published, resumed, collected and exported of them."""
+"""Stages that train an adapter: publication, resumption, collection and export."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_is_published_of_an_adapter_and_how_it_resumes(tmp_path: Path) -> N
     assert any(newest[name].any() for name in newest.keys() - base.keys() if "lora_B" in name)
     follower = Follower(chain)
     assert all(follower.fetch(v).keys() == (newest if v > 1 else base).keys() for v in (3, 0, 4, 2))
-    # killed in the middle, and gone on from the checkpoint, which has the adapter alone
+    # killed in the middle, and resumed from the checkpoint, which has only the adapter
     other, _ = open_run(tmp_path, "other", "trainer.lora.from_stage=rl")
     with pytest.raises(KeyboardInterrupt):
         train(other, config, until=3)
@@ -128,7 +128,7 @@ def test_a_run_of_an_adapter_from_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("adapter", ["from_stage=first", "from_stage=rl"])
 def test_a_stage_that_is_taken_back_whole_starts_anew(tmp_path: Path, adapter: str) -> None:
-    """Version 2 is refused, and 3 is made from the last one of the stage before: weights,
+    """Version 2 is refused, and 3 is made from the last one of the previous stage: weights,
     optimizer, reference and lineage are those of a stage that has just begun."""
     settings = (f"trainer.lora.{adapter}", "stage.rl.warmup_steps=0")
     back = of_version_1(batch(3))

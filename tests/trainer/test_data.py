@@ -1,5 +1,5 @@
-"""Sessions and preference pairs as tokens: what counts, under any chat template, and what is
-refused."""
+"""Sessions and preference pairs as tokens: the tokens that the loss counts, under any chat
+template, and the inputs that are refused."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ SESSION: list[dict[str, Any]] = [
     {"role": "assistant", "content": "submit"},
 ]
 
-# A line break after the end of a turn, which the model does not say. (SmolLM2, Qwen)
+# A line break after the end of a turn, which the model does not generate. (SmolLM2, Qwen)
 BREAKS = """\
 {% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token + '\\n' }}{% endfor %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
-# Shows what the assistant thought only in its last turn. (Qwen3)
+# Shows the assistant's reasoning only in its last turn. (Qwen3)
 FORGETS = """\
 {% for m in messages %}{% set c = m.content %}
 {%- if m.role == 'assistant' and not loop.last %}{% set c = c.split('/')[-1] %}{% endif %}
 {{- '<|' + m.role + '|>' + c + eos_token }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-# Opens the answer with words that the whole conversation does not show.
+# Opens the answer with words that the whole conversation does not contain.
 OPENS = """\
 {% for m in messages %}{{ '<|' + m.role + '|>' + m.content + eos_token }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>think{% endif %}"""
@@ -145,7 +145,7 @@ def test_sessions_from_files_and_those_held_back(tmp_path: Path) -> None:
 def test_some_sessions_are_shown_whatever_their_digests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data, "HELDOUT_ONE_IN", 1)  # every digest is among the held-out ones
+    monkeypatch.setattr(data, "HELDOUT_ONE_IN", 1)  # every digest is a held-out one
     path = write(tmp_path / "a.jsonl", session(1), session(2), session(3))
     found = read_sessions(path, TOKENIZER, 256, "error")
     assert (len(found.train), len(found.heldout)) == (1, 2)

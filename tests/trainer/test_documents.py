@@ -1,4 +1,4 @@
-"""From sources to tokens: once, mapped into memory, and what is held out stays out."""
+"""From sources to tokens: tokenized once, memory-mapped, and held-out documents stay out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_sources_with_weights_are_read_once(
     assert len(corpus.heldout.ends_D) == 0
 
     with monkeypatch.context() as patch:
-        patch.setattr("etude.tasks.sources.texts", None)  # nobody reads the files again
+        patch.setattr("etude.tasks.sources.texts", None)  # the files are not read again
         assert read_corpus(stage(told), FILES, 0).about == corpus.about
     write(tmp_path / "a.jsonl", ["one", "two", "three"])
     assert read_corpus(stage(told), FILES, 0).about != corpus.about
@@ -101,7 +101,7 @@ def test_of_two_that_write_the_same_tokens_either_wins(
 def test_a_share_is_held_out_by_content(tmp_path: Path) -> None:
     texts = [f"text {number}" for number in range(200)]
     write(tmp_path / "a.jsonl", texts)
-    write(tmp_path / "b.jsonl", texts[:100])  # copies: held out here as there
+    write(tmp_path / "b.jsonl", texts[:100])  # copies: held out in both files
     told = (
         f'heldout_frac = 0.2\nsources = [{{path = "{tmp_path}/a.jsonl"}}, {{path = '
         f'"{tmp_path}/b.jsonl"}}]'
@@ -167,5 +167,5 @@ def test_the_order_of_what_is_held_out_makes_no_other_rule(tmp_path: Path) -> No
         write(tmp_path / "exam.jsonl", texts)
         assert said(read_corpus(told, FILES, 0).sources[0][0]) == ["one"]
         found.append({path.name for path in documents.cache().iterdir()})
-    # the tokens of the source are found again, and only the exam is a new file
+    # the tokens of the source are found again, and only the held-out file is new
     assert len(found[0]) == 2 and len(found[1] - found[0]) == 1

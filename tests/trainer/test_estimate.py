@@ -1,4 +1,4 @@
-"""What a run is said to take, against what its trainer counts."""
+"""The estimated cost of a run, against the counts of its trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROW = Row(
     advantages=(0.0,) * 65,
     versions=(),
 )
-"""Of 64 tokens that are learnt."""
+"""Row of 64 tokens that are learnt."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,8 @@ def test_a_step_takes_what_its_arithmetic_takes() -> None:
 
 
 def test_pairs_are_read_once_more_by_the_weights_they_are_compared_with(tmp_path: Path) -> None:
-    """Files of 4 characters a token; a backward pass costs two forward ones, and the reference has
-    none."""
+    """Files have 4 characters per token; a backward pass costs two forward ones, and the reference
+    has none."""
     (tmp_path / "a.jsonl").write_bytes(b"x" * 4 * 64 * 7)
     (tmp_path / "b.jsonl").write_bytes(b"x" * 4 * 64 * 3)
     text = f'name = "a"\n[[stage]]\nkind = "dpo"\nepochs = 2\npath = "{tmp_path}/*.jsonl"\n'
@@ -104,7 +104,7 @@ def test_memory_is_that_of_the_tensors_which_a_pass_keeps() -> None:
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage  # held, or another would get its place
+            kept[storage.data_ptr()] = storage  # held, or its address would be reused
         return tensor
 
     def foreseen(*overrides: str) -> int:
@@ -116,7 +116,7 @@ def test_memory_is_that_of_the_tensors_which_a_pass_keeps() -> None:
     counted = sum(storage.nbytes() for storage in kept.values())
     logits = 1024 * shape.vocab_size * LOGITS_BYTES
     assert foreseen() - logits == pytest.approx(counted, rel=0.25)
-    # a session is never cut
+    # a session is never split
     assert foreseen("stage.rl.microbatch_tokens=1") <= foreseen("stage.rl.microbatch_tokens=256")
     assert foreseen("stage.rl.microbatch_tokens=4096") > 3 * foreseen()
 

@@ -1,5 +1,4 @@
-"""SIGKILL at a step, and the next life ends with the SHA-256 of a run that was never killed, in
-another process.
+"""After SIGKILL at a step, the next process ends with the SHA-256 of a run that was never killed.
 
 Every step of every stage, which takes some minutes:
 

@@ -1,5 +1,5 @@
-"""A whole lineage in one process, from files: text, sessions, preferences; and killed after any
-checkpoint it ends with the same bits."""
+"""A whole lineage in one process, from files: text, sessions, preferences. If it is killed after
+any checkpoint, it ends with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From one stage of a run to the next: what is checked, what is left behind, what is said."""
+"""Transitions from one stage of a run to the next: checks, reset state, and events."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_loop_says_how_far_it_was(run: Run) -> None:
 
 
 class AtTheBarrier(Exception):
-    """Before any rank goes on."""
+    """Raised before any rank continues."""
 
 
 class Watched(World):

@@ -1,4 +1,4 @@
-"""Ranks that are processes publish together, over gloo."""
+"""Ranks in separate processes publish together, over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that begins with an older version: what was refused since leaves no trace."""
+"""A step that begins with an older version: refused versions leave no trace."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(run: Run, steps: int) -> None:
 
 
 def test_what_was_refused_is_not_built_on() -> None:
-    """Versions 2 and 3 are refused; 4 is made from 1, as if they had never been."""
+    """Versions 2 and 3 are refused; 4 is made from 1, as if they had never existed."""
     back = of_version_1(batch(4))
     refused = run_with(batch(1), batch(2), of_version_1(batch(3)), back, steps=4)
     plain = run_with(batch(1), replace(back, base=None), steps=2)
@@ -71,7 +71,7 @@ production = "production.toml"
 
 
 def test_users_may_go_back_to_the_version_before_the_live_one() -> None:
-    """Version 2 went live, 3 and 4 were made from it and refused; then 2 is taken back."""
+    """Version 2 went live, 3 and 4 were made from it and refused; then 2 is withdrawn."""
     of_version_2 = replace(batch(4), oldest=1, base=2)
     batches = (batch(1), batch(2), batch(3), of_version_2, of_version_1(batch(5)))
     run = Run.open("memory:")
@@ -105,7 +105,7 @@ def test_updates_are_in_the_order_of_their_steps() -> None:
 
 
 def test_nothing_of_a_user_who_is_deleted_during_a_step_stays() -> None:
-    """What the trainer found for each token is nearly what the user said."""
+    """The trainer's values for each token nearly reveal the user's text."""
     run = Run.open("memory:")
     store_files(run, small_files())
     user, other = USER, "b" * 32
@@ -127,8 +127,9 @@ def test_nothing_of_a_user_who_is_deleted_during_a_step_stays() -> None:
 
 
 def read_by_rank(world: World, store: str) -> tuple[list[str], str]:
-    """The samples that a rank learns from, and what its lineage says of the batch. Before the
-    second rank has read it for the first time, and after the first rank has, a user is deleted."""
+    """The samples that a rank learns from, and the description of the batch in its lineage. A user
+    is deleted after the first rank has read the batch, and before the second reads it for the first
+    time."""
 
     class Deleting(Run):
         is_deleted = False

@@ -1,5 +1,5 @@
-"""What stands around a step of rl: a batch that is refused, an objective from a config, an event
-that says it all."""
+"""The code around an RL step: a batch that is refused, an objective from a config, an event with
+all metrics."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_loss_brings_what_it_goes_with_and_the_config_has_the_last_word() -> N
 
 
 def of(losses: str, *parts: str) -> str:
-    """A file with a loss."""
+    """The source of a file with a loss."""
     given = ", ".join(
         [f"function=lambda tokens, clip: (lambda logp: {losses})(tokens.logp_N)", *parts]
     )

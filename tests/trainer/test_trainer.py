@@ -1,4 +1,4 @@
-"""The trainer as a lineage: where it starts, and what it says of the versions that it makes."""
+"""The trainer as a lineage: its initial model, and its events about the versions that it makes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_model_directory_is_needed_once(
 
 
 class Second(World):
-    """A rank among others, of which the first has spoken last."""
+    """A second rank, which receives the value of the first."""
 
     def __init__(self, heard: float) -> None:
         super().__init__(rank=1)
@@ -92,7 +92,7 @@ class Second(World):
 def test_the_first_rank_decides_when_a_checkpoint_is_due(
     due: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clocks differ: two ranks that asked their own would now and then save after different
+    """Clocks differ: two ranks that each used their own would sometimes save after different
     steps."""
     run, files = Run.open("memory:"), small_files()
     store_files(run, files)
@@ -168,7 +168,7 @@ def test_the_program_trains_as_the_rank_that_it_is(
 
 
 class Told:
-    """What a stage sees of a trainer, in the middle of its third step."""
+    """A stand-in for a trainer, in the middle of its third step."""
 
     def __init__(self, toml: str) -> None:
         self.config = parse(toml)

@@ -1,4 +1,4 @@
-"""What is checked before a run starts anything."""
+"""Checks before a run starts anything."""
 
 from __future__ import annotations
 

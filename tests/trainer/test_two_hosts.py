@@ -1,5 +1,5 @@
-"""A trainer on two hosts by torchrun: two network namespaces that only a cable joins, so that
-nothing of it goes by the loopback. One is killed; the run goes on with one, then with two again
+"""A trainer on two hosts by torchrun: two network namespaces joined only by a virtual cable, so
+that no traffic uses the loopback. One is killed; the run continues with one, then with two again
 (`make test-hosts`, as root)."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1800)]
 
 
 class Host:
-    """A network namespace with one interface, and what runs in it."""
+    """A network namespace with one interface, and the processes in it."""
 
     def __init__(self, number: int) -> None:
         self.name = f"etude{os.getpid()}h{number}"
@@ -50,7 +50,7 @@ class Host:
             *("ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "100"),
             *("--rdzv-backend", "c10d", "--rdzv-id", "tiny", "--rdzv-endpoint", rendezvous),
-            # names of machines mean nothing in here
+            # host names do not resolve in here
             *("--rdzv-conf", f"is_host={rendezvous.startswith(self.address)}"),
             *("--local-addr", self.address, "-m", "etude.trainer.trainer", "--store", store),
         )
@@ -60,7 +60,7 @@ class Host:
             subprocess.Popen(argv, stdout=out, stderr=out, env=os.environ | own)
 
     def worlds(self) -> list[int]:
-        """How many ranks each trainer process here believes there are."""
+        """The number of ranks according to each trainer process on this host."""
         found = []
         for pid in ip("netns", "pids", self.name).split():
             try:
@@ -129,7 +129,7 @@ def test_a_host_is_killed_and_returns(
         return max((each.step for each in events if isinstance(each, StepDone)), default=0)
 
     def wait_until_trained_by(ranks: int) -> None:
-        """A step more was taken by so many."""
+        """Wait until one more step was taken by this many ranks."""
         began = None
         while True:
             worlds = [world for host in hosts for world in host.worlds()]

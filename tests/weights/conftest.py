@@ -16,7 +16,7 @@ import pytest
 
 
 def free_port() -> int:
-    """SeaweedFS listens 10,000 above, too."""
+    """A free port; SeaweedFS also listens 10,000 above it."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -65,7 +65,7 @@ def make_bucket(port: int, log: Path) -> None:
 
 
 def reached_by(port: int, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The bucket's URL; whoever opens it goes through this port."""
+    """The bucket's URL; after this call it is accessed through this port."""
     settings = {
         "AWS_ENDPOINT": f"http://127.0.0.1:{port}", "AWS_ALLOW_HTTP": "true",
         "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any",

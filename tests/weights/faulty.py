@@ -1,5 +1,5 @@
-"""Stores that misbehave as stores do: late listings, bad moments, lost answers, damaged downloads,
-a power cut."""
+"""Stores that fail as real stores do: stale listings, transient errors, lost replies, damaged
+downloads, a power failure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from etude.weights.manifest import TRIES
 
 
 class PowerCut(Exception):
-    """The process that uses the store is gone."""
+    """The process that uses the store has died."""
 
 
 class Faulty(Objects):
-    """Shares its objects with other `Faulty`s over the same store; each has faults of its own. Time
-    is simulated.
+    """A store that shares its objects with other `Faulty`s over the same store; each has its own
+    faults. Time is simulated.
 
-    Trouble with one key ends before somebody who tries `TRIES` times loses patience: so it excuses
-    no failure."""
+    Trouble with one key ends before a client that tries `TRIES` times gives up, so it excuses no
+    failure.
+    """
 
     def __init__(
         self, inner: Objects, random: Random, *, trouble: float = 0.0, late_s: float = 0.0
@@ -34,7 +35,7 @@ class Faulty(Objects):
         self.writes_left: int | None = None
         self.now = 0.0
         self.late: list[tuple[float, list[str]]] = []
-        """What listings showed, and when."""
+        """The results of listings, and their times."""
         self._in_a_row: Counter[str] = Counter()
 
     def put(self, key: str, data: bytes) -> None:
@@ -80,7 +81,7 @@ class Faulty(Objects):
         troubled = self._is_troubled(key)
         if not troubled or self._random.random() < 0.5:
             write()
-        if troubled:  # after the fact, too: then only the answer is lost
+        if troubled:  # after the write, too: then only the reply is lost
             raise _bad_moment()
 
     def _is_troubled(self, key: str) -> bool:
@@ -92,8 +93,8 @@ class Faulty(Objects):
 
 
 class Lagging(Objects):
-    """Its listings show any part of what is there, however old; `pause` is called before each
-    access."""
+    """A store whose listings show any part of the objects, however old; `pause` is called before
+    each access."""
 
     def __init__(
         self, inner: Objects, random: Random, share: float, pause: Callable[[], None] = lambda: None

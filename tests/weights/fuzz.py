@@ -1,11 +1,11 @@
-"""Feeds damaged payloads to the decoders: nothing but `Damaged` may come out, and C and numpy must
+"""Fuzzer of the decoders with damaged payloads: they may only raise `Damaged`, and C and numpy must
 agree.
 
     python -m tests.weights.fuzz --inputs 1000000 --sanitize
 
 `--sanitize` builds the C codec with the address and undefined-behaviour sanitizers first and runs
-under them, so that a read or write one byte off ends the run. Old elements lie at the very end of
-their memory.
+under them, so that a read or write that is off by one byte ends the run. Old elements are at the
+very end of their memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.weights import fast, reference
 from etude.weights.delta_format import BYTES, KINDS, Array, Damaged, Kind
 
 COMPARED = 8
-"""One in so many inputs is given to the numpy decoder too, which is slow."""
+"""One in this many inputs is also given to the numpy decoder, which is slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def valid(kind: Kind, random: np.random.Generator) -> list[tuple[Kind, Array, by
 def damage(body: bytes, random: np.random.Generator) -> bytes:
     data = bytearray(body)
     for _ in range(int(random.integers(1, 4))):
-        # The head decides how the rest is read, so half of the damage is done there.
+        # The header decides how the rest is read, so half of the damage is done there.
         at = (
             int(random.integers(len(data) if random.random() < 0.5 else min(40, len(data))))
             if data
@@ -105,7 +105,7 @@ def damage(body: bytes, random: np.random.Generator) -> bytes:
 
 
 def sanitized(argv: list[str]) -> int:
-    """This script again, in a process whose C codec is built with the sanitizers."""
+    """Run this script again, in a process whose C codec is built with the sanitizers."""
     source = Path(fast.__file__).with_name("delta.c")
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "delta.so"

@@ -12,26 +12,27 @@ from random import Random
 
 PIECE = 16 << 10
 IN_FLIGHT = 64
-"""Pieces that may be on their way at once."""
+"""Pieces that may be in flight at once."""
 RESEND_S = 0.3
-"""How long TCP takes to miss a packet, and to send it again."""
+"""The time in which TCP detects and resends a lost packet."""
 
 
 @dataclass(slots=True)
 class Link:
-    """What goes through it, from the server to its clients, shares one rate. Set fields while it is
-    in use."""
+    """A link; all its traffic from the server to clients shares one rate. Fields may be set while
+    it is in use."""
 
     target: int
     """The server's port."""
     target_host: str = "127.0.0.1"
     bytes_per_s: float = float("inf")
     delay_s: float = 0.0
-    """Of each way."""
+    """Delay of each direction."""
     loss: float = 0.0
-    """Share of the pieces that come late, and all behind them with them: TCP loses nothing."""
+    """Share of the pieces that arrive late, together with all pieces after them: TCP loses
+    nothing."""
     break_after: int = 0
-    """A connection breaks after about so many bytes; 0: never."""
+    """A connection breaks after about this many bytes; 0: never."""
     port: int = 0
     carried: int = 0
     broken: int = 0
@@ -52,7 +53,7 @@ class Link:
     async def _pass_on(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, shared: bool
     ) -> None:
-        """`shared`: this way has the rate, is counted, and breaks."""
+        """`shared`: this direction has the rate, is counted, and breaks."""
         under_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(IN_FLIGHT)
         arriving = asyncio.create_task(self._arrive(under_way, writer, shared=shared))
         loop = asyncio.get_running_loop()
@@ -79,7 +80,7 @@ class Link:
         *,
         shared: bool,
     ) -> None:
-        """An empty piece is the end."""
+        """Deliver pieces; an empty piece is the end."""
         loop = asyncio.get_running_loop()
         left = self._random.uniform(0.5, 1.5) * self.break_after
         with contextlib.suppress(OSError):
@@ -102,7 +103,7 @@ class Link:
 
 @contextlib.contextmanager
 def linked(target: int, target_host: str = "127.0.0.1", host: str = "127.0.0.1") -> Iterator[Link]:
-    """`host`: where its clients find it."""
+    """`host`: the address for its clients."""
     link, loop = Link(target, target_host), asyncio.new_event_loop()
     server = loop.run_until_complete(asyncio.start_server(link.serve, host, 0))
     link.port = server.sockets[0].getsockname()[1]

@@ -1,5 +1,4 @@
-"""Where a host keeps what its workers have downloaded: for their user alone, and no more than so
-many bytes."""
+"""The host's cache of downloaded objects: accessible to its user alone, and limited in size."""
 
 from __future__ import annotations
 
@@ -112,7 +111,7 @@ def test_one_download_serves_all_who_wait_for_it(tmp_path: Path) -> None:
 
 
 def test_only_what_was_downloaded_is_taken_out(tmp_path: Path) -> None:
-    """Whatever else lies there, and whoever else takes something out."""
+    """Other files in the folder, and deletions by other processes, do no harm."""
     cache = HostCache(tmp_path, max_bytes=15)
     notes = tmp_path / "notes.txt"
     notes.write_text("more than all the room that there is")

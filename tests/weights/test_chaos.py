@@ -1,5 +1,5 @@
-"""Trainers, readers and the collector over stores that misbehave: never a wrong bit, never a
-committed version lost."""
+"""Trainers, readers and the collector over faulty stores: never a wrong bit, never a committed
+version lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.weights.test_weights import Tensors, bits, larger, moved, run, shards
 KEEP, GRACE_S, LATE_S = 4, 100.0, 10.0
 FEW = 25
 EXAMPLES = int(os.environ.get("ETUDE_CHAOS_EXAMPLES", FEW))
-"""More than a few take minutes, and are drawn anew each time."""
+"""More than a few take minutes; they are drawn at random each time."""
 POLICY, SKIP = SnapshotPolicy(max_chain=6), 3
 
 
@@ -78,8 +78,9 @@ class Plane(RuleBasedStateMachine):
 
     @rule(cut=st.none() | st.integers(0, 12))
     def publish(self, cut: int | None) -> None:
-        """A step; perhaps the power fails at one of its writes. Then the trainer is started again.
-        Nothing else is an excuse: the store's bad moments are short, and nobody has taken over."""
+        """Take a step; the power may fail at one of its writes, and then the trainer is restarted.
+        There is no other excuse for a failure: the store's errors are short, and no trainer has
+        taken over."""
         store = self.trainer.chain.objects
         assert isinstance(store, Faulty)
         version = max(self.committed, default=0) + 1
@@ -102,7 +103,7 @@ class Plane(RuleBasedStateMachine):
 
     @rule()
     def take_over(self) -> None:
-        """Another trainer starts while the old one thinks that it is alone."""
+        """Another trainer starts while the old one believes that it is alone."""
         self.zombies.append(self.trainer)
         self.trainer = self.new_trainer()
 
@@ -113,7 +114,7 @@ class Plane(RuleBasedStateMachine):
         zombie = self.zombies.pop()
         newest = max(self.truth().epochs(), key=lambda e: e.epoch)
         if zombie._epoch is None or zombie._epoch == newest.epoch:
-            return  # nobody has taken over from it yet
+            return  # it has not been succeeded yet
         version, truth = max(self.committed) + 1, self.truth().look()
         if not look:  # it looked for the last time before it was succeeded
             version = next(
@@ -141,7 +142,7 @@ class Plane(RuleBasedStateMachine):
         try:
             found = bits(reader.fetch(version))
         except (VersionGone, CorruptWeights, LookupError):
-            # Late listings may hide it for now, and old ones may be deleted; what is there must be
+            # Stale listings may hide it for now, and old ones may be deleted; a stored one must be
             # readable.
             self.tick(2 * LATE_S)
             if version in self.truth().lineage():
@@ -151,7 +152,7 @@ class Plane(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def follow(self, which: int) -> None:
-        """What a reader takes for the newest never goes back."""
+        """The newest version, as a reader sees it, never goes back."""
         newest = self.readers[which].chain.newest(self.seen[which])
         if newest is not None:
             assert newest.version > self.seen[which]
@@ -172,12 +173,12 @@ class Plane(RuleBasedStateMachine):
 
     @rule(cut=st.none() | st.integers(0, 3))
     def compact(self, cut: int | None) -> None:
-        """Somebody adds routes, and perhaps dies over it."""
+        """Add routes; the process may die in between."""
         chain = self.chain()
         store = chain.objects
         assert isinstance(store, Faulty)
         store.writes_left = cut
-        # a late listing shows what was deleted
+        # a stale listing shows deleted objects
         with contextlib.suppress(Missing, CorruptWeights, PowerCut):
             compact(chain, skip=SKIP)
         self.stores.remove(store)
@@ -185,7 +186,7 @@ class Plane(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, GRACE_S, LEASE_S * 2]))
     def clean(self, seconds: float) -> None:
         chain = self.readers[0].chain
-        with contextlib.suppress(Missing):  # a late listing shows what was deleted
+        with contextlib.suppress(Missing):  # a stale listing shows deleted objects
             collect(chain, keep=KEEP, grace_s=GRACE_S, now=lambda: self.now)
         self.tick(seconds)
 
@@ -247,7 +248,7 @@ def test_a_crash_at_every_write_leaves_a_version_absent_or_whole(inner: Objects)
             assert bits(fetch(inner, version - 1)) == bits(current)
             cut += 1
     assert cuts > 10
-    # What the dead left behind goes, and nothing else.
+    # Remains of dead trainers are deleted, and nothing else.
     before = {v: bits(fetch(inner, v)) for v in Chain(inner).lineage()}
     now = [1000.0]
     first_round = collect(Chain(inner), keep=100, grace_s=10, now=lambda: now[0])
@@ -327,7 +328,7 @@ def test_what_is_doomed_stays_for_a_time_of_grace(inner: Objects) -> None:
     first = clean(1000.0)
     assert first.deleted == () and first.pending
     assert clean(1009.0) == first
-    assert len(inner.list("weights/gc")) == 1  # what is written down is not written down again
+    assert len(inner.list("weights/gc")) == 1  # recorded keys are not recorded again
     assert list(Chain(inner).lineage()) == [1, 2, 3, 4]
     assert clean(1010.0) == Collected(first.pending, ())
     assert list(Chain(inner).lineage()) == [3, 4] and not inner.list("weights/gc")
@@ -356,7 +357,7 @@ def test_a_lease_on_the_newest_version_takes_nothing_from_those_that_are_kept(
     "where", [manifest_key(0, 0), manifest_key(1, 1)], ids=["the claim", "the commit"]
 )
 def test_a_lost_answer_is_no_successor(inner: Objects, where: str) -> None:
-    """The record is there, its writer is not told, and the first readings of it are damaged."""
+    """The record is stored, its writer is not told, and the first reads of it are damaged."""
     store = quiet(inner)
     create, get = store.create, store.get
     lost: list[str] = []
@@ -384,8 +385,8 @@ def test_a_lost_answer_is_no_successor(inner: Objects, where: str) -> None:
 
 
 def test_epochs_outlive_all_versions_around_them(inner: Objects) -> None:
-    """A trainer that wakes after years finds its heir where its next version would go, and not a
-    free place."""
+    """A trainer that wakes after years finds its successor at the key of its next version, not a
+    free key."""
     old = Publisher(Chain(inner), policy=SnapshotPolicy(max_chain=1))
     old.publish(1, larger(1), stage="rl", step=1)
     old.wait()
@@ -425,8 +426,8 @@ def test_the_collector_leaves_the_version_that_is_being_uploaded(inner: Objects)
 
 
 def test_what_was_committed_before_the_fence_is_not_lost(inner: Objects) -> None:
-    """An heir reads which version is the newest; before its fence stands, the old trainer commits
-    one more."""
+    """A successor reads which version is the newest; before its epoch is written, the old trainer
+    commits one more."""
     old = Publisher(Chain(inner))
     old.publish(1, larger(1), stage="rl", step=1)
     old.wait()
@@ -466,7 +467,7 @@ def test_of_two_that_take_the_same_epoch_one_wins(inner: Objects) -> None:
 
 
 def test_another_layout_of_the_trainer_is_the_same_version(inner: Objects) -> None:
-    """Tensors in another order, as views of other storage: the same names and bits are the same
+    """Tensors in another order, as views of other storage: the same names and bits give the same
     root."""
     given = weights(4)
     publisher = Publisher(Chain(inner))

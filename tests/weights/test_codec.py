@@ -1,5 +1,5 @@
 """The delta codec: bit-equal for every dtype and every kind of change, in numpy and in C alike, and
-safe to feed."""
+safe for any input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def some(kind: Kind, count: int, seed: int) -> Array:
     random = np.random.default_rng(seed)
     if kind.nibbles:
         return random.integers(0, 16, count, np.uint8)
-    if kind is BF16:  # as weights are, with all that a float can be among them
+    if kind is BF16:  # as weights are, including all special floats
         weights = (random.normal(0, 0.02, count).astype(np.float32).view(np.uint32) >> 16).astype(
             np.uint16
         )
@@ -49,7 +49,7 @@ def changed(kind: Kind, old: Array, share: float, seed: int) -> Array:
 
 
 def check(kind: Kind, old: Array, new: Array) -> bytes:
-    """All codecs agree, and give back the new version; onto the old one in place, too."""
+    """Check that all codecs agree and restore the new version, also in place of the old one."""
     payload = codec.encode(kind, old, new, by=reference.encode_delta)
     for apply in (reference.apply_delta, *([fast.apply_delta] if fast.LIBRARY else [])):
         out = np.full_like(old, 7)
@@ -165,7 +165,7 @@ def test_wrong_sizes_are_refused() -> None:
 @pytest.mark.parametrize("decoder", [reference, *([fast] if fast.LIBRARY else [])])
 def test_a_change_behind_the_end_of_its_context_is_refused(decoder: Any) -> None:
     def old(ones: int) -> Array:
-        """Numbers of two contexts: so many ones, and halves."""
+        """Numbers of two contexts: this many ones, and halves."""
         return np.repeat(np.array([0x3F80, 0x3F00], "<u2"), [ones, 100 - ones])
 
     new = old(60)

@@ -1,5 +1,5 @@
-"""Stores that are damaged, or that somebody prepared to do harm: what is intact stays reachable,
-and the rest is one clear sentence."""
+"""Stores that are damaged, or prepared with malicious intent: intact objects stay reachable, and
+the rest is one clear error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def objects() -> Objects:
 
 @pytest.fixture
 def made(objects: Objects) -> dict[int, Tensors]:
-    """Versions 1 to 9: each a step from the one before, 1 and 5 and 9 whole, and 6 from 3."""
+    """Versions 1 to 9: each a step from the previous one, 1 and 5 and 9 whole, and 6 from 3."""
     made = run(
         Publisher(Chain(objects), policy=SnapshotPolicy(max_chain=4)), larger(1), range(1, 10)
     )
@@ -53,7 +53,7 @@ def flip(objects: Objects, key: str) -> None:
 
 
 def flip_way(objects: Objects, version: int, base: int | None) -> None:
-    """Damages the objects of one route to a version."""
+    """Damage the objects of one route to a version."""
     chain = reading(objects)
     link, manifest = chain.find(version)
     starts = {
@@ -87,8 +87,8 @@ def test_a_whole_version_that_leads_nowhere_is_gone_around(
 def test_whole_objects_that_make_something_else_are_gone_around(
     objects: Objects, made: dict[int, Tensors]
 ) -> None:
-    """The snapshot of 9 names the shards of 5, and its route from 6 those of 7: each is what its
-    hash says, and the outcome is another version."""
+    """The snapshot of 9 names the shards of 5, and its route from 6 those of 7: each matches its
+    hash, but the result is another version."""
     chain = reading(objects)
     (five, _), (seven, step), (nine, _) = (chain.find(version) for version in (5, 7, 9))
     (snapshot,) = (route for route in chain.extra_routes(five) if route.base is None)
@@ -136,7 +136,7 @@ def test_the_way_to_a_whole_version_is_counted_as_far_as_it_can_be_read(
 
 
 def test_a_store_that_lists_less_than_there_is_is_not_written_to(objects: Objects) -> None:
-    """Version 1 was deleted, so there is a newer one: it does not show yet."""
+    """Version 1 was deleted, so there is a newer one, which the listing does not show yet."""
     for version in (1, 2):
         publish(objects, version, larger(version), stage="rl", step=version)
     objects.delete(manifest_key(1, 1))
@@ -214,7 +214,7 @@ def test_what_a_damaged_further_way_names_is_not_deleted(
 
 
 def forge(objects: Objects, key: str, record: object) -> None:
-    """As somebody writes it who may write to the store, and has no key."""
+    """Write a record as an attacker with write access, but without a key, would."""
     objects.put(key, to_json(Signer()(record)))  # type: ignore[type-var]
 
 
@@ -264,7 +264,7 @@ def test_a_cache_that_cannot_be_used_is_one_sentence(objects: Objects, tmp_path:
 
 
 def test_a_record_that_is_written_otherwise_is_refused(objects: Objects) -> None:
-    """Its seal is right, for it is made over what the record says; but links are made over the
+    """Its seal is right, because it covers the content of the record; but references cover the
     bytes."""
     publish(objects, 1, larger(1), stage="rl", step=1)
     data = objects.get(manifest_key(1, 1))
@@ -313,8 +313,8 @@ def test_a_link_that_leads_forward_is_refused(objects: Objects) -> None:
 
 
 def test_an_epoch_that_is_another_is_refused(objects: Objects) -> None:
-    """Else a signed record, copied to a later number, would make readers go back; and a circle
-    would hold them."""
+    """Otherwise a signed record, copied to a later number, would make readers go back, or trap them
+    in a cycle."""
     for version in (1, 2):
         publish(objects, version, larger(version), stage="rl", step=version)
     head = reading(objects).head()
@@ -469,7 +469,7 @@ def test_a_lease_says_what_its_reader_needs_now_and_goes_with_it(
     told.clear()
     now = 2000.0
     reader.fetch(4)
-    # what it has, as long as the way leads from there; then what it came to
+    # first its current version, as long as the route starts there; then the version it moved to
     assert [version for _, version, _ in told] == [2, 4]
     assert {until for *_, until in told} == {2000.0 + LEASE_S}
     reader.close()

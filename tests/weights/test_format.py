@@ -1,7 +1,8 @@
-"""The format on the wire and in the store: what was written once is read for good.
+"""The format on the wire and in the store: data once written stays readable.
 
-All digests here are of bytes that this package wrote when the test was. One that differs means that
-older stores cannot be read any more, or that the two coders part: give a new format a new magic.
+All digests here are of bytes that this package wrote when the test was written. A different digest
+means that older stores cannot be read any more, or that the two coders disagree: give a new format
+a new magic.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ SHARDS = ["b0245bc59bb4b038"]
 
 
 def numbers(count: int, seed: int) -> Array:
-    """The same on every machine, and in every version of numpy."""
+    """Random numbers that are the same on every machine, and in every version of numpy."""
     made = np.empty(count, np.uint64)
     state = seed
     for place in range(count):
@@ -70,7 +71,7 @@ def numbers(count: int, seed: int) -> Array:
 
 
 def codes(kind: Kind, count: int) -> tuple[Array, Array]:
-    """Two versions: some elements one step on, some far."""
+    """Two versions: some elements differ by one step, some by many."""
     top = 15 if kind.nibbles else (1 << 8 * kind.width) - 1
     dtype = f"<u{kind.width}"
     first, where, far = (numbers(count, seed) for seed in (1, 2, 3))
@@ -291,14 +292,14 @@ def test_how_the_shards_of_a_large_version_are_cut(monkeypatch: pytest.MonkeyPat
     publisher.publish(1, tensors, stage="rl", step=1)
     publisher.close()
     shards = Chain(objects).find(1)[1].route.shards
-    # 64 floats and a byte each: the fourth chunk makes a shard full
+    # 64 floats and a byte each: the fourth chunk fills a shard
     assert [(shard.first, shard.last) for shard in shards] == [
         ("a", "b"), ("b", "c"), ("c", "c"),
     ]  # fmt: skip
 
 
 class Answering:
-    """A library that answers so, whatever it is asked."""
+    """A library that always returns this code."""
 
     def __init__(self, code: int) -> None:
         self._code = code

@@ -32,7 +32,7 @@ def link(s3_port: int) -> Iterator[Link]:
 def published(
     port: int, folder: str, versions: int, monkeypatch: pytest.MonkeyPatch
 ) -> dict[int, Tensors]:
-    """By a trainer that is close to the store."""
+    """Versions published by a trainer close to the store."""
     chain = Chain(Objects.open(f"{reached_by(port, monkeypatch)}/{folder}"))
     return run(
         Publisher(chain, policy=SnapshotPolicy(max_chain=5)), larger(1), range(1, versions + 1)
@@ -49,14 +49,14 @@ def test_behind_a_slow_link(s3_port: int, link: Link, monkeypatch: pytest.Monkey
     whole = link.carried
     for version in range(2, 7):
         assert bits(follower.fetch(version)) == bits(made[version])
-    assert link.carried - whole < whole / 2  # five versions, manifests and listings included
+    assert link.carried - whole < whole / 2  # five versions, including manifests and listings
 
 
 def test_behind_a_link_that_breaks(
     s3_port: int, link: Link, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Connections break within the whole version, which is 120 kB; no version is wrong or missing
-    for it."""
+    """Connections break within the whole version, which is 120 kB; still no version is wrong or
+    missing."""
     made = published(s3_port, "broken", 12, monkeypatch)
     link.break_after = 50_000
     follower = Follower(Chain(Objects.open(f"{reached_by(link.port, monkeypatch)}/broken")))
@@ -79,7 +79,7 @@ def test_the_workers_of_a_host_use_the_link_once(
         )
         assert bits(follower.fetch(3)) == bits(made[3])
         carried.append(link.carried - before)
-    assert max(carried[1:]) < carried[0] / 5  # manifests and listings are read anew
+    assert max(carried[1:]) < carried[0] / 5  # manifests and listings are read again
 
 
 SHAPES = ("netem delay 20ms loss 1% rate 100mbit", "tbf rate 100mbit burst 256kb latency 200ms")
@@ -87,7 +87,7 @@ SHAPES = ("netem delay 20ms loss 1% rate 100mbit", "tbf rate 100mbit burst 256kb
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.split()[0])
 def test_through_a_link_that_the_kernel_shapes(shape: str) -> None:
-    """All of `test_s3`, in a network of its own whose loopback is such a link."""
+    """Run all of `test_s3`, in a separate network whose loopback is such a link."""
     enter = ["unshare", "--net", "sh", "-c"]
     shaping = f"ip link set lo up && tc qdisc add dev lo root {shape}"
     tools = all(shutil.which(tool) for tool in ("unshare", "ip", "tc"))

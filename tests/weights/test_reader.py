@@ -1,4 +1,4 @@
-"""One reader and one trainer, at the edges: adapters, routes by name, rows, given memory."""
+"""One reader and one trainer, edge cases: adapters, routes by name, rows, given memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_adapter_comes_with_the_version_that_it_is_to(chain: Chain) -> None:
 
 
 def test_the_base_of_an_adapter_is_kept(chain: Chain) -> None:
-    with_adapters(chain, SnapshotPolicy(max_chain=1))  # each can be had whole
+    with_adapters(chain, SnapshotPolicy(max_chain=1))  # each is available whole
 
     def kept(keep: int) -> set[int]:
         doomed = find_garbage(chain, keep=keep, now=0.0)
@@ -119,7 +119,7 @@ def test_exactly_one_route_is_applied_or_refused_by_its_ends(chain: Chain) -> No
     with pytest.raises(CorruptWeights, match=r"version 3 is not what .* whole: 2 to 3; damaged: "):
         follower.apply_route(third, manifest.route)
     assert follower.held is before
-    # a sound object, and another version's
+    # a sound object, but of another version
     wrong = chain.find(2)[1].route
     with pytest.raises(CorruptWeights, match=r"whole: 2 to 3"):
         follower.apply_route(third, Route(before.link, wrong.shards))
@@ -154,7 +154,7 @@ def test_a_snapshot_comes_with_the_64th_difference_or_half_of_a_version() -> Non
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("given", [False, True])
 def test_parameters_are_taken_as_they_are(dtype: torch.dtype | None, given: bool) -> None:
-    """They want a gradient, and what is published wants none."""
+    """Parameters require a gradient, but published tensors must not."""
     weight = torch.nn.Parameter(torch.randn(3, 4))
     taken = Snapshots().take({"w": Part(weight, dtype=dtype)}, given=given)()["w"]
     assert not taken.requires_grad

@@ -1,4 +1,5 @@
-"""Many ranks publish together; readers take parts. The bits never depend on who held what."""
+"""Many ranks publish together; readers take parts. The bits never depend on the division among
+ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def tensors(seed: int) -> Tensors:
 
 
 def split(given: Tensors, cuts: Sequence[float]) -> list[dict[str, torch.Tensor | Part]]:
-    """Rows by rank, as sharded training has them; what has no rows to share lies on all ranks."""
+    """Rows by rank, as in sharded training; tensors without rows are on all ranks."""
     bounds = [0.0, *sorted(cuts), 1.0]
     parts: list[dict[str, torch.Tensor | Part]] = [{} for _ in bounds[1:]]
     for name, tensor in given.items():
@@ -101,7 +102,7 @@ def test_a_run_goes_on_with_another_number_of_ranks() -> None:
     for version, cuts in enumerate(([], [0.3], [0.2, 0.4, 0.9], [0.5]), 1):
         crew = Crew(objects, len(cuts) + 1)
         if version > 2:
-            # as a trainer does that was killed after the commit
+            # like a trainer that was killed after the commit
             crew.publish(version - 1, split(before, cuts))
         assert crew.publish(version, split(now, cuts))[0].root == root_of(now)
         assert all_bits(fetch(objects, version)) == all_bits(now)
@@ -231,8 +232,8 @@ def test_a_snapshot_does_not_change_with_the_tensors_and_uses_memory_again() -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 def test_what_changed_is_all_that_crosses(dtype: torch.dtype) -> None:
-    """The functions that run on a device, here on the CPU: places and bits, with NaN and -0.0 told
-    apart."""
+    """The functions that run on a device, here on the CPU: indices and bits, with NaN and -0.0
+    distinguished."""
     old = torch.randn(5000).to(dtype)
     new = old.clone()
     new[::50] = torch.randn(100).to(dtype)

@@ -1,9 +1,9 @@
-"""Several trainers, each of which holds itself for the only one, over a store whose listings lag
-behind by any time.
+"""Several trainers, each of which believes to be the only one, over a store with arbitrarily stale
+listings.
 
-Whenever one of them touches the store, others may come before: they take over and publish, and
-readers look. What a reader could have served, and what a trainer was told is published, stays as it
-is for ever.
+Before any trainer's access to the store, others may act: they take over and publish, and readers
+look. Versions that a reader could have served, and versions whose publication was acknowledged,
+stay unchanged for ever.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scene:
         self.resting = [self.trainer() for _ in range(TRAINERS)]
         self.readers = [self.chain() for _ in range(2)]
         self.known: dict[int, Manifest] = {}
-        """What was served, or acknowledged."""
+        """Versions that were served, or acknowledged."""
         self.owners: dict[int, Publisher] = {}
         self.depth = self.published = 0
         self.interruptions = 8
@@ -68,8 +68,8 @@ class Scene:
         self.check()
 
     def publish(self) -> None:
-        """One of those that are not at work goes on from what it takes for the newest
-        checkpoint."""
+        """One of the idle trainers continues from the checkpoint that it believes to be the
+        newest."""
         self.depth += 1
         trainer = self.resting.pop(self.random.randrange(len(self.resting)))
         epoch, head = trainer._epoch, self.truth().newest()
@@ -139,8 +139,8 @@ def test_a_third_trainer_that_lists_nothing_loses_nothing() -> None:
 
 
 def test_a_claim_that_comes_between_a_claim_and_its_first_version() -> None:
-    """The second trainer has claimed, and dies; the first, not told yet, cannot publish any more,
-    and the third goes on from what the first had published last."""
+    """The second trainer has claimed, and dies; the first, not told yet, can no longer publish, and
+    the third continues from the first one's last version."""
     inner = Objects.open("memory:")
     first, second, third = (Publisher(Chain(inner)) for _ in range(3))
     first.publish(1, {"w": torch.tensor([1.0])}, stage="rl", step=1)

@@ -1,4 +1,4 @@
-"""Versions in a store, published and fetched: the same bits, every time, or a refusal."""
+"""Versions in a store, published and fetched: always the same bits, or a refusal."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def tensors(seed: int) -> Tensors:
 
 
 def moved(old: Tensors, seed: int, share: float = 0.02) -> Tensors:
-    """As one step of training leaves them: a few elements one step up or down."""
+    """Tensors after one step of training: a few elements are one step up or down."""
     random = np.random.default_rng(seed)
     new = {}
     for name, tensor in old.items():
@@ -70,7 +70,7 @@ def larger(seed: int) -> Tensors:
 
 
 def bits(weights: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
-    """Equality that tells -0.0 from 0.0 and holds for NaN."""
+    """Bits, for equality that distinguishes -0.0 from 0.0 and holds for NaN."""
     return {
         name: (t.dtype, t.shape, t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, t in weights.items()
@@ -92,7 +92,7 @@ def put(objects: Objects, version: int, seed: int) -> None:
 
 
 def run(publisher: Publisher, start: Tensors, versions: range) -> dict[int, Tensors]:
-    """Publishes a chain of small steps; returns what each version is."""
+    """Publish a chain of small steps; return the tensors of each version."""
     made = {versions[0] - 1: start}
     for version in versions:
         made[version] = moved(made[version - 1], version) if version > versions[0] else start
@@ -196,7 +196,7 @@ def test_whole_versions_come_when_the_chain_has_grown(chain: Chain) -> None:
         if any(r.base is None for r in chain.extra_routes(chain.at(e, v)[0]))
     ]
     assert whole == [6, 11]
-    # a restart knows how long the chain is
+    # a restarted publisher knows how long the chain is
     again = Publisher(chain, policy=SnapshotPolicy(max_chain=5))
     again.publish(13, made[13], stage="rl", step=13)
     for version in (14, 15, 16):
@@ -228,7 +228,7 @@ def test_a_skip_is_shorter_than_its_steps_and_is_taken(chain: Chain) -> None:
 def test_which_ways_the_compactor_wants() -> None:
     assert wanted_routes(range(1, 26), 8) == [(8, 16), (16, 24)]
     assert wanted_routes([8, 9, 16, 17], 8) == [(8, 16)] and wanted_routes([9, 16], 8) == []
-    # further back readers start from a whole version
+    # further back, readers start from a whole version
     assert wanted_routes(range(1000), 8)[0] == (936, 944)
 
 
@@ -298,7 +298,7 @@ def test_a_damaged_manifest_is_refused(objects: Objects) -> None:
 
 
 def wrong_tensors(follower: Follower) -> list[str]:
-    """Those that are not any more what they were when they were checked."""
+    """The tensors that differ from their checked values."""
     assert follower.held is not None
     with ThreadPoolExecutor(1) as pool:
         return wrong_in(follower.held.state, follower.held.held, pool)
@@ -338,7 +338,7 @@ def test_of_two_trainers_one_is_fenced(objects: Objects) -> None:
             fenced.wait()
     old[2].publish(4, tensors(4), stage="rl", step=4)
     same = old[2].wait()
-    assert same == Chain(objects).find(4)[1]  # what it says is what was published
+    assert same == Chain(objects).find(4)[1]  # its manifest is the published one
     old[2].publish(5, tensors(5), stage="rl", step=5)
     with pytest.raises(Fenced):
         old[2].wait()
@@ -350,7 +350,7 @@ def test_of_two_trainers_one_is_fenced(objects: Objects) -> None:
 def test_a_trainer_that_is_succeeded_while_it_publishes_is_told(
     chain: Chain, objects: Objects
 ) -> None:
-    """It looked, found itself alone, and began to upload; its heir comes before it commits."""
+    """It looked, found itself alone, and began to upload; its successor comes before it commits."""
     zombie = Publisher(chain)
     zombie.publish(1, larger(1), stage="rl", step=1)
     zombie.wait()
@@ -378,8 +378,8 @@ def test_a_trainer_that_is_succeeded_while_it_publishes_is_told(
 
 
 def test_numbers_may_be_left_out(chain: Chain, objects: Objects) -> None:
-    """One epoch counts up by one, so that its end can be found; who leaves out a number takes
-    another."""
+    """The numbers of one epoch count up by one, so that its end can be found; a trainer that skips
+    a number claims another epoch."""
     publisher = Publisher(chain)
     for version in (3, 4, 7, 8):
         publisher.publish(version, larger(version), stage="rl", step=version)
@@ -431,7 +431,7 @@ def test_only_what_is_far_away_is_cached(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_of_many_processes_one_downloads(tmp_path: Path) -> None:
-    """Single flight: whoever comes while an object is on its way waits for it."""
+    """Single flight: a process that requests an object during its download waits for it."""
     script = (
         "import sys, time, pathlib\n"
         "from etude.weights.cache import HostCache\n"
@@ -463,7 +463,7 @@ def test_signed_manifests(objects: Objects) -> None:
     for trusted in (Trust(other.public_key().public_bytes_raw()),):
         with pytest.raises(Untrusted, match="is not signed by the key"):
             Follower(Chain(objects, trust=trusted, sleep=lambda s: None)).fetch(1)
-    put(objects, 2, 2)  # by somebody without the key
+    put(objects, 2, 2)  # by a writer without the key
     with pytest.raises(Untrusted):
         Follower(Chain(objects, trust=trust, sleep=lambda s: None)).fetch(2)
 
@@ -529,7 +529,7 @@ def test_a_compactor_signs_what_it_makes(
 
 
 class Listing(Objects):
-    """The contents of another store, of which listings hide some and invent others."""
+    """The contents of another store, with listings that hide some objects and invent others."""
 
     def __init__(self, inner: Objects, hidden: set[str], invented: set[str]) -> None:
         super().__init__(inner._store, inner.url)
@@ -542,7 +542,7 @@ class Listing(Objects):
 
 
 def test_a_listing_is_not_the_last_word(objects: Objects) -> None:
-    """It may be older or newer than what can be read."""
+    """It may be older or newer than the readable objects."""
     run(Publisher(Chain(objects)), larger(1), range(1, 6))
     hidden = {manifest_key(1, version) for version in (1, 2, 3)}
     assert list(Chain(Listing(objects, hidden, set())).lineage()) == [1, 2, 3, 4, 5]
@@ -591,7 +591,7 @@ def test_the_time_that_a_trainer_is_held_up_is_counted(
     assert publisher.stalled_s == 1.0  # the copy
     monkeypatch.setattr(publisher, "wait", lambda: next(clock))
     start()
-    assert publisher.stalled_s == 3.0  # and the version before
+    assert publisher.stalled_s == 3.0  # and the previous version
     monkeypatch.undo()
     publisher.close()
 

@@ -1,15 +1,15 @@
 """Attention over paged keys and values.
 
-`decode` does all that lies between the projections for one new token a sequence: q/k norm, rotary
-positions, the write of the new key and value, and attention over what is there. One program takes
-all query heads of a key head, and one split of the sequence (split-KV, as in flash-decoding); the
-last program of a sequence merges its splits, so it stays one kernel. `write` and `prefill` do the
-same in two kernels for chunks of prompts.
+`decode` does everything between the projections for one new token of each sequence: q/k norm,
+rotary positions, the write of the new key and value, and attention over the cache. One program
+takes all query heads of a key head, and one split of the sequence (split-KV, as in flash-decoding);
+the last program of a sequence merges its splits, so it remains one kernel. `write` and `prefill` do
+the same in two kernels for chunks of prompts.
 
 Shapes: B sequences, N new tokens, H query heads, K key/value heads, G = H / K, D head size, P
-positions, T tiles. Keys and values lie as `pages` says. A row of qkv is q, then k, then v. The rows
-of the block table `blocks` are `stride` apart: a number in memory, so that a captured graph reads
-any width.
+positions, T tiles. `pages` defines the layout of keys and values. A row of qkv is q, then k, then
+v. The rows of the block table `blocks` are `stride` apart; the stride is read from memory, so that
+a captured graph works for any width.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def _rotated(
     row, gain, turn, inside, eps, D: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr = True
 ):
-    """Heads [.., D] whose pointers are `row`, normalised and turned; `turn` points at the
-    position's row of the table: cosines, then sines with the sign that the swap of the halves
-    needs. Without TURN both was done before."""
+    """Normalise and rotate heads [.., D] whose pointers are `row`; `turn` points at the position's
+    row of the table: cosines, then sines with the sign that swapping the halves needs. Without TURN
+    both were done earlier."""
     d = tl.arange(0, D)[None, :]
     if not TURN:
         return tl.load(row + d, mask=inside, other=0).to(tl.float32)
-    # The other half of the pair is loaded a second time: that is cheaper than to move it between
+    # The other half of the pair is loaded a second time, which is cheaper than moving it between
     # threads.
     other = (d + D // 2) % D
     value = tl.load(row + d, mask=inside, other=0).to(tl.float32)
@@ -62,7 +62,7 @@ def _rotated(
 
 @triton.jit
 def _capped(score, CAP: tl.constexpr):
-    """Scores, which are multiples of log2(e), bent to stay below CAP; 0: as they are."""
+    """Bend scores, which are multiples of log2(e), to stay below CAP; 0: leave them unchanged."""
     if CAP > 0:
         score = (CAP * LOG2E) * (2 * tl.sigmoid(score * (2 / (CAP * LOG2E))) - 1)
     return score
@@ -85,7 +85,7 @@ def _see(
 
 @triton.jit
 def _first(low, cache, BLOCK: tl.constexpr):
-    """Where to begin for the tokens from `low` on: see `pages.read`."""
+    """The position to begin at for the tokens from `low` on: see `pages.read`."""
     if cache.dtype.element_ty == tl.float8e4nv:
         low = low // BLOCK * BLOCK
     return low
@@ -105,8 +105,8 @@ def _attend(
     K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Attend to the tokens start .. end, but those before `low`; `limit` is the last position that
-    each row sees."""
+    """Attend to the tokens start .. end, except those before `low`; `limit` is the last position
+    that each row sees."""
     for first in range(start, end, BLOCK):
         position = first + tl.arange(0, BLOCK)
         seen = _seen(position, low, end, k_cache)
@@ -144,7 +144,7 @@ def _merge(
             for ahead in tl.static_range(4):  # so that their loads overlap
                 theirs = (group * SPLITS + first + ahead) * GP + g
                 there = theirs < end
-                # .cg: what other multiprocessors wrote is not in this one's first cache.
+                # .cg: the first-level cache of this multiprocessor does not have what others wrote.
                 their_top = tl.load(
                     stats + theirs * 2, mask=there, other=-float("inf"), cache_modifier=".cg"
                 )
@@ -167,8 +167,8 @@ def _merge(
 
 @triton.jit
 def _sunk(sinks, head, inside, ROWS: tl.constexpr, SINKS: tl.constexpr):
-    """What the softmax of each row begins with: nothing, or the score of its head that gives
-    nothing."""
+    """The initial state of each row's softmax: empty, or the sink score of its head, which
+    contributes nothing."""
     if SINKS:
         top = tl.load(sinks + head, mask=inside, other=0).to(tl.float32) * LOG2E
         return top, tl.full([ROWS], 1.0, tl.float32)
@@ -181,7 +181,7 @@ def _newest(
     H: tl.constexpr, K: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Write the key and value of the new token; the softmax begins with it, and with the sink."""
+    """Write the key and value of the new token, and start the softmax with it and with the sink."""
     g, d = tl.arange(0, GP), tl.arange(0, D)
     one = tl.arange(0, 1)[:, None] * D
     k = _rotated(row + (H + kh) * D + one, k_gain, turn, one >= 0, eps, D, NORM, TURN)
@@ -229,7 +229,7 @@ def _decode(
     start, end = begin + s * piece, tl.minimum(past, begin + (s + 1) * piece)
     mine = table + sequence * tl.load(stride)
     if AHEAD:
-        # Older tokens are there already: their loads overlap with the projection.
+        # Older tokens are already in the cache: their loads overlap with the projection.
         seen = _seen(start + tl.arange(0, BLOCK), low, end, k_cache)
         k, v, k_scale, v_scale = read(
             k_cache, v_cache, k_scales, v_scales, mine, start, end, seen, kh, K, PAGE, D, BLOCK
@@ -237,7 +237,7 @@ def _decode(
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-    if (past < 0) | (s >= used):  # padding, or a sequence too short for so many splits
+    if (past < 0) | (s >= used):  # padding, or a sequence too short for all splits
         return
     g, d = tl.arange(0, GP), tl.arange(0, D)
     inside = (g < G)[:, None]
@@ -252,7 +252,7 @@ def _decode(
             q, row, k_gain, turn, sinks, k_cache, v_cache, k_scales, v_scales,
             tl.load(slots + sequence), kh, eps, H, K, GP, D, PAGE, NORM, TURN, CAP, SINKS,
         )  # fmt: skip
-    if AHEAD:  # noqa: SIM102 (this is known to the compiler, what follows is not)
+    if AHEAD:  # noqa: SIM102 (AHEAD is known to the compiler, the next condition is not)
         if start < end:
             visible = seen[None, :]
             top, total, acc = _see(q, k, v, k_scale, v_scale, visible, top, total, acc, 0, CAP)
@@ -278,7 +278,7 @@ def _write(
     H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr,
     NORM: tl.constexpr, TURN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: q is turned in place, k and v go to the cache."""
+    """HEADS heads of one token: rotate q in place, and write k and v to the cache."""
     n = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, D)[None, :]
@@ -286,14 +286,14 @@ def _write(
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-    if slot < 0:  # it only fills the pass up
+    if slot < 0:  # padding
         return
     row = qkv + n * (H + 2 * K) * D + head[:, None] * D
     turn = rope + position * (2 * D)
     is_q, is_k, is_v = head < H, (head >= H) & (head < H + K), (head >= H + K) & (head < H + 2 * K)
     if TURN and tl.program_id(1) * HEADS < H:
         q = _rotated(row, q_gain, turn, is_q[:, None], eps, D, NORM)
-        tl.debug_barrier()  # a head's halves are read by two threads, and written only now
+        tl.debug_barrier()  # two threads read a head's halves, which are only written now
         tl.store(row + d, q.to(qkv.dtype.element_ty), mask=is_q[:, None])
     if tl.program_id(1) * HEADS + HEADS > H:
         k = _rotated(row, k_gain, turn, is_k[:, None], eps, D, NORM, TURN)
@@ -315,8 +315,8 @@ def _prefill(
     PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     CAP: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (token, query head) pairs of one key head; `ends` says where a sequence's new tokens
-    end."""
+    """ROWS (token, query head) pairs of one key head; `ends` has the end of each sequence's new
+    tokens."""
     tile, kh = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // K
     sequence = tl.load(tile_sequence + tile).to(tl.int64)
@@ -324,7 +324,7 @@ def _prefill(
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-    if tl.load(tile_first + tile) >= end:  # it only fills the pass up
+    if tl.load(tile_first + tile) >= end:  # padding
         return
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     n = tl.load(tile_first + tile) + r // G
@@ -354,8 +354,8 @@ def _prefill(
 @dataclass(frozen=True, slots=True)
 class AttentionLayerConfig:
     """The attention parameters of one layer: head counts and size, softmax scale, q and k norms
-    (None without), and the rotary table [P, 2, 1, D]; None: queries and keys come normed and
-    turned. Window, cap and sinks as in `model.scoring`."""
+    (None if it has none), and the rotary table [P, 2, 1, D]; None: queries and keys are already
+    normed and rotated. Window, cap and sinks as in `model.scoring`."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -387,7 +387,7 @@ def num_splits(rows: int, keys: int, processors: int = 132) -> int:
 
 
 def group_rows(params: AttentionLayerConfig) -> int:
-    """Query heads of a key head, padded to the 16 rows or more that tensor cores take."""
+    """Query heads of a key head, padded to the minimum of 16 rows that tensor cores take."""
     return max(16, int(triton.next_power_of_2(params.num_q_heads // params.num_kv_heads)))
 
 
@@ -396,10 +396,10 @@ def decode(
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, splits: SplitKvBuffers,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Decode attention: one new token a sequence, whose key and value go to `slot_mapping_B`;
-    `lengths_B` counts it, 0 is an empty row."""
+    """Decode attention: one new token of each sequence, whose key and value go to `slot_mapping_B`;
+    `lengths_B` includes it, and 0 is an empty row."""
     given = _given(qkv, params.q_gain_D, params.k_gain_D, params.rope, params.sinks_H)
-    # found by measuring: many programs do better as small ones
+    # measured: with many programs, small ones are faster
     warps = 2 if len(lengths_B) * params.num_kv_heads > 1024 else 4
     _decode[(params.num_kv_heads, len(lengths_B), splits.splits)](
         qkv, *given, *pointers(k, v), blocks, lengths_B, slot_mapping_B, out, splits.part,
@@ -412,12 +412,12 @@ def decode(
 
 
 def _given(instead: Tensor, *tensors: Tensor | None) -> list[Tensor]:
-    """A kernel takes a pointer also where it reads nothing."""
+    """Replace missing tensors, because a kernel takes a pointer even if it does not read it."""
     return [instead if tensor is None else tensor for tensor in tensors]
 
 
 def _stages(params: AttentionLayerConfig) -> int:
-    """Blocks of keys and values under way: as many as fit beside each other."""
+    """Blocks of keys and values in flight: as many as fit at once."""
     return 3 if params.head_dim <= 128 else 2
 
 
@@ -432,7 +432,7 @@ def write(
     page_size: int,
     pdl: bool = False,
 ) -> None:
-    """Turns q in place, and puts k and v of the new tokens where they belong."""
+    """Rotate q in place, and write k and v of the new tokens to the cache."""
     given = _given(qkv, params.q_gain_D, params.k_gain_D, params.rope)
     _write[(len(positions_N), triton.cdiv(params.num_q_heads + 2 * params.num_kv_heads, 8))](
         qkv, *given, *pointers(k, v), positions_N, slot_mapping_N, params.eps, params.num_q_heads,
@@ -454,9 +454,9 @@ def prefill(
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Prefill attention: several new tokens a sequence, already written. Tile t is `tile_tokens` of
-    sequence_T[t], of which first_T[t] is the first. One that begins at the sequence's end is empty;
-    a token of slot -1 belongs to nobody."""
+    """Prefill attention: several new tokens of each sequence, already written to the cache. Tile t
+    is `tile_tokens` tokens of sequence_T[t], beginning at first_T[t]. A tile that begins at the
+    sequence's end is empty; a token of slot -1 is padding."""
     _prefill[(len(sequence_T), params.num_kv_heads)](
         qkv, *_given(qkv, params.sinks_H), *pointers(k, v), blocks, ends_B, lengths_B, sequence_T,
         first_T, out, stride, params.scale, params.num_q_heads, params.num_kv_heads,

@@ -1,21 +1,20 @@
 """Batch-invariant kernels: the bits of a row do not depend on how many rows are computed with it.
 
-On Hopper every instruction for products adds up the inner axis 16 columns at a time, in order, onto
-what is there, so tiles of any size give the same bits: they are chosen by the rows, for speed. What
-must not depend on the rows is into how many splits the inner axis is cut, and in which order a row
-is summed where no product does it. So
+On Hopper every product instruction sums the inner axis 16 columns at a time, in order, onto the
+accumulator, so tiles of any size give the same bits: they are chosen by the number of rows, for
+speed. Two things must not depend on the rows: the number of splits of the inner axis, and the order
+of sums outside products. So
 
-- a product is split by its matrix alone, and its splits are added up in order;
-- attention goes over blocks of keys from the first one on, for a single token as for a prompt, and
-  the weights of a block are summed as whole numbers, for which no order matters;
+- a product is split by its matrix alone, and its splits are summed in order;
+- attention iterates over blocks of keys from the first one on, for a single token as for a prompt,
+  and the weights of a block are summed as integers, for which the order does not matter;
 - the sums of the softmax over the vocabulary come from tiles of one size.
 
-What is left of `fused` works row by row already, and the products of experts have one split.
+The rest of `fused` works row by row already, and the products of experts have one split.
 
-`tests/engine/invariance_checks.py` says whether it holds on a device.
+`tests/engine/invariance_checks.py` checks this on a device.
 
-Shapes as in `fused`: N new tokens, C what goes into a product, M what comes out, S splits, R rows
-that are sampled.
+Shapes as in `fused`: N new tokens, C inputs of a product, M outputs, S splits, R sampled rows.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from etude.model.fp8 import Quantised
 BLOCK = 64
 """Keys that attention adds at a time."""
 FP8_ROWS = 64
-"""Rows of a tile of queries over keys in FP8, for a single token as for a prompt. From 64 on the
-instruction takes keys from shared memory, in order. A smaller one takes them from registers, where
-Triton lays those that were bytes four to a thread instead of two: it adds up other columns at a
-time."""
+"""Rows of a tile of queries over FP8 keys, for a single token as for a prompt. From 64 rows on the
+instruction reads keys from shared memory, in order. A smaller one reads them from registers, where
+Triton places keys that were bytes four to a thread instead of two, so that it sums other columns at
+a time."""
 UNIT = tl.constexpr(1 << 24)
-"""A weight of 1 as a whole number: a block of them still fits into 32 bits."""
+"""A weight of 1 as an integer: the sum of a block still fits into 32 bits."""
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def _prefill(
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-    if tl.load(tile_first + tile) >= end:  # it only fills the pass up
+    if tl.load(tile_first + tile) >= end:  # padding
         return
     r, d = tl.arange(0, ROWS), tl.arange(0, D)
     n = tl.load(tile_first + tile) + r // G
@@ -141,7 +140,7 @@ def _decode(
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-    if length == 0:  # it only fills the batch up
+    if length == 0:  # padding
         return
     g, d = tl.arange(0, GP), tl.arange(0, D)
     inside = (g < G)[:, None]
@@ -149,8 +148,8 @@ def _decode(
     turn = rope + (length - 1).to(tl.int64) * (2 * D)
     q = _rotated(row + (kh * G + g)[:, None] * D, q_gain, turn, inside, eps, D, NORM)
     q = (q.to(qkv.dtype.element_ty).to(tl.float32) * scale * LOG2E).to(qkv.dtype.element_ty)
-    # One key is turned in as many rows as the queries have, for the sum of its squares to be taken
-    # as `write` does.
+    # One key is rotated in as many rows as there are queries, so that the sum of its squares is
+    # taken as in `write`.
     k = _rotated(row + (H + kh + g * 0)[:, None] * D, k_gain, turn, (g == 0)[:, None], eps, D, NORM)
     k = k.to(qkv.dtype.element_ty)
     v = tl.load(row + (H + K + kh) * D + d)
@@ -164,7 +163,7 @@ def _decode(
         place = k_cache + number * D + (g * 0)[:, None] + d[None, :]
         tl.store(place, k, mask=(g == 0)[:, None])
         tl.store(v_cache + number * D + d, v)
-    tl.debug_barrier()  # what is written here is read below, by other threads
+    tl.debug_barrier()  # other threads read below what is written here
     limit = tl.full([GP], 2147483647, tl.int32)
     mixed = _attend(
         q, k_cache, v_cache, k_scales, v_scales, mine, kh, length, limit, K, D, PAGE, GP, BLOCK
@@ -185,7 +184,7 @@ def _logprobs(logits, stats, temperature, tokens, out, V, T, TP: tl.constexpr, P
     top = tl.max(tops, 0)
     total = tl.sum(totals.to(tl.float64) * tl.exp(tops - top).to(tl.float64), 0)
     warm = tl.load(temperature + row)
-    # of a row that only fills the batch up, anything
+    # of a padding row, any token
     token = tl.minimum(tl.maximum(tl.load(tokens + row), 0), V - 1)
     value = tl.load(logits + row * V + token) / tl.where(warm == 0, 1.0, warm)
     tl.store(out + row, value - top - tl.log(total).to(tl.float32))
@@ -201,7 +200,7 @@ def num_splits(outputs: int, inner: int) -> int:
 
 
 def gemm_config(rows: int, *, split_k: int = 1, gated: bool = False) -> GemmConfig:
-    """The configuration for so many rows, measured on an H200. The bits depend on `split_k`
+    """The configuration for this number of rows, measured on an H200. The bits depend on `split_k`
     alone."""
     if rows <= 16:
         return GemmConfig(16, 32, 128, split_k)
@@ -221,7 +220,7 @@ def prefill(
     ends_B: Tensor, lengths_B: Tensor, sequence_T: Tensor, first_T: Tensor, out: Tensor, *,
     page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """As `attention.prefill`."""
+    """`attention.prefill`, batch-invariant."""
     _prefill[(len(sequence_T), params.num_kv_heads)](
         qkv, *pointers(k, v), blocks, ends_B, lengths_B, sequence_T, first_T, out, stride,
         params.scale, params.num_q_heads, params.num_kv_heads, params.head_dim, page_size,
@@ -233,8 +232,8 @@ def decode(
     params: AttentionLayerConfig, qkv: Tensor, k: Pages, v: Pages, blocks: Tensor, stride: Tensor,
     lengths_B: Tensor, slot_mapping_B: Tensor, out: Tensor, *, page_size: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """As `attention.decode`, without splits."""
-    # Bytes would change the order in which smaller tiles add up: see `FP8_ROWS`.
+    """`attention.decode` without splits, batch-invariant."""
+    # Bytes would change the order in which smaller tiles sum: see `FP8_ROWS`.
     rows = max(group_rows(params), FP8_ROWS) if isinstance(k, Quantised) else group_rows(params)
     gains = [qkv if gain is None else gain for gain in (params.q_gain_D, params.k_gain_D)]
     _decode[(params.num_kv_heads, len(lengths_B))](
@@ -248,7 +247,7 @@ def decode(
 def logits(
     x_RE: Tensor, w_VE: Tensor, temperature_R: Tensor, out_RV: Tensor, stats_RT2: Tensor, pdl: bool
 ) -> None:
-    """As `head.logits`, in tiles of one size."""
+    """`head.logits` in tiles of one size."""
     rows, size = x_RE.shape
     tiles = head.num_tiles(len(w_VE))
     head._logits[(triton.cdiv(rows, 64), tiles)](
@@ -287,7 +286,7 @@ def gated(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
 
 
 def split_product(x_NC: Tensor, w_MC: Tensor, pdl: bool = False) -> Tensor:
-    """A split-K product: SNM in float32, for `norm.add_norm` to add up in order."""
+    """A split-K product: SNM in float32, which `norm.add_norm` sums in order."""
     count = num_splits(*w_MC.shape)
     out_SNM = x_NC.new_empty(count, len(x_NC), len(w_MC), dtype=torch.float32)
     linear.gemm(x_NC, w_MC, out_SNM, config=gemm_config(len(x_NC), split_k=count), pdl=pdl)
@@ -343,5 +342,6 @@ class BatchInvariantForward(FusedForward):
         stats = logits_RV.new_empty(len(hidden_RE), head.num_tiles(len(self.head_VE)), 2)
         logits(hidden_RE, self.head_VE, temperature_R, logits_RV, stats, pdl)
         head.sample(logits_RV, stats, temperature_R, u_R, tokens_R, logprobs_R, pdl)
-        # `head.sample` rounds otherwise than the trainer's kernel, so that one has the last word.
+        # `head.sample` rounds differently than the trainer's kernel, so that kernel overwrites its
+        # log-probs.
         logprobs(logits_RV, stats, temperature_R, tokens_R, logprobs_R, pdl)

@@ -1,14 +1,14 @@
 """Mixture-of-experts layers: routing, and grouped products that read the weights of an active
 expert once.
 
-`route` takes the router's logits to the chosen experts and their shares, `group_by_expert` lists
-for every expert the choices that fell on it, and `grouped_gemm` multiplies each expert's weights
+`route` turns the router's logits into the chosen experts and their shares, `group_by_expert` lists
+for every expert the choices that selected it, and `grouped_gemm` multiplies each expert's weights
 with its tokens. A choice is token * k + rank.
 
-For few tokens the time is that of launching kernels and of reading the experts, so there are three
-kernels instead of five, of matrix-vector products: `router_logits`, `chosen_gated` and
-`chosen_down`. Their programs find the experts of a token again from its logits, which is quicker
-than to wait for a kernel that writes them down.
+For few tokens, launching kernels and reading the experts dominate the time, so there are three
+kernels of matrix-vector products instead of five: `router_logits`, `chosen_gated` and
+`chosen_down`. Their programs recompute the experts of a token from its logits, which is faster than
+waiting for a kernel that writes them to memory.
 
 Shapes: B tokens, X experts, k experts of a token, E hidden size, I expert size.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra import cuda as gpu
 
 FEW_TOKENS = 8
-"""Up to so many tokens are multiplied with their experts one by one."""
+"""Up to this many tokens are multiplied with their experts one by one."""
 
 LOWEST = tl.constexpr(-(1 << 31))
 
@@ -41,7 +41,7 @@ def _route(
     x = tl.arange(0, XP)
     rank = tl.arange(0, TP)
     logit = tl.load(logits + row * X + x, mask=x < X, other=-float("inf")).to(tl.float32)
-    # rows that only fill the batch up may hold anything, NaN too
+    # padding rows may hold anything, NaN too
     logit = tl.where(logit == logit, logit, 0.0)
     p = tl.exp(logit - tl.max(logit, 0))
     p = tl.where(x < X, p / tl.sum(p, 0), -1.0)
@@ -53,14 +53,14 @@ def _route(
         if GIVEN:
             told = tl.load(ids + row * TOP + j)
             best = tl.where(told >= 0, told, best)
-            value = tl.sum(tl.where(x == best, p, 0.0), 0)  # exact: only one of them is not 0
+            value = tl.sum(tl.where(x == best, p, 0.0), 0)  # exact: only one term is not 0
         chosen = tl.where(rank == j, best, chosen)
         share = tl.where(rank == j, value, share)
         p = tl.where(x == best, -1.0, p)
     if RENORM:
         share = share / tl.sum(share, 0)
     slot = tl.load(slots + row).to(tl.int64)
-    real = slot >= 0  # a row that only fills the batch up goes to no expert
+    real = slot >= 0  # a padding row goes to no expert
     tl.store(
         record + slot * record_stride + rank,
         chosen.to(record.dtype.element_ty),
@@ -136,7 +136,7 @@ def _router_logits(
     row = tl.program_id(1).to(tl.int64)
     expert = tl.program_id(0) * BX + tl.arange(0, BX)
     e = tl.arange(0, SIZE)
-    # Weights do not depend on the kernel before, so they are on their way while that one ends.
+    # Weights do not depend on the previous kernel, so they are loaded while it ends.
     inside = (expert < X)[:, None] & (e < E)[None, :]
     tile = tl.load(w + expert[:, None].to(tl.int64) * E + e[None, :], mask=inside, other=0)
     if NORM:
@@ -157,8 +157,8 @@ def _router_logits(
 
 @triton.jit
 def _ordered(logits, row, X, XP: tl.constexpr, COPIES: tl.constexpr):
-    """The logits of a token as integers in the same order [COPIES, XP], and the expert of each. A
-    copy for every warp, so that none waits for another."""
+    """The logits of a token as integers in the same order [COPIES, XP], and the expert of each. One
+    copy for every warp, so that no warp waits for another."""
     x = tl.broadcast_to(tl.arange(0, XP)[None, :], (COPIES, XP))
     # .cg: another multiprocessor wrote them, maybe after this kernel began.
     logit = tl.load(logits + row * X + x, mask=x < X, other=0.0, cache_modifier=".cg")
@@ -168,13 +168,13 @@ def _ordered(logits, row, X, XP: tl.constexpr, COPIES: tl.constexpr):
 
 @triton.jit
 def _flipped(bits):
-    """Bits of a float to an integer in the same order, and back."""
+    """Convert the bits of a float to an integer in the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _best(key, x, XP: tl.constexpr):
-    """Of each copy the largest key, its expert (the first of several), and the keys without it."""
+    """For each copy the largest key, its expert (the first of several), and the keys without it."""
     top = tl.max(key, 1)
     best = tl.min(tl.where(key == top[:, None], x, XP), 1)
     return top, best, tl.where(x == best[:, None], LOWEST, key)
@@ -185,7 +185,7 @@ def _chosen(
     logits, row, X, XP: tl.constexpr, TOP: tl.constexpr, TP: tl.constexpr, COPIES: tl.constexpr,
     RENORM: tl.constexpr,
 ):  # fmt: skip
-    """The experts of a token and their shares, as `_route` says; from TOP to TP both are 0."""
+    """The experts of a token and their shares, as in `_route`; from TOP to TP both are 0."""
     key, x = _ordered(logits, row, X, XP, COPIES)
     top = tl.max(key, 1)
     logit, best_logit = _flipped(key), _flipped(top)
@@ -211,18 +211,18 @@ def _chosen_gated(
     TOP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr,
     BN: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of one expert of a token. Those of all tokens run beside each other: an expert of
-    several is read from memory once, and then from the L2 cache."""
+    """Some rows of one expert of a token. The programs of all tokens run concurrently: an expert
+    shared by several is read from memory once, and then from the L2 cache."""
     pair = tl.program_id(0)
     row = (pair // TOP).to(tl.int64)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     c = tl.arange(0, BC)
     padding = tl.load(slots + row) < 0
     if PDL:
-        # In this order, so that all of the router is done when `_chosen_down` begins.
+        # In this order, so that the router is done when `_chosen_down` begins.
         gpu.gdc_wait()
         gpu.gdc_launch_dependents()
-    if padding:  # it goes to no expert
+    if padding:  # padding goes to no expert
         return
     key, experts = _ordered(logits, row, X, XP, COPIES)
     for _ in range(pair % TOP):
@@ -252,8 +252,8 @@ def _chosen_down(
     TOP: tl.constexpr, TP: tl.constexpr, XP: tl.constexpr, COPIES: tl.constexpr,
     RENORM: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Some outputs of a token, summed over all of its experts. Axes: TP experts, of which TOP are
-    there, BN outputs, BC inner."""
+    """Some outputs of a token, summed over all of its experts. Axes: TP experts, TOP of them real,
+    BN outputs, BC inner."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     ids, shares = _chosen(logits, row, X, XP, TOP, TP, COPIES, RENORM)
@@ -265,13 +265,13 @@ def _chosen_down(
     inside = inside & there
     rows = w + (ids.to(tl.int64)[:, None, None] * N + n[None, :, None]) * C
     inputs = act + (row * TOP + rank)[:, None, None] * C
-    # The router was done when `_chosen_gated` let this one begin: what to read is known, and on its
-    # way while that one ends.
+    # The router was done when `_chosen_gated` let this kernel begin: the experts are known, and are
+    # loaded while that one ends.
     tile = tl.load(rows + c, mask=inside & (c < C), other=0)
     if PDL:
         gpu.gdc_launch_dependents()
         gpu.gdc_wait()
-    if slot < 0:  # it only fills the batch up
+    if slot < 0:  # padding
         return
     sums = tl.zeros([TP, BN, BC // 8], tl.float32)
     for start in range(0, C, BC):
@@ -297,7 +297,7 @@ def route(
     *, renormalise: bool, given: bool = False, pdl: bool = False,
 ) -> None:  # fmt: skip
     """Route every token to its k likeliest experts, also written to `record` at the token's slot
-    (-1: nowhere). `given`: `ids` holds those to take instead, -1 where the likeliest are wanted."""
+    (-1: nowhere). `given`: `ids` holds the experts to use instead, or -1 for the likeliest."""
     (rows, experts), top = logits_BX.shape, ids_Bk.shape[1]
     _route[(rows,)](
         logits_BX, ids_Bk, shares_Bk, record_Sk, slot_mapping_B, experts, record_Sk.stride(0),
@@ -309,7 +309,7 @@ def route(
 def group_by_expert(
     ids_Bk: Tensor, counts_X: Tensor, choices_XB: Tensor, pdl: bool = False
 ) -> None:
-    """List the choices that fell on each expert, in order, so that the same batch always gives the
+    """List the choices that selected each expert, in order, so that the same batch always gives the
     same sums."""
     block = min(1024, triton.next_power_of_2(ids_Bk.numel()))
     _group_by_expert[(len(counts_X),)](
@@ -329,8 +329,8 @@ def grouped_gemm(
     x: Tensor, w_XNC: Tensor, counts_X: Tensor, choices_XB: Tensor, shares_Bk: Tensor, out: Tensor,
     *, gated: bool, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Grouped matrix product, one group an expert. `gated`: x [B, E] -> silu(gate) * up [B k, I];
-    otherwise x [B k, I] -> [B k, E], times the token's share."""
+    """Grouped matrix product, one group for each expert. `gated`: x [B, E] -> silu(gate) * up [B k,
+    I]; otherwise x [B k, I] -> [B k, E], times the token's share."""
     experts, outputs, inner = w_XNC.shape
     outputs //= 2 if gated else 1
     rows, top = shares_Bk.shape
@@ -344,7 +344,7 @@ def grouped_gemm(
 @dataclass(frozen=True, slots=True)
 class ChosenConfig:
     """The launch configuration of products with the chosen experts: outputs (of each of the
-    experts) and inner size of one program, and blocks of the inner axis under way."""
+    experts) and inner size of one program, and blocks of the inner axis in flight."""
 
     outputs: int
     inner: int
@@ -389,9 +389,9 @@ def chosen_down(
     out_BE: Tensor, *, renormalise: bool, add: bool = False, config: ChosenConfig = DOWN,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """The sum of what the experts of a token make of `chosen_gated`, by their shares; added to what
-    is there with `add`. `record` takes the experts, as in `route`. Right behind `chosen_gated`
-    only: it begins early."""
+    """The sum of the outputs of a token's experts on the result of `chosen_gated`, weighted by
+    their shares; with `add`, added to the existing content of `out`. `record` takes the experts, as
+    in `route`. Only valid directly after `chosen_gated`, because it begins early."""
     (rows, top, inner), (experts, size) = act_BkI.shape, w_XEI.shape[:2]
     _chosen_down[(rows, triton.cdiv(size, config.outputs))](
         act_BkI, w_XEI, logits_BX, slot_mapping_B, record_Sk, out_BE, size, inner, experts,

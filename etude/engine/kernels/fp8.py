@@ -1,10 +1,10 @@
-"""Products in FP8 on the tensor cores, as `etude.model.fp8` defines them.
+"""FP8 products on the tensor cores, as `etude.model.fp8` defines them.
 
-They are batch-invariant, and those of many rows (`scaled_mm`, which is the vendor's) have the bits
-of those of few (`linear.gemm`): both add up 128 products on the tensor cores, and these sums in
-fp32, in order; a few rows are computed as 64. Only `split_product` is faster than exact.
+They are batch-invariant, and products of many rows (`scaled_mm`, the library's) have the same bits
+as those of few (`linear.gemm`): both sum 128 products on the tensor cores, and these sums in fp32,
+in order; few rows are computed as 64. Only `split_product` gives up these bits for speed.
 
-Shapes: N rows, C what goes in, M what comes out. A gated pair is [N, 2 C], gates first.
+Shapes: N rows, C inputs, M outputs. A gated pair is [N, 2 C], gates first.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from etude.engine.kernels.linear import GemmConfig, gemm
 from etude.model.fp8 import LARGEST, Quantised, scaled_mm
 
 FEW_ROWS = 64
-"""Up to which our own product is faster."""
+"""Largest number of rows for which our own product is faster."""
 
 
 @triton.jit
 def _activations(x, row, column, C, GATED: tl.constexpr):
-    """A row, or what is made of a row of gates and what these gate, rounded where the model
-    definition rounds."""
+    """A row, or silu(gate) * up of a row of pairs, rounded where the model definition rounds."""
     kind: tl.constexpr = x.dtype.element_ty
     if not GATED:
         return tl.load(x + row * C + column, mask=column < C, other=0).to(tl.float32)
@@ -37,7 +36,7 @@ def _activations(x, row, column, C, GATED: tl.constexpr):
 
 @triton.jit
 def store_quantised(value, values, scales, row, column, C, LARGEST: tl.constexpr):
-    """A row, in fp32."""
+    """Quantise and store a row of fp32 numbers."""
     top = tl.full([], LARGEST, tl.float32)
     largest = tl.max(tl.abs(value))
     largest = tl.where(largest > 1e-30, largest, top)
@@ -74,7 +73,7 @@ def empty_rows(like_NC: Tensor) -> Quantised:
 
 
 def quantise_rows(x_NC: Tensor, *, gated: bool = False, pdl: bool = False) -> Quantised:
-    """As `model.fp8.quantise_rows`, of contiguous rows or of silu(gate) * up."""
+    """`model.fp8.quantise_rows` of contiguous rows, or of silu(gate) * up."""
     out = empty_rows(x_NC.chunk(2, -1)[0] if gated else x_NC)
     quantise_into(x_NC, out, gated=gated, pdl=pdl)
     return out
@@ -111,8 +110,8 @@ def product(
 
 
 def split_product(x: Quantised, w: Quantised, dtype: torch.dtype, *, pdl: bool = False) -> Tensor:
-    """SNM, to be added up: a few rows in splits, which is faster for a matrix with few outputs, and
-    rounds otherwise."""
+    """A product as SNM, to be summed: few rows are computed in splits, which is faster for a matrix
+    with few outputs, and rounds differently."""
     rows, (outputs, inner) = len(x.values), w.values.shape
     splits = _num_splits(outputs, inner)
     if rows > FEW_ROWS or splits == 1:
@@ -131,7 +130,7 @@ def _num_splits(outputs: int, inner: int) -> int:
 
 
 def _gemm_config(outputs: int) -> GemmConfig:
-    """As measured on an H200."""
+    """Configuration measured on an H200."""
     if outputs <= 4096:
         return GemmConfig(64, 32, 128, 1, stages=10)
     return GemmConfig(64, 64, 128, 1, stages=8 if outputs <= 8192 else 4)

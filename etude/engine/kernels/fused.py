@@ -1,12 +1,11 @@
 """The forward pass of a `Transformer` on Triton kernels, on its own parameters and with the same
 inputs and outputs.
 
-One row takes five kernels a layer, more rows take seven; with experts six and eight, and ten beyond
-a few rows.
-Rounding to the type of the weights happens where the model definition rounds.
+A layer takes five kernels for one row and seven for more rows; with experts six and eight, and ten
+beyond a few rows. Values are rounded to the dtype of the weights where the model definition rounds.
 
-Shapes: N new tokens, E hidden size, R rows that are sampled, V vocabulary, S splits of a product or
-experts of a token, X experts, k experts of a token.
+Shapes: N new tokens, E hidden size, R sampled rows, V vocabulary, S splits of a product or experts
+of a token, X experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from etude.model.recurrence import Recur
 from etude.model.transformer import Block, ModelConfig, Transformer
 
 FEW_ROWS, SMALL_MATRIX = 64, 8 << 20
-"""Bounds up to which our own products are faster than the vendor's: so many rows, or four times as
-many with so few weights."""
+"""Bounds up to which our own products are faster than the library's: this many rows, or four times
+as many with at most this many weights."""
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer, projected q, k and v of the new tokens) -> what each takes from the tokens that it
-sees."""
+"""(layer, projected q, k and v of the new tokens) -> the attention output of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +68,19 @@ INVARIANT_SUPPORTED: SupportedFeatures = {
     "qk_norm": ("head",),
     "router": ("softmax",),
 }
-"""What these kernels, and those of `batch_invariant` and `trainable`, compute beyond a plain
-layer; a model with any other feature is not run on them."""
+"""The features that these kernels, and those of `batch_invariant` and `trainable`, compute beyond a
+plain layer; a model with any other feature does not run on them."""
 SUPPORTED: SupportedFeatures = {**INVARIANT_SUPPORTED, "window": ANY}
-"""The same without the batch-invariant ones."""
+"""The same for the kernels that are not batch-invariant."""
 
 
 def unsupported(c: ModelConfig, supported: SupportedFeatures = SUPPORTED) -> list[str]:
-    """Why these kernels do not run a model, in words; empty if they do."""
+    """The reasons why these kernels do not run a model, as text; empty if they do."""
     return c.unsupported_features(supported) + odd_heads(c)
 
 
 def odd_heads(c: ModelConfig) -> list[str]:
-    """Heads of a size that no kernel of attention takes."""
+    """Head sizes that no attention kernel takes."""
     odd = c.head_dim & (c.head_dim - 1) != 0 or c.head_dim < 16
     return [f"head_dim {c.head_dim}"] if odd else []
 
@@ -129,7 +127,7 @@ class FusedForward:
         pdl: bool,
     ) -> Tensor:
         """The normalised output of the last layer. `record` [slots, layers with experts, k] takes
-        the experts used. With `pdl` a kernel may begin while the one before it ends."""
+        the experts used. With `pdl` a kernel may begin while the previous one ends."""
         x_NE = self._embedded(tokens_N, sampled)
         if len(x_NE) == 1 and not self._has_adapters and not self._in_fp8:
             return self._one_row(x_NE, slot_mapping_N, context.attend, record, pdl)
@@ -192,7 +190,7 @@ class FusedForward:
 
     @property
     def _has_adapters(self) -> bool:
-        """Whether rows of this pass may have adapters."""
+        """True if rows of this pass may have adapters."""
         return self.adapters is not None and self.adapters.tiles is not None
 
     def _adapt(self, path: str, x_NC: Tensor, y_NM: Tensor, pdl: bool) -> None:
@@ -210,7 +208,7 @@ class FusedForward:
         return fp8.product(rounded, own.quantised, own.bias, x_NC.dtype, pdl=pdl)
 
     def _summands(self, x_NC: Tensor, own: Linear, pdl: bool) -> Tensor:
-        """Its product as parts, which `norm.add_norm` adds up."""
+        """The product as parts, which `norm.add_norm` sums."""
         if own.quantised is None:
             return self._split_product(x_NC, own.weight, pdl)
         x = fp8.quantise_rows(x_NC, pdl=pdl)
@@ -228,8 +226,8 @@ class FusedForward:
         return out
 
     def _gated(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
-        # The vendor's is followed by two kernels that read and write all of it again: that is more
-        # than a small matrix.
+        # The library's product is followed by two kernels that read and write everything again,
+        # which costs more than a small matrix.
         if not _is_ours(x_NC, w) and w.numel() > SMALL_MATRIX:
             gate, up = F.linear(x_NC, w).chunk(2, -1)
             return F.silu(gate) * up
@@ -239,7 +237,7 @@ class FusedForward:
         return out
 
     def _split_product(self, x_NC: Tensor, w: Tensor, pdl: bool) -> Tensor:
-        """A split-K product, whose splits `norm.add_norm` adds up."""
+        """A split-K product, whose splits `norm.add_norm` sums."""
         if not _is_ours(x_NC, w):
             return F.linear(x_NC, w)[None]
         config = linear.gemm_config(len(x_NC), w.shape[0], w.shape[1], split=True)
@@ -338,7 +336,7 @@ def expert_parts(
     pdl: bool,
     replay_Nk: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output of each expert of a token, kNE, to be added up; and the ids of the experts, Nk.
+    """The output of each expert of a token, kNE, to be summed; and the ids of the experts, Nk.
     `replay_Nk`: the experts to use instead of the router's, -1 where it decides."""
     c = layer.gate.c
     rows, top = len(x_NE), c.num_experts_per_tok
@@ -390,6 +388,6 @@ def _layer(block: Block, rope: Tensor, eps: float) -> LayerWeights:
 
 
 def _is_ours(x_NC: Tensor, w: Tensor) -> bool:
-    """Otherwise the vendor's product is faster: with many rows arithmetic is what counts, and that
-    is its strength."""
+    """True if our own product is faster than the library's, which is the case for few rows; with
+    many rows arithmetic dominates, where the library is faster."""
     return len(x_NC) <= FEW_ROWS or (len(x_NC) <= 4 * FEW_ROWS and w.numel() <= SMALL_MATRIX)

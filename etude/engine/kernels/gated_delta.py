@@ -17,7 +17,7 @@ from torch import Tensor
 from etude.model.recurrence import NORM_EPS, Chunks, DeltaRule, StateCache
 
 VALUES = 32
-"""Numbers of a value that a program takes."""
+"""Elements of a value that a program takes."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _step(
     q, k, v, decay, beta, memories, before, after, is_first, out, H: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """One head of a sequence, and some numbers of its value."""
+    """One head of a sequence, and some elements of its value."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, j = tl.arange(0, KP), tl.program_id(2) * BV + tl.arange(0, BV)
     row = b * H + h
@@ -46,7 +46,8 @@ def _step(
 
 class GatedDeltaDecode:
     """The decode step of layers with a gated delta rule: one new token of each sequence.
-    `lengths_B` counts it; 0 is an empty row, and these share the last block of the states."""
+    `lengths_B` includes it; 0 is an empty row, and empty rows share the last block of the
+    states."""
 
     def __init__(
         self, states: StateCache, lengths_B: Tensor, blocks: Tensor, stride: Tensor, block_size: int
@@ -58,7 +59,7 @@ class GatedDeltaDecode:
         def block_of(position_B: Tensor) -> Tensor:
             return blocks.index_select(0, rows_B + position_B.clamp(min=0) // block_size).long()
 
-        # what an empty row's table says is left over from an earlier pass
+        # an empty row's table holds leftovers of an earlier pass
         self._before, self._after = (
             torch.where(lengths_B > 0, block_of(lengths_B - back), nobody) for back in (2, 1)
         )
@@ -91,7 +92,7 @@ def _solve(
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
     KP: tl.constexpr, VP: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
-    """One head of a chunk: all that needs no memory. G heads share a key."""
+    """One head of a chunk: all results that do not depend on the memory. G heads share a key."""
     u, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j, i, c = tl.arange(0, JP), tl.arange(0, KP), tl.arange(0, VP)
     n = tl.load(tokens + u * J + j, mask=j < J, other=num_tokens)
@@ -108,7 +109,7 @@ def _solve(
     left = tl.exp(tl.where(earlier, faded[:, None] - faded[None, :], -float("inf")))
     system = tl.dot(k * b[:, None], tl.trans(k), input_precision="tf32x3") * left
 
-    # The inverse of 1 + what is below its diagonal, row by row.
+    # The inverse of 1 plus the part below its diagonal, row by row.
     inverse = tl.where(j[:, None] > j[None, :], -system, 0.0)
     for line in range(1, tl.max(tl.where(there, j, 0), 0) + 1):
         mine = tl.sum(tl.where((j == line)[:, None], inverse, 0.0), 0)
@@ -143,7 +144,8 @@ def _scan(
     out, kept, num_tokens, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, J: tl.constexpr,
     KP: tl.constexpr, BV: tl.constexpr, JP: tl.constexpr,
 ):  # fmt: skip
-    """One head of a sequence, and some numbers of its value: the memory from chunk to chunk."""
+    """One head of a sequence, and some elements of its value: pass the memory from chunk to
+    chunk."""
     b, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     j, i, c = tl.arange(0, JP), tl.arange(0, KP), tl.program_id(2) * BV + tl.arange(0, BV)
     in_memory = (i < K)[:, None] & (c < V)[None, :]
@@ -183,8 +185,8 @@ def delta_chunks(
     beta_NH: Tensor,
     memory_BHKV: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """As `model.recurrence.RuleOfChunks` says, in two kernels: one for what the chunks need of
-    themselves, and one that takes the memory through them."""
+    """`model.recurrence.RuleOfChunks` in two kernels: one for the results that need only the chunk,
+    and one that passes the memory through the chunks."""
     (count, heads), (num_chunks, size) = decay_NH.shape, chunks.tokens_UJ.shape
     key_size, value_size = rule.key_size, rule.value_size
     padded_key, padded_size = (max(16, triton.next_power_of_2(n)) for n in (key_size, size))

@@ -1,9 +1,9 @@
 """The LM head and the sampler: hidden states to sampled tokens in one pass over the vocabulary.
 
-`logits` multiplies with the output matrix and notes, for every tile of the vocabulary, the largest
+`logits` multiplies with the output matrix and stores, for every tile of the vocabulary, the largest
 of its logits (divided by the temperature) and the sum of their exponentials relative to it.
-`sample` then finds the tile in which the cumulative distribution crosses u, and looks only into
-that one. The logits stay in memory for whoever needs them all.
+`sample` then finds the tile in which the cumulative distribution crosses u, and reads only that
+one. The logits stay in memory for callers that need all of them.
 
 Shapes: B rows, E hidden size, V vocabulary, T tiles.
 """
@@ -96,8 +96,8 @@ def _sample(
     )
     p = tl.exp(value - top)
     inner = before + tl.cumsum(p.to(tl.float64), 0)
-    # A tile's sum and the sum of its parts round differently, so the last of positive probability
-    # is the limit.
+    # A tile's sum and the sum of its parts round differently, so the last token of positive
+    # probability is the limit.
     last = tl.max(tl.where(p > 0, i, 0), 0)
     sampled = tl.minimum(tl.sum((inner <= target).to(tl.int32), 0), last)
     choice = tl.where(greedy, tl.argmax(value, 0), sampled)
@@ -120,7 +120,7 @@ def logits(
 ) -> None:
     rows, size = x_BE.shape
     tiles = num_tiles(len(w_VE))
-    # Found by measuring: one row is a matter of loads in flight, many are one of arithmetic.
+    # Measured: for one row loads in flight matter most, for many rows arithmetic.
     bb = max(16, min(128, int(triton.next_power_of_2(rows))))
     be, warps, stages = (64, 4, 4) if bb in (32, 64) else (128, 8, 3)
     _logits[(triton.cdiv(rows, bb), tiles)](
@@ -130,7 +130,8 @@ def logits(
 
 
 def tile_stats(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
-    """What `logits` notes of each tile, of logits that were computed elsewhere."""
+    """The statistics that `logits` stores for each tile, for logits that were computed
+    elsewhere."""
     rows, vocabulary = logits_BV.shape
     warm_B1 = torch.where(temperature_B == 0, 1.0, temperature_B)[:, None]
     padded = F.pad(logits_BV / warm_B1, (0, -vocabulary % TILE), value=-torch.inf)
@@ -144,8 +145,8 @@ def sample(
     logits_BV: Tensor, stats_BT2: Tensor, temperature_B: Tensor, u_B: Tensor, tokens_B: Tensor,
     logprobs_B: Tensor, pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Sample a token a row, where the cumulative distribution crosses u, with its log-prob; at
-    temperature 0 the likeliest."""
+    """Sample a token for each row, where the cumulative distribution crosses u, with its log-prob;
+    at temperature 0 the likeliest token."""
     rows, vocabulary = logits_BV.shape
     tiles = num_tiles(vocabulary)
     _sample[(rows,)](

@@ -1,13 +1,12 @@
-"""Products with a weight matrix for few rows, where the time is that of reading the weights once.
+"""Products with a weight matrix for few rows, where reading the weights once dominates the time.
 
-`gemv` is for a single row: every program streams a few rows of the matrix, starts doing so before
-its input is there (programmatic dependent launch), and does the norm before and the activation or
-the sum after on the way. `gemm` is for more rows, on the tensor cores; if the matrix is small it
-is split along its inner axis too (split-K), so that all multiprocessors have work, and
-`norm.add_norm` adds the splits up.
+`gemv` is for a single row: every program streams a few rows of the matrix, begins before its input
+is ready (programmatic dependent launch), and includes the norm before it and the activation or the
+sum after it. `gemm` is for more rows, on the tensor cores; a small matrix is also split along its
+inner axis (split-K), so that all multiprocessors have work, and `norm.add_norm` sums the splits.
 
-Shapes: B rows, C what goes in, N what comes out, S splits. Weights are [N, C]; a gated pair is [2
-N, C], gates first.
+Shapes: B rows, C inputs, N outputs, S splits. Weights are [N, C]; a gated pair is [2 N, C], gates
+first.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FP8_SUM = tl.constexpr(128)
 
 @triton.jit
 def _prefetch(w, first, size, LINES: tl.constexpr):
-    """LINES of 64 numbers of two bytes, from `first` on."""
+    """Prefetch LINES lines of 64 two-byte numbers, from `first` on."""
     place = tl.minimum(first + tl.arange(0, LINES) * 64, size - 64)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -38,7 +37,7 @@ def _prefetch(w, first, size, LINES: tl.constexpr):
 
 @triton.jit
 def _eighths(tile, value, BN: tl.constexpr, BC: tl.constexpr):
-    """The products of a tile with a row, eight neighbours added up."""
+    """The products of a tile with a row, eight neighbours summed."""
     return tl.sum(tl.reshape(tile.to(tl.float32) * value[None, :], (BN, BC // 8, 8)), 2)
 
 
@@ -53,11 +52,11 @@ def _gemv(
     rows = w + n[:, None].to(tl.int64) * C
     upper = rows + N.to(tl.int64) * C
     inside = (n < N)[:, None]
-    # The first tile does not depend on the kernel before, so it is on its way while that one ends.
+    # The first tile does not depend on the previous kernel, so it is loaded while that one ends.
     tile = tl.load(rows + c[None, :], mask=inside & (c < C)[None, :], other=0)
     if GATED:
         tile_up = tl.load(upper + c[None, :], mask=inside & (c < C)[None, :], other=0)
-    if LINES:  # the other tiles come as far as the L2 cache
+    if LINES:  # prefetch the other tiles into the L2 cache
         _prefetch(w, tl.program_id(0).to(tl.int64) * BN * C, N.to(tl.int64) * C, LINES)
     if NORM:
         scales = tl.load(gain + c, mask=c < C, other=0).to(tl.float32)
@@ -71,8 +70,8 @@ def _gemv(
             more = tl.load(x + start + c, mask=start + c < C, other=0).to(tl.float32)
             squares += tl.sum(more * more)
         shrink = tl.rsqrt(squares / C + eps)
-    # A thread adds up its eight neighbours at once, which halves the registers, so that more
-    # programs are resident at a time.
+    # A thread sums its eight neighbours at once, which halves the registers, so that more programs
+    # are resident at a time.
     sums = tl.zeros([BN, BC // 8], tl.float32)
     sums_up = tl.zeros([BN, BC // 8], tl.float32)
     for start in range(0, C, BC):
@@ -122,7 +121,7 @@ def _gemm(
         column = start + c[None, :]
         value = tl.load(inputs + column, mask=(b < B)[:, None] & (column < end), other=0.0)
         tile = tl.load(rows + column, mask=(n < N)[:, None] & (column < end), other=0.0)
-        # Tensor cores add FP8 up with few digits; sums of so many products go on in fp32.
+        # Tensor cores sum FP8 with few digits; after this many products the sum continues in fp32.
         sums = tl.dot(value, tl.trans(tile), sums, max_num_imprecise_acc=FP8_SUM if FP8 else None)
         if GATED:
             tile_up = tl.load(
@@ -180,13 +179,13 @@ def gemv(
     bias_N: Tensor | None = None, gated: bool = False, add: bool = False, ahead: bool = False,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Matrix-vector product: out = w x for one row, or out += w x with `add`; RMSNorm before it
-    with `norm`, silu(gate) * up with `gated`. `ahead`: with `pdl`, all of its weights are
-    prefetched while it waits for its input; not for a gated pair."""
+    """Matrix-vector product: out = w x for one row, or out += w x with `add`; with `norm` RMSNorm
+    is applied first, with `gated` the output is silu(gate) * up. `ahead`: with `pdl`, prefetch all
+    of its weights while it waits for its input; not for a gated pair."""
     assert not (ahead and gated)
     inner, outputs = w_NC.shape[1], w_NC.shape[0] // (2 if gated else 1)
     gain, eps = (w_NC, 0.0) if norm is None else norm
-    # 8 rows a program, unless that leaves multiprocessors of an H200 without one
+    # 8 rows per program, unless that leaves multiprocessors of an H200 idle
     bn = 4 if gated or outputs < 8 * 132 else 8
     lines = triton.next_power_of_2(bn * inner // 64) if ahead and pdl else 0
     _gemv[(triton.cdiv(outputs, bn),)](
@@ -201,9 +200,9 @@ def gemm(
     scales: tuple[Tensor, Tensor] | None = None, bias_N: Tensor | None = None, gated: bool = False,
     pdl: bool = False,
 ) -> None:  # fmt: skip
-    """Matrix product on the tensor cores: out[s] = split s of x wᵀ, or of silu(gate) * up with
-    `gated`. `gated` and a bias take one split only. `scales`: of the rows of x and of w, both in
-    FP8, which is not for a gated pair."""
+    """Matrix product on the tensor cores: out[s] = split s of x wᵀ, or silu(gate) * up with
+    `gated`. `gated` and a bias need a single split. `scales`: of the rows of x and of w, both in
+    FP8; not for a gated pair."""
     rows, inner = x_BC.shape
     outputs = w_NC.shape[0] // (2 if gated else 1)
     assert config.split_k == 1 or not (gated or bias_N is not None)

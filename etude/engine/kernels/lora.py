@@ -1,18 +1,19 @@
-"""Adapters (LoRA) on CUDA: the adapters of all slots in one batch, whichever each row has.
+"""LoRA adapters on CUDA: the adapters of all slots in one batch, where each row may have a
+different one.
 
-A and B of all slots lie in one buffer a layer. Rows are taken in tiles of up to 16 that have the
-same slot; the host says which rows each tile has and which slot. `_shrink` is A x for all parts of
-a layer, `_expand` adds scale B (A x) to what the layer gives, and `_expand_gated` does so for a
-gated pair and applies the gate. A row meets the same instructions in the same order whatever else
-is in its tile or its batch, so the bits are its own: the inner axis is cut by the size of the
-matrix alone.
+A and B of all slots are in one buffer for each layer. Rows are taken in tiles of up to 16 with the
+same slot; the host lists the rows and the slot of each tile. `_shrink` computes A x for all parts
+of a layer, `_expand` adds scale B (A x) to the layer's output, and `_expand_gated` does so for a
+gated pair and applies the gate. A row goes through the same instructions in the same order whatever
+else is in its tile or its batch, so its bits do not depend on them: the inner axis is split by the
+size of the matrix alone.
 
-Time is what a launch takes from the end of one kernel to the first sums of the next, and hardly
-that of reading. So the matrices, which depend on no kernel before, are asked for before a program
-waits for what they are multiplied with.
+The time is dominated by the latency from the end of one kernel to the first sums of the next, and
+hardly by reading. So a program loads the matrices, which do not depend on an earlier kernel, before
+it waits for its input.
 
-Shapes: N rows, C what goes into a layer, M what comes out, R rank as it is stored, RP that padded
-for `tl.dot`, P parts of a layer, K = P R, S slots, T tiles, D pieces of the inner axis.
+Shapes: N rows, C inputs of a layer, M outputs, R stored rank, RP the rank padded for `tl.dot`, P
+parts of a layer, K = P R, S slots, T tiles, D pieces of the inner axis.
 """
 
 from __future__ import annotations
@@ -39,22 +40,23 @@ from etude.model.transformer import Transformer
 RANK_STEP = 8
 """Ranks are stored as multiples of it: a row of B in bf16 is then read 16 bytes at a time."""
 MIN_DOT = 16
-"""Columns of the inner axis that one instruction of the tensor cores adds up."""
+"""Columns of the inner axis that one tensor core instruction sums."""
 PIECE = 512
-"""Columns of the inner axis that one program adds up."""
+"""Columns of the inner axis that one program sums."""
 SHRINK_RANKS = 16
-"""Rows of A, of whatever parts, that one program multiplies with; a power of two from 16 on."""
+"""Rows of A, of any parts, that one program multiplies with; a power of two from 16 on."""
 MAX_OUTPUTS = 64
 """Columns of the output that one program writes."""
 SHRINK_WARPS = 4
 EXPAND_WARPS, HIGH_RANK_WARPS = 1, 4
-"""With one warp `_expand` has all pieces of A x on their way at once; several exchange each of them
-at a barrier before they ask for the next. A tile of a rank over 16 is too much for one."""
+"""With one warp `_expand` has all pieces of A x in flight at once; several warps exchange each
+piece at a barrier before they request the next. A tile of a rank over 16 is too large for one
+warp."""
 
 
 @triton.jit
 def _rows(row, first, rows, t, ROWS: tl.constexpr):
-    """The rows of a tile, and which of them there are."""
+    """The rows of a tile, and a mask of those that exist."""
     r = tl.arange(0, ROWS)
     return tl.load(row + tl.load(first + t) + r, mask=r < rows, other=0), (r < rows)[:, None]
 
@@ -90,7 +92,7 @@ def _low(
     low, n, inside, part, N, K,
     D: tl.constexpr, R: tl.constexpr, RP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A x of one part, its pieces added up in order."""
+    """A x of one part, its pieces summed in order."""
     r = tl.arange(0, RP)[None, :]
     sums = tl.zeros([ROWS, RP], tl.float32)
     for d in tl.static_range(D):
@@ -171,7 +173,7 @@ def _expand_gated(
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
     """The rows of one pass, in tiles of one adapter slot each: all rows in the order of the tiles,
-    and of each tile its first place in that order, its number of rows, and the slot."""
+    and for each tile its first index in that order, its number of rows, and the slot."""
 
     row_N: Tensor
     first_T: Tensor
@@ -180,7 +182,7 @@ class AdapterTiles:
 
     @property
     def fields(self) -> tuple[Tensor, ...]:
-        """In the order in which the kernels take them."""
+        """The tensors in the order in which the kernels take them."""
         return self.row_N, self.first_T, self.count_T, self.slot_T
 
 
@@ -220,7 +222,7 @@ class LinearAdapters:
             offset += width
 
     def pair(self, slot: int, like: Pair) -> Pair:
-        """What lies in a slot, in the shape of the pair that was put there."""
+        """The content of a slot, in the shape of the pair that was stored there."""
         rank, wanted = like.b.shape[1], [has_pair for _, has_pair in like.widths]
         a = self.a_SKC[slot].view(len(self.parts), self.rank, -1)[:, :rank]
         b = self.b_SMR[slot, :, :rank].split_with_sizes(list(self.parts.values()))
@@ -280,7 +282,7 @@ class CudaAdapters:
         }
         weight = model.model.embed_tokens.weight
         self._scales_S = torch.zeros(limits.num_slots, device=weight.device)
-        self._held: dict[int, dict[str, Pair]] = {}  # their shapes: tensors on "meta"
+        self._held: dict[int, dict[str, Pair]] = {}  # only shapes: tensors on "meta"
         for path, layer in adaptable_layers(model).items():
             layer.adapter = partial(self._added, self._layers[path])
 
@@ -288,7 +290,7 @@ class CudaAdapters:
         return bool(self._held.get(slot))
 
     def add(self, path: str, x_NC: Tensor, y_NM: Tensor, pdl: bool) -> None:
-        """y += what the adapters say of the layer at `path`."""
+        """y += the adapters' output for the layer at `path`."""
         if self.tiles is not None:
             self._layers[path].add(x_NC, y_NM, self.tiles, self._scales_S, pdl)
 
@@ -302,7 +304,7 @@ class CudaAdapters:
         return y_NM
 
     def prepare(self, slot: int, adapter: Adapter | None) -> Callable[[], None]:
-        """As `TorchAdapters.prepare`. In the order of the stream, so after all passes so far."""
+        """Like `TorchAdapters.prepare`, applied in stream order, so after all passes so far."""
         like = self._model.model.embed_tokens.weight
         pairs = {} if adapter is None else dict(layer_pairs(self._model, adapter, like))
 

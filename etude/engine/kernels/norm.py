@@ -94,8 +94,8 @@ def add_norm(
     pdl: bool = False,
     rounded: Quantised | None = None,
 ) -> None:
-    """x += sum of the parts (any strides, the last axis dense); normed = RMSNorm(x), also in FP8 if
-    `rounded` is there to be filled."""
+    """x += sum of the parts (any strides, the last axis dense); normed = RMSNorm(x), and also in
+    FP8 if `rounded` is given."""
     rows, size = x_BE.shape
     parts = x_BE[None] if parts_SBE is None else parts_SBE
     width = triton.next_power_of_2(size)

@@ -1,10 +1,10 @@
-"""Paged keys and values: where a token lies, and what is in FP8.
+"""Paged keys and values: the layout of tokens, and the FP8 format.
 
 Keys and values are [blocks, K, block size, D]; a slot is block * block size + offset. In FP8 they
-are rounded as `model.fp8.quantise_kv` does it, with scales [blocks, K, block size]. These are
-powers of 2, so that it changes no bit to multiply scores and weights by them, which are fewer than
-keys and values. Values in FP8 are [blocks, K, D, block size]: tensor cores take four tokens of a
-column at a time, and no instruction for shared memory turns bytes around.
+are rounded as in `model.fp8.quantise_kv`, with scales [blocks, K, block size]. The scales are
+powers of 2, so that multiplying scores and weights by them instead, which are fewer than keys and
+values, changes no bit. Values in FP8 are [blocks, K, D, block size]: tensor cores take four tokens
+of a column at a time, and no shared memory instruction transposes bytes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from etude.model.fp8 import Quantised
 
 Pages = Tensor | Quantised
-"""The keys or the values of a layer."""
+"""Keys or values of a layer."""
 
 
 def empty_pages(
     like: Tensor, shape: tuple[int, int, int, int], *, fp8: bool
 ) -> tuple[Pages, Pages]:
-    """Keys and values, all zeros, of this shape in the type of `like`, or in FP8."""
+    """Keys and values of zeros, of this shape, in the dtype of `like` or in FP8."""
     if not fp8:
         return like.new_zeros(shape), like.new_zeros(shape)
     k, v = (like.new_zeros(shape, dtype=torch.float8_e4m3fn) for _ in "kv")
@@ -32,7 +32,7 @@ def empty_pages(
 
 
 def pointers(k: Pages, v: Pages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys and values, then their scales or whatever stands for them."""
+    """Keys and values, then their scales, or placeholders for them."""
     if isinstance(k, Quantised) and isinstance(v, Quantised):
         return k.values, v.values, k.scales, v.scales
     assert isinstance(k, Tensor) and isinstance(v, Tensor)
@@ -41,8 +41,8 @@ def pointers(k: Pages, v: Pages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @triton.jit
 def row_of(slot, kh, K: tl.constexpr, PAGE: tl.constexpr):
-    """The row of the key or value of a slot. A block holds its tokens head by head, so a program
-    reads one run."""
+    """The row of a slot's key or value. A block holds its tokens head by head, so a program reads
+    one contiguous range."""
     slot = slot.to(tl.int64)
     return (slot // PAGE * K + kh) * PAGE + slot % PAGE
 
@@ -52,8 +52,8 @@ def read(
     k_cache, v_cache, k_scales, v_scales, table, first, end, seen, kh, K: tl.constexpr,
     PAGE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of BLOCK positions from `first` on, and their scales or whatever stands for
-    them. In FP8 `first` is a multiple of BLOCK, and values come as they lie: [D, BLOCK]."""
+    """Keys and values of BLOCK positions from `first` on, and their scales, or placeholders for
+    them. In FP8 `first` is a multiple of BLOCK, and values keep their layout: [D, BLOCK]."""
     position, d = first + tl.arange(0, BLOCK), tl.arange(0, D)
     if k_cache.dtype.element_ty != tl.float8e4nv:
         page = tl.load(table + position // PAGE, mask=seen, other=0)
@@ -67,7 +67,8 @@ def read(
             page = tl.load(table + first // PAGE, mask=first < end, other=0)
             within = tl.multiple_of(first % PAGE, BLOCK)
             offset = within + tl.arange(0, BLOCK)
-            # Sixteen at a time, with up to fifteen that are not seen: bytes are loaded together.
+            # Sixteen at a time, with up to fifteen that are not seen, so that bytes are loaded
+            # together.
             near = offset // 16 * 16 < end - first + within
         else:
             page = tl.load(table + position // PAGE, mask=seen, other=0)
@@ -85,7 +86,7 @@ def read(
 
 @triton.jit
 def _widened(x, like):
-    # All of these steps have fast instructions on Hopper; one from fp16 to bf16 has not.
+    # Hopper has fast instructions for all of these steps, but not for fp16 to bf16.
     return x.to(tl.float16).to(tl.float32).to(like.dtype)
 
 
@@ -100,7 +101,7 @@ def scores(q, k, k_scale):
 
 @triton.jit
 def mix(q, p, v, v_scale, acc):
-    """Values by their weights p, added to `acc`."""
+    """Add values weighted by p to `acc`."""
     if v.dtype == tl.float8e4nv:
         acc = tl.dot((p * v_scale[None, :]).to(q.dtype), tl.trans(_widened(v, q)), acc)
     else:
@@ -110,8 +111,8 @@ def mix(q, p, v, v_scale, acc):
 
 @triton.jit
 def store_fp8(x, cache, scales, row, inside, PAGE: tl.constexpr, D: tl.constexpr, V: tl.constexpr):
-    """Round heads [.., D], and write them to these rows of keys or, if V, of values; returns what
-    can be read there."""
+    """Round heads [.., D], and write them to these rows of keys or, if V, of values; returns them
+    as they will be read."""
     d = tl.arange(0, D)[None, :]
     wide = x.to(tl.float32)
     largest = tl.max(tl.abs(wide), 1)
@@ -119,7 +120,8 @@ def store_fp8(x, cache, scales, row, inside, PAGE: tl.constexpr, D: tl.constexpr
     bits = tl.where(largest > 1e-30, bits, 127 << 23)
     scale = bits.to(tl.float32, bitcast=True)
     inverse = ((254 << 23) - bits).to(tl.float32, bitcast=True)
-    # NaN becomes one of the scale: values that are not seen are multiplied by 0, but not so scales.
+    # A NaN is stored in the scale: unseen values are read and multiplied by 0, which a NaN would
+    # survive, but unseen scales are not read.
     is_known = wide == wide
     scale = tl.where(tl.min(is_known.to(tl.int32), 1) > 0, scale, float("nan"))
     stored = tl.where(is_known, wide * inverse[:, None], 0.0).to(tl.float8e4nv)

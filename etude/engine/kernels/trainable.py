@@ -1,11 +1,11 @@
-"""The trainer's model on the batch-invariant kernels of the engine: the same bits forward, the
-usual gradients backward.
+"""The trainer's model on the engine's batch-invariant kernels: the same bits forward, the usual
+gradients backward.
 
-Where the engine adds and normalises in one kernel the two steps are apart here. They round in the
-same places.
+The engine adds and normalises in one kernel; here these are two steps, which round in the same
+places.
 
-Shapes: N tokens of all sequences one behind the other, B sequences, E hidden size, C what goes into
-a product, M what comes out, V vocabulary, H query heads, K key heads, D head size.
+Shapes: N tokens of all sequences one after the other, B sequences, E hidden size, C inputs of a
+product, M outputs, V vocabulary, H query heads, K key heads, D head size.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _linear(x_NC: Tensor, own: Linear) -> Tensor:
 
 
 def _summed(x_NC: Tensor, own: Linear) -> Tensor:
-    """Added up as `norm.add_norm` does: in float32, in order, and rounded once."""
+    """Linear layer, summed as in `norm.add_norm`: in float32, in order, and rounded once."""
     if own.arithmetic.fp8:
         return _in_fp8(x_NC, own)
     return product_of(
@@ -222,7 +222,7 @@ def _experts(x_NE: Tensor, own: SparseMoE, routing: Routing | None) -> Tensor:
         top = own.gate.c.num_experts_per_tok
         chosen_Nk = routing.choose(own.place, own.gate.scores(x_NE), logits_NX, top)
         if routing.replay is not None:
-            # Where nothing is replayed the engine's kernel decides, as it did in the engine.
+            # Where nothing is replayed, the engine's kernel decides, as it did in the engine.
             is_told_N = (routing.replay[:, own.place] >= 0).any(-1)
             replay_Nk = chosen_Nk.where(is_told_N[:, None], -1)
     with torch.no_grad():
@@ -231,7 +231,7 @@ def _experts(x_NE: Tensor, own: SparseMoE, routing: Routing | None) -> Tensor:
         parts, ids_Nk = expert_parts(
             x_NE, own, logits_NX, slot_mapping_N, unread, pdl=False, replay_Nk=replay_Nk
         )
-    # The gradient is that of the experts which were used, wherever the plain router would have
-    # gone.
+    # The gradient is that of the experts that were used, even if the plain router would choose
+    # others.
     used = Routing(replay=ids_Nk[:, None].expand(-1, own.place + 1, -1))
     return value_of(lambda: _sum(parts, x_NE.dtype), gradient_of=lambda: own(x_NE, used))

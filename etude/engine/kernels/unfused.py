@@ -1,8 +1,8 @@
-"""The unfused forward pass: the modules of a `Transformer` as they are, with attention on our
-Triton kernels. For models with layers that `fused` does not support.
+"""The unfused forward pass: the modules of a `Transformer` unchanged, with attention on our Triton
+kernels. For models with layers that `fused` does not support.
 
-Products and norms are torch's, one after the other; captured in a graph they lose what they cost
-most at small batches, the launches. Shapes as in `fused`.
+Products and norms are torch's, one after the other; capturing them in a graph removes their largest
+cost at small batches, the launches. Shapes as in `fused`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SUPPORTED = {
     **dict.fromkeys(("router", "experts_scale", "shared_experts", "clamped_gates"), ANY),
     **dict.fromkeys(("embedding_scale", "logits_scale", "logits_softcap"), ANY),
 }
-"""What the modules and the kernels of attention compute beyond a plain layer."""
+"""The features that the modules and the attention kernels compute beyond a plain layer."""
 
 
 def unsupported(c: ModelConfig) -> list[str]:
-    """Why a model is not run so, in words; empty if it is."""
-    # A loop over experts, whose lengths the host would have to know.
+    """The reasons why a model cannot run this way, as text; empty if it can."""
+    # It needs a loop over experts, whose lengths the host would have to know.
     loops = c.experts is not None and c.hidden_act != "silu"
     return (
         c.unsupported_features(SUPPORTED)
@@ -44,7 +44,8 @@ def unsupported(c: ModelConfig) -> list[str]:
 
 
 class _LayerAttention:
-    """The attention config of one layer, where a runner looks for it: as in `LayerWeights`."""
+    """The attention config of one layer, under the name that a runner expects: as in
+    `LayerWeights`."""
 
     def __init__(self, heads: GroupedQueryAttention, eps: float) -> None:
         size = heads.head_dim
@@ -93,8 +94,7 @@ class UnfusedForward:
         record: Tensor | None,
         pdl: bool,
     ) -> Tensor:
-        """As `FusedForward.hidden`; `record` has one slot more, for tokens that belong to
-        nobody."""
+        """Like `FusedForward.hidden`; `record` has one more slot, for padding tokens."""
         known = sampled.index_select(0, (-1 - tokens_N).clamp(min=0))
         tokens_N = torch.where(tokens_N < 0, known, tokens_N)
         routing = None if record is None else Routing()
@@ -139,7 +139,8 @@ class _TritonAttention:
         scale: float | None = None,
         scoring: Scoring | None = None,
     ) -> Tensor:
-        """Scale and scoring are those of the layer, which the kernels were told."""
+        """Attend; scale and scoring are ignored, because the kernels already have those of the
+        layer."""
         qkv = torch.cat((q_NHD, k_NKD, v_NKD), -2).flatten(-2)
         return self._context.attend(layer, qkv).view(q_NHD.shape)
 
