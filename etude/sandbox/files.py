@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 
 
 def inside(path: str) -> str:
-    """The path in its plain form. ValueError if it does not name a file of the working copy."""
+    """The path in normal form. ValueError if it does not name a file of the working copy."""
     if (plain := inside_directory(path)) == ".":
         raise ValueError(f"{path!r} leaves the working copy")
     return plain
