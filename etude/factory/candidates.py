@@ -274,7 +274,7 @@ class Drafts:
             if function.name not in file.asserting
         ]
         rng.shuffle(found)
-        if kind == "removal":  # without an import, whole test files fail
+        if kind == "removal":  # removing an imported name breaks whole files of tests
             found = [each for each in found if not each[1].is_decorated]
             found.sort(key=lambda each: not each[1].is_method)
         for path, function in found:

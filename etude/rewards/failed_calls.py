@@ -16,8 +16,8 @@ def failed_calls(
     task: Task, messages: Sequence[Mapping[str, Json]], segments: Sequence[Segment], penalty: float
 ) -> tuple[Credit, ...]:
     """-`penalty` for each turn with a failed call, and 0 for each turn with calls that all
-    succeeded. Empty if turns and messages cannot be matched: if a program sent fewer messages than
-    it received, or held several conversations at once."""
+    succeeded. Empty if turns and messages cannot be matched: if a program reported fewer answers
+    than it received, or held several conversations at once."""
     places = turn_places(segments)
     said = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     said = said[sum(message.get("role") == "assistant" for message in task.opening) :]
