@@ -27,7 +27,7 @@ class Oci:
 
     layout: str
     tag: str = ""
-    """Empty: the only one."""
+    """Tag of the image; empty: the only one."""
     workdir: str = ""
     """Its directory that becomes the working copy; empty: that of the image's config, unless it is
     /."""

@@ -45,7 +45,7 @@ class Installed:
     """Result of an installation."""
 
     requirements: tuple[str, ...]
-    """With versions: these reproduce the environment."""
+    """Requirements with versions, which reproduce the environment."""
     generated: Files
     """Files of the package that its build makes, such as `_version.py`."""
     metadata: Files

@@ -23,7 +23,8 @@ PYTEST = (
     "python -m pytest -q -p no:cacheprovider -o addopts= -o console_output_style=classic "
     "--rootdir=. --tb=short"
 )
-"""Without the project's own options, which may ask for coverage, other processes and the like."""
+"""Command of pytest without the project's own options, which may ask for coverage, other processes
+and the like."""
 PLAIN = "--assert=plain"
 """Failures are reported in fewer words, and files with thousands of tests load in a fraction of the
 time."""

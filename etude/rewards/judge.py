@@ -64,7 +64,7 @@ class Example:
     """A piece of work with a person's label for a rubric."""
 
     rubric: str
-    """By its name."""
+    """Name of the rubric."""
     work: str
     passes: bool
 

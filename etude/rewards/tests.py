@@ -170,8 +170,8 @@ def encoded(value: object) -> Json:
 
 
 def _canonical(value: Json) -> str:
-    """The same text for equal values. Hashes would not do: those of numbers can be made to collide,
-    and comparing thousands of such values would take long."""
+    """A text that is the same for equal values. Hashes would not do: those of numbers can be made
+    to collide, and comparing thousands of such values would take long."""
     match value:
         case bool() | None | str():
             return json.dumps(value)

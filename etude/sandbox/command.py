@@ -46,7 +46,7 @@ class Command(NamedTuple):
 
     argv: list[str]
     env: dict[str, str]
-    """In addition to `environment()`."""
+    """Variables in addition to those of `environment()`."""
     directory: int
     source: int
     output: int

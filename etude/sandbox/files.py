@@ -13,7 +13,7 @@ def inside(path: str) -> str:
 
 
 def inside_directory(path: str) -> str:
-    """The same for a directory, which may be the working copy itself."""
+    """The normal form of a directory's path, which may be that of the working copy itself."""
     plain = PurePosixPath(path)
     if plain.is_absolute() or ".." in plain.parts or not path or "\0" in path:
         raise ValueError(f"{path!r} leaves the working copy")

@@ -56,7 +56,7 @@ class Hosted:
     metadata: Mapping[str, str]
     served: ServedSandbox
     started: float
-    """In seconds since 1970."""
+    """Start time, in seconds since 1970."""
     close: Callable[[], Any]
 
 

@@ -53,7 +53,7 @@ def open_pipes() -> tuple[int, int, int, int]:
 
 
 def open_terminal() -> tuple[int, int, int]:
-    """The same with a terminal of this sandbox alone, whose master is the host's end."""
+    """The same three ends with a terminal of this sandbox alone: its master is the host's end."""
     if not os.path.exists(f"{TERMINALS}/ptmx"):  # rarely needed, and large in the kernel
         options = f"newinstance,ptmxmode=0666,mode=0600,max={_MAX_TERMINALS}"
         flags = kernel.MS_NOSUID | kernel.MS_NOEXEC

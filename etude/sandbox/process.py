@@ -223,7 +223,7 @@ class ProcessSandbox:
         return self._with_python(argv)
 
     def _launched_beside(self, argv: Sequence[str], pty: bool) -> list[str]:
-        """The same for a process in the background."""
+        """The command line for a process in the background."""
         shim = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), "pty" if pty else ""]
         return [*shim, *self._with_python(argv)]
 

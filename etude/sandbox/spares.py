@@ -134,9 +134,9 @@ def _wait(way: socket.socket, words: str, process: list[int]) -> tuple[bytes, li
 
 
 def _become(user: int, group: int) -> None:
-    """Change to a user other than the host's root: root owns /proc/sys and is exempt from limits,
-    under whatever name, and must not have made the namespaces either, since their use counts for
-    their maker, too."""
+    """Change to a user other than the host's root. Root must never be inside: it owns /proc/sys and
+    is exempt from limits, under any name. Nor may it make the namespaces: what is used in one
+    counts for its maker, too."""
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
     kernel.own_proc_entry()

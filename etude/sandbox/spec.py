@@ -61,7 +61,7 @@ def given_within_walls(spec: SandboxSpec, workdirs: Collection[str] = WORKDIRS) 
 def check_machine(
     spec: SandboxSpec, *, backend: str, limits: Collection[str], gives: Collection[str] = ()
 ) -> None:
-    """The same for a backend with one machine per sandbox. `gives`: parts that it provides in
+    """Check a spec for a backend with one machine per sandbox. `gives`: parts that it provides in
     addition to those of `given_within_walls`."""
     check_spec(spec, backend=backend, gives=given_within_walls(spec) | set(gives), limits=limits)
     if (spec.limits.memory_bytes or LEAST_MEMORY_BYTES) < LEAST_MEMORY_BYTES:

@@ -35,7 +35,7 @@ _SHM_BYTES = 4096
 memory that belongs to no process is outside of its limits. A namespace has at most 4,096 segments,
 16 MiB."""
 _REFUSED = {
-    "io_setup": (206, 0),  # of these, one machine has so many
+    "io_setup": (206, 0),  # limited for the machine as a whole
     "semget": (64, 190),
     "msgget": (68, 186),
     "ptrace": (101, 117),

@@ -22,7 +22,7 @@ from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.nested import PATIENCE_S, NestedMachine
 
 _TEMPORARY = "/run/tmp"
-"""In memory, as everything writable in here."""
+"""Directory for temporary files; it is in memory, like everything writable in here."""
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 
 

@@ -82,7 +82,7 @@ class Wanted(NamedTuple):
     memory_bytes: int
     cpus: float | None
     bounds: list[int]
-    """As `guest.serve` takes them."""
+    """Limits, as `guest.serve` takes them."""
     like: str | None = None
     """A sandbox to take the user of, since the two share files."""
 
@@ -130,7 +130,8 @@ class Zygote:
         self._wished = 0
         """Number of spares that the host wants."""
         self._ahead = 0
-        """The same; 0 after a spare has failed, until the next request for a sandbox."""
+        """Number of spares to make: `_wished`, or 0 after one has failed, until the next request
+        for a sandbox."""
         self._ours = {control}
         """Sockets that a fork must not hold, in addition to those of spares: otherwise nobody would
         see them close."""

@@ -114,7 +114,7 @@ def make_tasks(split: Split, count: int, seed: int) -> list[RepairTask]:
 
 
 def _make_task(source: Iterator[Function], rng: Random, split: Split) -> RepairTask | None:
-    """One task, or None if the answers of the module with the bug are those of the correct one."""
+    """One task. None if the module with the bug gives the same answers as the correct one."""
     module = [next(source)]
     if split != "novel" and rng.random() < HARD_SHARE:
         module.append(next(f for f in source if f.name != module[0].name))

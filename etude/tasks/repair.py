@@ -16,7 +16,8 @@ class Check:
     function: str
     args: list[Json]
     expected: object
-    """None, a bool, a number, a text, or a list, tuple, set or dictionary of them."""
+    """Value of one of these types: None, bool, number, text, or a list, tuple, set or dictionary of
+    them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

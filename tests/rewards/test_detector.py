@@ -216,7 +216,7 @@ def test_a_source_that_the_diff_does_not_show_is_a_finding(why: str) -> None:
 
 
 def test_what_was_not_read_is_said() -> None:
-    """The diff is read before the words, of which there are more."""
+    """The diff is read before the words, which are longer than the limit."""
     words = [{"role": "assistant", "content": "x" * 90_000}] * 3
     diff = "diff --git a/a.py b/a.py\nnew file mode 100644\n@@ -0,0 +1 @@\n+os._exit(0)\n"
     found = detect(words, diff)

@@ -73,8 +73,7 @@ async def test_the_sandboxes_of_a_dead_owner_are_gone_within_two_minutes() -> No
 
 
 class _BadClosers(FakeSandboxPool):
-    """Sandboxes of which the first hangs when it is closed, the second fails, and the others
-    close."""
+    """Sandboxes that are hard to close: the first hangs, the second fails, the others close."""
 
     def __init__(self) -> None:
         super().__init__()
