@@ -1,4 +1,4 @@
-"""The factory: turns repositories into tasks, and keeps only what it has proven.
+"""Factory of tasks: it turns repositories into tasks, and keeps only those that it has proven.
 
 source -> checkout -> recipe, environment -> survey -> candidates -> proof -> task folder
 """

@@ -1,8 +1,8 @@
 """The build: prepares every source, then proves drafts of all of them in turn until there are
 enough tasks.
 
-`build.jsonl` has a line for each draft that was looked at. A build that was interrupted, or is
-asked for more, goes on after them: drafts come in the same order every time.
+`build.jsonl` has a line for each draft that was examined. A build that was interrupted, or is asked
+for more tasks, continues after them: drafts come in the same order every time.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from etude.factory.swebench import Row, read_rows, write_rows
 from etude.sandbox.pool import open_sandbox_pool
 
 PER_SOURCE = 50
-"""Tasks of a source, where no limit is given."""
+"""Tasks of a source, if no limit is given."""
 KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a build is done."""
+    """Options of a build."""
 
     limit: int | None = None
-    """Tasks in the folder, all together."""
+    """Most tasks in the folder, of all sources together."""
     kinds: Collection[str] = KINDS
     heldout: Sequence[str] = ()
-    """More sources, of which no task is trained on."""
+    """More sources, with tasks that are never trained on."""
     jobs: int = 2
-    """Sandboxes at work at once."""
+    """Sandboxes that work at the same time."""
     repetitions: int = REPETITIONS
     isolation: str = "namespaces"
     proposer: Proposer = field(default_factory=HeuristicProposer)
@@ -56,24 +56,24 @@ class Options:
 
 @dataclass(slots=True)
 class Status:
-    """How far a build is."""
+    """Progress of a build."""
 
     sources: int
     limit: int
     doing: str = ""
     repositories: dict[str, int] = field(default_factory=dict)
-    """Name -> stable tests, of those that are prepared."""
+    """Name -> number of stable tests, of the prepared repositories."""
     kinds: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
     discarded: dict[str, str] = field(default_factory=dict)
-    """Source -> why it gives nothing."""
+    """Source -> reason why it yields no tasks."""
 
     @property
     def kept(self) -> int:
         return self.kinds.total()
 
     def summary(self) -> dict[str, Any]:
-        """What `--json` ends with."""
+        """The last line of `--json`."""
         rejected = self.rejected + Counter({"repository": len(self.discarded)})
         return {
             "repositories": len(self.repositories),
@@ -96,7 +96,7 @@ class BuildLog:
                     self.entries[entry["task"]] = entry
 
     def kept_of(self, repository: str) -> int:
-        """How many tasks of it were kept."""
+        """Number of tasks of this repository that were kept."""
         told = [(entry["repository"], entry["verdict"]) for entry in self.entries.values()]
         return told.count((repository, KEPT))
 
@@ -134,7 +134,7 @@ async def open_workshop(folder: Path, options: Options) -> AsyncIterator[Worksho
 async def build(
     sources: Sequence[str], folder: Path, options: Options, changed: Callable[[Status], None]
 ) -> Status:
-    """Build tasks in a folder, or go on with it. `changed` is told of every step."""
+    """Build tasks in a folder, or continue to. `changed` is called after every step."""
     check_kinds(options.kinds)
     sources = [*sources, *options.heldout]
     rows = rows_of(sources)
@@ -146,7 +146,7 @@ async def build(
     log = BuildLog(folder / "build.jsonl")
     folder.mkdir(parents=True, exist_ok=True)
     hold_out(folder, map(name_of, options.heldout))
-    for left in (folder / "venvs").glob("*.*"):  # by a build that was killed
+    for left in (folder / "venvs").glob("*.*"):  # left by a build that was killed
         shutil.rmtree(left)
     async with open_workshop(folder, options) as workshop:
         await _Build(workshop, log, options, status, changed).run(sources, rows)
@@ -156,13 +156,13 @@ async def build(
 
 
 def check_kinds(kinds: Collection[str]) -> None:
-    """Refuse a kind that there is not."""
+    """Refuse an unknown kind."""
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise EtudeError(f"there is no kind {unknown[0]!r} of tasks: {', '.join(KINDS)}")
 
 
 def rows_of(sources: Sequence[str]) -> dict[str, list[Row]]:
-    """Repository -> the rows of SWE-bench that the .jsonl files among the sources have of it."""
+    """Repository -> its rows of SWE-bench in the .jsonl files among the sources."""
     found: dict[str, list[Row]] = {}
     for source in sources:
         for row in read_rows(Path(source)) if source.endswith(".jsonl") else []:
@@ -174,7 +174,7 @@ def rows_of(sources: Sequence[str]) -> dict[str, list[Row]]:
 
 @dataclass(slots=True)
 class _Line:
-    """A repository in the build, with the drafts that are still to be looked at."""
+    """A repository in the build, with the drafts that remain to be examined."""
 
     repository: Repository
     drafts: Iterator[Draft]
@@ -185,8 +185,8 @@ class _Line:
 
 
 class _Build:
-    """Sources are prepared while those that are ready are worked on. Each has its share of the
-    limit; what some cannot fill, the others may, once all are ready."""
+    """Prepares sources while it works on those that are ready. Each source has its share of the
+    limit; the rest of the shares that some cannot fill goes to the others, once all are ready."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _Build:
             self._tell(self._status)
 
     async def _take(self) -> tuple[_Line, Draft] | None:
-        """The next draft; None if there are enough tasks, or no drafts any more."""
+        """The next draft; None if there are enough tasks, or no more drafts."""
         while True:
             async with self._moved:
                 while (line := self._choose()) is None:
@@ -275,7 +275,7 @@ class _Build:
                 self._moved.notify_all()
 
     def _choose(self) -> _Line | None:
-        """The line that was asked least, of those that may have more."""
+        """The line with the fewest attempts, of those that may have more."""
         under_way = sum(each.under_way for each in self._lines)
         if self._status.kept + under_way >= self._status.limit:
             return None
@@ -297,7 +297,7 @@ class _Build:
             self._status.rejected[str(e)] += 1
             self._log.add(draft, line.repository.name, str(e))
             return
-        except RolloutFailure:  # nothing was found out: the next build looks again
+        except RolloutFailure:  # nothing was learnt about the draft: the next build tries it again
             self._status.rejected["sandbox broke"] += 1
             return
         folder = self._workshop.folder
@@ -307,8 +307,8 @@ class _Build:
         self._log.add(draft, line.repository.name, KEPT, digests_of(task))
 
     def _refuse_late_leaks(self) -> None:
-        """Every sandbox shows the virtual environments of all sources, also of those that came
-        after a task was proven."""
+        """Remove tasks that a later environment leaks: every sandbox shows the virtual environments
+        of all sources, also of those that were prepared after a task was proven."""
         for entry in [each for each in self._log.entries.values() if each["verdict"] == KEPT]:
             place = self._workshop.folder / "tasks" / entry["task"]
             task = read_task(place)
@@ -324,5 +324,5 @@ class _Build:
 
 
 def _unknown(drafts: Iterator[Draft], log: BuildLog) -> Iterator[Draft]:
-    """Those that were not looked at before."""
+    """The drafts without an entry in the log."""
     return (draft for draft in drafts if draft.id not in log.entries)

@@ -1,7 +1,7 @@
-"""What could become a task: changes of a repository that undo something its tests look at.
+"""Candidates for tasks: changes of a repository that break something its tests check.
 
-A `Draft` is cheap and has a name that does not change between builds; its `make` does the work.
-What comes of it is for `prove` to see.
+A `Draft` is cheap and has an id that is the same in every build; its `make` does the work. `prove`
+decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from etude.factory.swebench import Row, patched
 from etude.factory.task import Files, is_test_file
 
 KINDS = ("token", "bug", "bugs", "stub", "removal", "history", "split")
-"""What tasks can be made of, the easiest first."""
+"""The kinds of tasks, the easiest first."""
 BUGS_AT_ONCE = (2, 3, 4)
 BUGS_PER_FUNCTION, TOKENS_PER_FUNCTION = 2, 4
 _LEAST_LINES = 3
-"""Of a function that is worth deleting."""
+"""Fewest lines of a function that is worth deleting."""
 _WIDEST = 0.5
-"""A function that more than this share of all tests runs is the ground they stand on."""
+"""A function that more than this share of all tests runs is too basic to be deleted."""
 _COMMITS = 600
 _LARGEST_CHANGE = 250
 _OTHER_TESTS = 30
 _LONGEST_TOKEN = 40
-"""Lines of a function for a task of one token, which a small model shall be able to read."""
+"""Most lines of a function for a task of one token, so that a small model can read it."""
 _TOKEN_TESTS, _TOKEN_TESTS_S = 12, 1.0
 
 
@@ -50,16 +50,16 @@ class Candidate:
 
     base: Files
     broken: Files
-    """What is put over the base."""
+    """Files that are put over the base."""
     solution: Files
     tests: tuple[str, ...]
-    """Those that may notice."""
+    """Tests that may notice the change."""
     test_files: Files = field(default_factory=dict)
-    """Their files, where they are not in the base."""
+    """The files of these tests, if they are not in the base."""
     noticed_by: tuple[frozenset[str], ...] = ()
-    """A test of each must fail."""
+    """At least one test of each set must fail."""
     shows_tests: bool = False
-    """Whether the agent has the tests that fail."""
+    """True if the agent sees the failing tests."""
     facts: Mapping[str, str]
 
 
@@ -68,7 +68,7 @@ class Draft:
     id: str
     kind: str
     make: Callable[[], Candidate | None]
-    """None: it came to nothing."""
+    """Returns None if there is no candidate in it."""
 
 
 class Drafts:
@@ -84,8 +84,8 @@ class Drafts:
         rows: Sequence[Row] = (),
         kinds: Collection[str] = KINDS,
     ) -> None:
-        """`files`: of the repository, with what its build makes. `history`: a bare clone. `rows`:
-        these, and nothing else. `kinds`: those of `KINDS` that are wanted."""
+        """`files`: the repository's, with those that its build makes. `history`: a bare clone.
+        `rows`: make drafts from these alone. `kinds`: the wanted ones of `KINDS`."""
         self._name = name
         self._files = files
         self._recipe = recipe
@@ -97,7 +97,7 @@ class Drafts:
         self._told: Counter[tuple[str, tuple[object, ...]]] = Counter()
 
     def all(self) -> Iterator[Draft]:
-        """All of them, a kind after the other in turn, always in the same order."""
+        """All drafts, taking kinds in turn, always in the same order."""
         if self._rows:
             yield from self._of_rows()
             return
@@ -122,8 +122,8 @@ class Drafts:
         return Random(f"{self._name} {kind}")
 
     def _draft(self, kind: str, *told: object, make: Callable[[], Candidate | None]) -> Draft:
-        """A line may have several places of which the same is told: each after the first has its
-        number in the id."""
+        """A draft with an id made of `told`. Several places of a line may have the same `told`:
+        each after the first adds its number to the id."""
         earlier = self._told[kind, told]
         self._told[kind, told] += 1
         words = (*told, earlier) if earlier else told
@@ -131,7 +131,7 @@ class Drafts:
         return Draft(f"{self._name}-{kind}-{digest}", kind, make)
 
     def _sources(self) -> list[str]:
-        """The files of the package that tests run, largest part of the tests first."""
+        """The package's files that tests run, sorted by path."""
         return [
             path
             for path in sorted(self._survey.lines)
@@ -152,8 +152,8 @@ class Drafts:
         return self._survey.covering(path, [site.line])
 
     def _sites(self, kind: str) -> Iterator[tuple[str, Site]]:
-        """Places for bugs that a test runs: files, functions and kinds of mutation in turn, so that
-        no file with thousands of them drowns the others."""
+        """Places for bugs that a test runs. Files, functions and kinds of mutation take turns, so
+        that a file with thousands of places does not drown out the others."""
         rng = self._rng(kind)
         paths = self._sources()
         rng.shuffle(paths)
@@ -198,7 +198,7 @@ class Drafts:
             yield self._draft("token", *told, make=lambda p=path, s=site: self._token(p, s))  # type: ignore[misc]
 
     def _token(self, path: str, site: Site) -> Candidate | None:
-        """A function of a few lines in which one token is another, with the tests in sight."""
+        """A candidate with one token replaced in a short function, and with visible tests."""
         file = self._file(path)
         assert file is not None
         around = [each for each in file.functions if each.first <= site.line <= each.last]
@@ -208,7 +208,8 @@ class Drafts:
         after = file.mutated([site])
         covering = self._covered(path, site)
         tests = self._survey.choose(covering, _TOKEN_TESTS, _TOKEN_TESTS_S)
-        # and those that run the rest of it, so that no other change of it passes for a repair
+        # and tests that run the rest of the function, so that no other change of it passes for a
+        # repair
         beside = self._survey.covering(path, around[0].body_lines) - covering
         if len(tests) < _TOKEN_TESTS:
             tests += self._survey.choose(beside, _TOKEN_TESTS - len(tests), _TOKEN_TESTS_S)
@@ -273,13 +274,13 @@ class Drafts:
             if function.name not in file.asserting
         ]
         rng.shuffle(found)
-        if kind == "removal":  # what is imported by name takes whole files of tests with it
+        if kind == "removal":  # removing an imported name breaks whole files of tests
             found = [each for each in found if not each[1].is_decorated]
             found.sort(key=lambda each: not each[1].is_method)
         for path, function in found:
             if function.name.rpartition(".")[2].startswith("__") and kind == "removal":
                 continue
-            # one function becomes a task of one of the two kinds
+            # each function becomes a task of one of the two kinds
             if (Random(f"{self._name} {path} {function.name}").random() < 0.5) != (kind == "stub"):
                 continue
             make = lambda p=path, f=function: self._deleted(kind, p, f)  # noqa: E731
@@ -312,7 +313,7 @@ class Drafts:
             yield self._draft("split" if split else "history", commit, make=make)
 
     def _reversed(self, commit: str, parent: str, *, split: bool) -> Candidate | None:
-        """The working copy before a commit, or with half of it; its tests as they came with it."""
+        """The working copy before a commit, or with half of it, and the commit's tests."""
         assert self._history is not None
         listed = git(self._history, "diff-tree", "-r", "--no-commit-id", "--name-status", commit)
         changed = dict(
@@ -397,7 +398,7 @@ class Drafts:
 
 
 def is_one_token(before: bytes, after: bytes) -> bool:
-    """Whether one token was replaced, added or left out, and nothing else."""
+    """True if exactly one token was replaced, added or removed."""
     old, new = _tokens_of(before), _tokens_of(after)
     same = len(commonprefix([old, new]))
     ends = len(commonprefix([old[same:][::-1], new[same:][::-1]]))
@@ -409,8 +410,8 @@ def _tokens_of(content: bytes) -> list[str]:
 
 
 def split_change(before: Files, solution: Files) -> tuple[Files, Files] | None:
-    """What a commit changed as two halves: (files with the first half done, files with all). None
-    if there is only one hunk, or a half is no Python."""
+    """The change of a commit as two halves: (files with the first half done, files with all). None
+    if there is only one hunk, or if a half is not valid Python."""
     found_in = {path: _hunks(before.get(path, b""), after) for path, after in solution.items()}
     total = sum(map(len, found_in.values()))
     if total < 2:
@@ -443,7 +444,7 @@ def _apply(before: bytes, after: bytes, hunks: list[Hunk]) -> bytes:
 
 
 def _size(before: Files, after: Files) -> int:
-    """Lines that differ."""
+    """Number of lines that differ."""
     return sum(
         (b - a) + (d - c)
         for path, content in after.items()
@@ -463,7 +464,7 @@ def _generated(now: Files, then: Files) -> Files:
 def _changed_tests(
     before: Files, after: Files, paths: set[str]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tests that are new or otherwise than before, and the others of the same files."""
+    """The tests that are new or changed, and the others of the same files."""
     changed: list[str] = []
     others: list[str] = []
     for path in sorted(paths):

@@ -1,4 +1,4 @@
-"""A folder of tasks, looked at again: read, graded, counted."""
+"""Checks of a finished folder of tasks: reading, grading, counting."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.factory.harbor import is_ours, read_task
 from etude.factory.prove import Rejected, check_both_ends
 
 _HELDOUT = "heldout.txt"
-"""The names of repositories, one a line."""
+"""The names of repositories, one per line."""
 
 
 def task_folders(folder: Path) -> list[Path]:
@@ -30,26 +30,27 @@ def task_folders(folder: Path) -> list[Path]:
 
 
 def hold_out(folder: Path, repositories: Iterable[str]) -> None:
-    """Note in a folder that none of the tasks of these are trained on."""
+    """Note in a folder that no tasks of these repositories are trained on."""
     if names := sorted({*heldout_repositories(folder), *repositories}):
         (folder / _HELDOUT).write_text("".join(f"{name}\n" for name in names))
 
 
 def heldout_repositories(folder: Path) -> frozenset[str]:
-    """The repositories that are held out whole; none: files are."""
+    """The repositories that are held out entirely; if there are none, files are held out
+    instead."""
     place = folder / _HELDOUT
     return frozenset(place.read_text().split()) if place.is_file() else frozenset()
 
 
 @dataclass(slots=True)
 class Checked:
-    """What became of a check."""
+    """Result of a check."""
 
     tasks: int = 0
     ok: int = 0
     flaky: int = 0
     broken: dict[str, str] = field(default_factory=dict)
-    """Task -> what does not hold."""
+    """Task -> reason why it is broken."""
 
 
 async def check(
@@ -60,7 +61,7 @@ async def check(
     jobs: int,
     changed: Callable[[Checked], None],
 ) -> Checked:
-    """Grade no change and the solution of every task again."""
+    """Grade every task again, with no change and with its solution."""
     found = Checked()
     waiting = iter(task_folders(folder))
 
@@ -84,13 +85,13 @@ async def check(
 
 @dataclass(slots=True)
 class Stats:
-    """What is in a folder."""
+    """Counts of the tasks in a folder."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     repositories: dict[str, Counter[str]] = field(default_factory=dict)
     mutations: Counter[str] = field(default_factory=Counter)
     failing: list[int] = field(default_factory=list)
-    """Tests that must pass again, of each task."""
+    """Number of tests that must pass again, for each task."""
     solve_rates: list[float] = field(default_factory=list)
 
 

@@ -1,7 +1,7 @@
-"""Dockerfiles, as far as a sandbox can stand in for the image that they would make.
+"""Dockerfiles, as far as a sandbox can stand in for the image that they would build.
 
-Files, variables and the working directory are taken over. Anything else is refused by its line,
-unless the user says that sandboxes have it already.
+Files, variables and the working directory are taken over. Any other line is refused, unless the
+user states that sandboxes have its effect already.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from posixpath import join, normpath, relpath
 from etude.core.errors import EtudeError
 
 _WITHOUT_EFFECT = {"CMD", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL"}
-"""On what an agent or a grader does: Harbor starts a container with a command of its own."""
+"""Instructions without effect on an agent or a grader: Harbor starts containers with a command of
+its own."""
 _ARCHIVES = (".tar", ".gz", ".tgz", ".bz2", ".xz")
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a sandbox needs to be like an image."""
+    """The parts of an image that a sandbox needs to resemble it."""
 
     workdir: str
     env: Mapping[str, str]
     files: Mapping[str, bytes]
-    """Of the working directory."""
+    """Files in the working directory."""
     executables: tuple[str, ...]
-    """Those of them that are programs."""
+    """Executable ones of these files."""
 
 
 class Unsupported(EtudeError):
@@ -39,8 +40,8 @@ class Unsupported(EtudeError):
 
 
 def read_image(folder: Path, provided: Collection[str], workdir: str | None = None) -> Image:
-    """Read `folder/Dockerfile`. `provided`: patterns of lines that sandboxes have the effect of
-    already. `workdir`: the one that counts, whatever the Dockerfile says."""
+    """Read `folder/Dockerfile`. `provided`: patterns of lines with an effect that sandboxes have
+    already. `workdir`: overrides that of the Dockerfile."""
     here = ""
     env: dict[str, str] = {}
     copies: list[tuple[str, list[str], str]] = []
@@ -83,7 +84,7 @@ def read_image(folder: Path, provided: Collection[str], workdir: str | None = No
 
 
 def instructions(text: str) -> Iterator[str]:
-    """The lines of a Dockerfile, each on one line, without comments."""
+    """The instructions of a Dockerfile, each on one line, without comments."""
     whole = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     for line in re.sub(r"\\[ \t]*\n", " ", whole).splitlines():
         if line.strip():
@@ -95,7 +96,7 @@ def is_provided(line: str, provided: Collection[str]) -> bool:
 
 
 def _is_our_python(line: str) -> bool:
-    """Whether an image is a Python of the version that sandboxes have."""
+    """True if an image is a Python of the version that sandboxes have."""
     major, minor = sys.version_info[:2]
     return bool(re.fullmatch(rf"FROM python:{major}\.{minor}(\.\d+)?(-[\w.-]+)?", line))
 
@@ -111,7 +112,7 @@ def _variables(folder: Path, line: str, rest: str) -> dict[str, str]:
     words = _words(folder, line, rest)
     if all("=" in word for word in words):
         return dict(word.split("=", 1) for word in words)
-    name, _, value = rest.partition(" ")  # the old form, with one variable a line
+    name, _, value = rest.partition(" ")  # the old form, with one variable per line
     if not value:
         raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} is no assignment")
     return {name: value}
@@ -131,8 +132,8 @@ def _copied(folder: Path, line: str, rest: str) -> list[str]:
 
 
 def _placed(folder: Path, sources: list[str], target: str) -> Iterator[tuple[Path, str]]:
-    """Each file, and where a copy puts it: a directory's content goes into the target, a file
-    there too if the target is one."""
+    """Each file and the path that a copy gives it. The content of a directory goes into the target,
+    and so does a file if the target is a directory."""
     for source in sources:
         pattern = normpath(source.lstrip("/"))
         if ".." in source.split("/"):

@@ -1,5 +1,5 @@
-"""The verdict on an attempt at a task of a folder: in a fresh sandbox, with the tests as they were,
-over the files of the package that the agent changed, and nothing else of its working copy."""
+"""Verdict on an attempt at a task of a folder. The original tests run in a fresh sandbox, over the
+package's files that the agent changed and nothing else of its working copy."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from etude.rewards.fresh import CACHES, grade_by_command
 
 _TESTS = ("tests/*", "test/*", "testing/*", "test_*.py", "*_test.py", "tests.py", "test.py")
 NOT_TAKEN = (*CACHES, *_TESTS, *(f"*/{each}" for each in _TESTS), "*conftest.py", "*.pth")
-"""What the grader never takes over, wherever it lies: tests, and what changes how they run."""
+"""Paths that the grader never takes over, in any folder: tests, and files that change how they
+run."""
 
 
 async def grade(
     task: RepositoryTask, sandbox: Sandbox, pool: SandboxPool, graded: Memo[Score] | None = None
 ) -> Score:
-    """1.0 if every test that is expected to pass is reported as passed, else 0.0. `graded`: the
-    verdicts so far, where the same change is to be graded once."""
+    """1.0 if every test that is expected to pass is reported as passed, else 0.0. `graded`: earlier
+    verdicts, if the same change is to be graded only once."""
     return await grade_by_command(
         sandbox,
         pool,

@@ -1,8 +1,8 @@
 """Harbor's format: a task is a directory with `task.toml`, `instruction.md`, `environment/`,
 `tests/` and `solution/`.
 
-What is ours stands under `[metadata.etude]`, where others do not look. A directory is published by
-its name: one that is there is whole.
+Our own settings are under `[metadata.etude]`, which other programs ignore. A directory gets its
+name last, so one with a name is complete.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AGENT_S = 1800.0
 
 
 def write_task(folder: Path, task: RepositoryTask, archives: Path) -> Path:
-    """Write a task below `folder`. Files that tasks share are kept once, in `archives`."""
+    """Write a task below `folder`. Files that tasks share are stored once, in `archives`."""
     final, half = folder / task.id, folder / f".{task.id}.part"
     shutil.rmtree(half, ignore_errors=True)
     _write(half / "task.toml", _settings(task).encode())
@@ -54,7 +54,7 @@ def write_task(folder: Path, task: RepositoryTask, archives: Path) -> Path:
 
 
 def read_task(folder: Path) -> RepositoryTask:
-    """Read a directory. EtudeError if it is no task, or one that others made."""
+    """Read a directory. EtudeError if it is not a task, or one that others made."""
     check_links(folder)
     own = _own_settings(folder)
     if not isinstance(own, dict):
@@ -85,7 +85,7 @@ def read_task(folder: Path) -> RepositoryTask:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a directory says how to run it without a container."""
+    """True if a directory has our settings for running it without a container."""
     return _own_settings(folder) is not None
 
 
@@ -95,7 +95,7 @@ def _own_settings(folder: Path) -> Any:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What `task.toml` says."""
+    """The content of `task.toml`."""
     try:
         return tomllib.loads((folder / "task.toml").read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
@@ -105,8 +105,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def check_links(folder: Path) -> None:
-    """EtudeError if a directory, which may be anyone's, has a link to anything but a file of its
-    own: what is read of it is shown to agents."""
+    """EtudeError if a directory, which need not be trusted, has a link to anything but a file of
+    its own: agents are shown its content."""
     whole = folder.resolve()
     for path in folder.rglob("*"):
         if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(whole)):
@@ -117,7 +117,7 @@ def check_links(folder: Path) -> None:
 
 
 def write_solve_rate(folder: Path, rate: float) -> None:
-    """Keep how often a policy solved a task."""
+    """Store how often a policy solved a task."""
     path = folder / "task.toml"
     lines = [line for line in path.read_text().splitlines() if not line.startswith("solve_rate = ")]
     place = lines.index("[metadata.etude]") + 1
@@ -178,7 +178,7 @@ def _value(value: object) -> str:
 
 
 def _dockerfile(task: RepositoryTask) -> str:
-    """For those who run it with Docker; our sandboxes read the same files without."""
+    """A Dockerfile for users of Docker; our sandboxes read the same files directly."""
     installed = shlex.join(task.requirements)
     env = python_env(task.pythonpath, task.requirements)
     return (
@@ -243,7 +243,7 @@ def _archived(archives: Path, files: Files) -> Path:
 
 
 def pack(place: Path, files: Files) -> None:
-    """Write files as an archive. Tasks that share them are written at the same time."""
+    """Write files as an archive. Tasks that share them may be written at the same time."""
     half = place.with_suffix(f".{secrets.token_hex(8)}.part")
     with tarfile.open(half, "w:gz", compresslevel=3) as archive:
         for path, content in sorted(files.items()):
@@ -265,7 +265,7 @@ def unpack(place: Path) -> dict[str, bytes]:
 
 
 def _shared(place: Path, digest: str) -> Files:
-    """The files of an archive, once for all tasks that share it."""
+    """The files of an archive, read once for all tasks that share it."""
     if digest not in _TREES:
         _TREES[digest] = unpack(place)
     return _TREES[digest]

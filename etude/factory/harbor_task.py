@@ -1,7 +1,7 @@
-"""Tasks of Harbor that others made, for containers: read, and graded by their own `tests/test.sh`.
+"""Tasks of Harbor that others made for containers: read, and graded by their own `tests/test.sh`.
 
-A sandbox stands in for the container where that is plainly the same. Whatever else a task asks for
-is refused by name when it is read.
+A sandbox stands in for the container if it clearly makes no difference. Anything else that a task
+asks for is refused by name when it is read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from etude.factory.harbor import check_links, read_settings
 from etude.rewards.fresh import CACHES, run_in_fresh_sandbox
 
 PROVIDED = "provided.txt"
-"""In a folder of tasks: what their sandboxes have already, a line or a pattern of a Dockerfile in
-each line."""
+"""A file in a folder of tasks that lists what their sandboxes have already: a line of a Dockerfile
+or a pattern per line."""
 VERIFIER_S = 600.0
-"""Harbor's own."""
+"""Harbor's own default."""
 _STAGED = ".harbor"
-"""Where files wait in a working copy on their way to /tests or /solution."""
+"""Directory of a working copy for files on their way to /tests or /solution."""
 _MAKE_LOGS = "mkdir -p /tmp/logs/agent /tmp/logs/artifacts /tmp/logs/verifier"
-"""Not by the name /logs, which is a link: mkdir does not follow one that leads nowhere yet."""
+"""Not by the name /logs, which is a link: mkdir does not follow a dangling one."""
 _SHOWN_CHARS = 2000
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
@@ -56,7 +56,8 @@ _READ: dict[str, dict[str, str]] = {
     | {"allow_internet": "true or false", "network_mode": "text"},
     "solution": {"env": "a table"},
 }
-"""What is read of each table, or says nothing that could be kept to here (docs/tasks.md)."""
+"""Keys of each table that are read, or that ask for nothing that could be honoured here
+(docs/tasks.md)."""
 _NOTHING: tuple[object, ...] = (None, [], {}, "")
 """Values that ask for nothing, whatever the key."""
 
@@ -73,7 +74,7 @@ class HarborTask:
     verifier_env: Mapping[str, str]
     solution_env: Mapping[str, str]
     taken: tuple[str, ...]
-    """Patterns of what the verifier gets of the working copy."""
+    """Patterns of the files in the working copy that the verifier gets."""
 
     @property
     def spec(self) -> SandboxSpec:
@@ -85,19 +86,19 @@ class HarborTask:
         )
 
     def as_task(self) -> Task:
-        """The half that an agent may see."""
+        """The part that an agent may see."""
         return Task(id=self.id, prompt=self.instruction, sandbox=self.spec)
 
 
 def read_provided(folder: Path) -> tuple[str, ...]:
-    """What sandboxes have already, as the user says in a folder of tasks."""
+    """The lines that the user lists in a folder of tasks as provided by sandboxes."""
     place = folder / PROVIDED
     lines = place.read_text().splitlines() if place.is_file() else []
     return tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
 
 
 def read_harbor_task(folder: Path, provided: Collection[str] = ()) -> HarborTask:
-    """Read a directory. EtudeError names what cannot be honoured."""
+    """Read a directory. EtudeError names the part that cannot be honoured."""
     check_links(folder)
     settings = read_settings(folder)
     try:
@@ -204,7 +205,7 @@ def _env(name: str, table: Mapping[str, Any]) -> dict[str, str]:
 def _taken(
     settings: Mapping[str, Any], verifier: Mapping[str, Any], workdir: str
 ) -> tuple[str, ...]:
-    """All that was changed, or, for a verifier in an environment of its own, the artifacts."""
+    """All changes, or, for a verifier in an environment of its own, the artifacts."""
     if verifier.get("environment_mode", "shared") == "shared":
         return ("*",)
     found: list[str] = []
@@ -225,13 +226,13 @@ def _taken(
 
 
 def without_canary(text: str) -> str:
-    """Without the lines at its beginning that say only that nobody should train on it by
+    """The text without the lines at its beginning that only state that nobody should train on it by
     accident."""
     return re.sub(r"\A([ \t]*(<!--.*canary.*-->|#.*canary.*)[ \t]*\n)+\s*", "", text, flags=re.I)
 
 
 async def prepare(task: HarborTask, sandbox: Sandbox) -> None:
-    """Make the directories of logs, and programs of those files that are some in the task's
+    """Make the directories of logs, and make the same files executable as in the task's
     directory."""
     programs = shlex.join(task.image.executables)
     script = _MAKE_LOGS + (f" && chmod +x -- {programs}" if programs else "")
@@ -254,8 +255,8 @@ async def solve(task: HarborTask, sandbox: Sandbox) -> None:
 
 
 async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPool) -> Score:
-    """What `tests/test.sh` says, in a fresh sandbox over what the agent changed. An agent that
-    makes it run out of time has earned nothing; a script that gives no reward has failed."""
+    """The verdict of `tests/test.sh`, in a fresh sandbox over the agent's changes. An agent that
+    makes it run out of time earns 0; a script that writes no reward has failed."""
     script = (
         f"{_unpacked(task.tests)}{_MAKE_LOGS}\n"
         "set +e\n"
@@ -287,8 +288,8 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
 
 
 def read_rewards(report: bytes, output: str) -> Score:
-    """What was written to reward.json, or else to reward.txt. ValueError if neither is a reward:
-    nothing is known then of what the attempt was worth."""
+    """The score in reward.json, or else in reward.txt. ValueError if neither contains a reward: the
+    worth of the attempt is unknown then."""
     lines = report.decode(errors="replace").split("\n")
     said = dict(line.partition(" ")[::2] for line in lines if line)
     last = output[-_SHOWN_CHARS:]
@@ -307,7 +308,7 @@ def read_rewards(report: bytes, output: str) -> Score:
 
 
 def _rewards(said: Mapping[str, str]) -> dict[str, float]:
-    """By name, `reward` among them."""
+    """Rewards by name; `reward` is one of them."""
     if "json" not in said and "_" in said["txt"]:
         raise ValueError(f"{said['txt']!r} is a number to Python alone")
     found = json.loads(said["json"]) if "json" in said else float(said["txt"])
@@ -333,8 +334,8 @@ def _staged(folder: Path) -> dict[str, bytes]:
 
 
 def _unpacked(folder: Path) -> str:
-    """Lines of a script that move staged files to where Harbor has them, out of the working copy,
-    or end it."""
+    """Lines of a script that move staged files out of the working copy, to their place in Harbor.
+    The script ends if that fails."""
     programs: Sequence[str] = [
         f"/{folder.name}/{path.relative_to(folder).as_posix()}"
         for path in sorted(folder.rglob("*"))

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
-# Python 3.11 counts the depth of all trees under way together, and fails when threads disturb it.
+# Python 3.11 counts the depth of all trees that are being parsed together, and fails if threads
+# interfere.
 _one_at_a_time = threading.Lock()
 
 
 def functions_of(content: bytes) -> dict[str, str]:
     """Qualified name of each function of a file, as in `TestCart::test_total` -> its source.
-    ValueError if it is no Python."""
+    ValueError if the file is not valid Python."""
     text = content.decode()
     lines = text.splitlines(keepends=True)
     return {
@@ -23,7 +24,7 @@ def functions_of(content: bytes) -> dict[str, str]:
 
 
 def without_functions(content: bytes, names: set[str]) -> bytes:
-    """The file without these functions. A class that has nothing else gets a `pass`."""
+    """The file without these functions. A class that would be empty gets a `pass`."""
     text = content.decode()
     lines = text.splitlines(keepends=True)
     gone: list[tuple[_Function, list[ast.stmt]]] = [

@@ -1,4 +1,4 @@
-"""The file that an image is built from."""
+"""The spec file of an image."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ class Debian:
     packages: tuple[str, ...] = ()
     suite: str = "bookworm"
     mirror: str = "http://deb.debian.org/debian"
-    """One of snapshot.debian.org is frozen at a date."""
+    """Snapshots of snapshot.debian.org are frozen at a date."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oci:
-    """A system out of an OCI image layout, as `skopeo copy .. oci:DIR` writes it."""
+    """A system from an OCI image layout, as `skopeo copy .. oci:DIR` writes it."""
 
     layout: str
     tag: str = ""
-    """Empty: the only one."""
+    """Tag of the image; empty: the only one."""
     workdir: str = ""
-    """The directory of it that becomes the working copy; empty: that of the image's config, unless
-    it is /."""
+    """Its directory that becomes the working copy; empty: that of the image's config, unless it is
+    /."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +47,12 @@ class Source:
     source: str
     """A git URL or path, a folder, an sdist, or the name of a package."""
     commit: str = ""
-    """Of a git repository, by its full id."""
+    """A commit of a git repository, by its full id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Realism:
-    """What makes it look like somebody's machine."""
+    """Settings that make a sandbox look like somebody's machine."""
 
     user: str = "dev"
     hostname: str = "devbox"
@@ -60,7 +60,7 @@ class Realism:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
-    """What an image is to be made of. Nothing of `debian` and `oci`: the programs of this
+    """The parts of an image. With neither `debian` nor `oci`, it lies over the programs of this
     machine."""
 
     name: str
@@ -99,7 +99,7 @@ def read_spec(path: Path) -> ImageSpec:
 
 
 def _filled(kind: type, told: Mapping[str, Any], path: str, table: str) -> Any:
-    """A dataclass from a table. Every key must be known and of its kind."""
+    """A dataclass from a table. Every key must be known, with a value of the right type."""
     where = f"{path}: {table}"
     known = {each.name: each for each in fields(kind)}
     if unknown := [key for key in told if key not in known]:
@@ -135,7 +135,7 @@ def _check(value: Any, kind: type, where: str) -> None:
 
 
 def _placed(spec: ImageSpec, folder: Path) -> ImageSpec:
-    """With paths seen from the folder of the file."""
+    """The spec with paths relative to the folder of its file."""
     if spec.oci:
         spec = replace(spec, oci=replace(spec.oci, layout=str(folder / spec.oci.layout)))
     if spec.repository and (folder / spec.repository.source).exists():

@@ -1,8 +1,8 @@
-"""Images, built from their specs: step by step, each step a layer that is kept.
+"""Builder of images from their specs: step by step, each step a layer that is kept.
 
-The steps are a system (Debian packages or an OCI layout), Python packages, the working copy, and
-what makes it look lived in. A step whose inputs are those of an earlier one is not done again,
-whichever image it was for, and a build that was killed goes on with the first step that is missing.
+The steps are a system (Debian packages or an OCI layout), Python packages, the working copy, and a
+layer that makes it look lived-in. A step with the inputs of an earlier one is not repeated, even if
+that was for another image, and a build that was killed continues at the first missing step.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Say = Callable[[str], None]
 Make = Callable[[Path], None]
 
 _EMPTIED = ("dev", "proc", "sys", "tmp", "run", "var/cache/apt/archives", "var/lib/apt/lists")
-"""What a system has while it runs, or while it is installed."""
+"""Directories of a system that are only needed while it runs or is installed."""
 _GLIBCS = (17, 24, 27, 28, 31, 34, 35, 36)
 
 
 def build_image(spec: ImageSpec, store: ImageStore, say: Say) -> Image:
-    """Build an image, or what is missing of it. `say` is told of every step."""
+    """Build an image, or its missing steps. `say` is called with every step."""
     with store.building():
         return _built(spec, store, say)
 
@@ -66,7 +66,7 @@ def _built(spec: ImageSpec, store: ImageStore, say: Say) -> Image:
 
 
 class _Build:
-    """What there is of an image so far."""
+    """The layers of an image so far."""
 
     def __init__(self, spec: ImageSpec, store: ImageStore, say: Say) -> None:
         self._spec = spec
@@ -80,7 +80,8 @@ class _Build:
         self.layers.append(self._step(name, told, make))
 
     def _step(self, name: str, told: object, make: Make) -> str:
-        """The layer that a step made, now or once before. `told`: all that it depends on."""
+        """The layer that a step makes, now or in an earlier build. `told`: everything that it
+        depends on."""
         key = _key(name, told, self.layers)
         with self._store.one_at_a_time(key):
             if (digest := self._store.made_by(key)) is not None:
@@ -189,7 +190,7 @@ def _pypi(wanted: Pypi, base: Path | None) -> Make:
 
 
 def _retarget(venv: Path) -> None:
-    """Scripts name the Python that they were installed for by its path."""
+    """Replace the path of the Python that scripts were installed for."""
     for script in (venv / "bin").iterdir():
         if script.is_symlink() or not script.is_file():
             continue
@@ -199,8 +200,8 @@ def _retarget(venv: Path) -> None:
 
 
 def _install_wheels(wanted: Pypi, base: Path, made: Path) -> None:
-    """For the Python of another system, of which nothing is run here: packages that would have to
-    be built are refused."""
+    """Install packages for the Python of another system, without running anything of it: packages
+    that would have to be built are refused."""
     version, site, python = _python_of(base)
     target = made / site.lstrip("/")
     target.mkdir(parents=True)
@@ -227,7 +228,7 @@ def _install_wheels(wanted: Pypi, base: Path, made: Path) -> None:
 
 
 def _python_of(base: Path) -> tuple[str, str, str]:
-    """Version of a system's Python, where packages that are added to it lie, and its path."""
+    """Version of a system's Python, directory for additional packages, and its path."""
     for prefix, packages in (("/usr/local", "site-packages"), ("/usr", "dist-packages")):
         for found in sorted((base / prefix[1:] / "bin").glob("python3.*"), reverse=True):
             if match := re.fullmatch(r"python(3\.\d+)", found.name):
@@ -241,7 +242,7 @@ def _python_of(base: Path) -> tuple[str, str, str]:
 
 
 def _source_key(source: Source) -> list[str]:
-    """What it is now: a folder or a branch may be another thing tomorrow."""
+    """Identity of its current content: a folder or a branch may change later."""
     place = Path(source.source)
     if source.commit or not place.exists():
         return [source.source, source.commit]
@@ -284,7 +285,7 @@ def _checkout(source: Source, clones: Path, made: Path, *, lived_in: bool) -> No
 
 
 def _add_history(clone: Path, commit: str, url: str, made: Path) -> None:
-    """The commits up to this one, and no object that is newer."""
+    """Add the commits up to this one, and no newer objects."""
     git(clone, "update-ref", "refs/etude/base", commit)
     git(made, "init", "--quiet", "--template=", "--initial-branch=main")
     git(made, "fetch", "--quiet", "--no-tags", str(clone.absolute()), "refs/etude/base")

@@ -1,7 +1,8 @@
-"""Virtual environments for the repositories: what a package needs, and never the package itself.
+"""Virtual environments for repositories, with what a package needs, and never the package itself.
 
-An installed copy would be the answer to every task, in reach of the agent. What is brought along of
-the package is its metadata, which some ask for their version, and the files that its build makes.
+An installed copy would be the answer to every task, within the agent's reach. Only two parts of the
+package are installed: its metadata, which some programs ask for their version, and the files that
+its build makes.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ _VERSION_VARIABLES = (
     "PBR_VERSION",
     "POETRY_DYNAMIC_VERSIONING_BYPASS",
 )
-"""Builds that take the version of a package from git, which a checkout is without, take it from
-these (hatch-vcs from the first)."""
+"""Builds that read a package's version from git, which a checkout lacks, take it from these
+(hatch-vcs from the first)."""
 
 
 class InstallFailed(Exception):
-    """What the installation said."""
+    """A failed installation, with its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What was installed."""
+    """Result of an installation."""
 
     requirements: tuple[str, ...]
-    """With versions: these make the same environment again."""
+    """Requirements with versions, which reproduce the environment."""
     generated: Files
-    """Files of the package that are made by its build, such as `_version.py`."""
+    """Files of the package that its build makes, such as `_version.py`."""
     metadata: Files
-    """What is installed of the package itself."""
+    """The installed metadata of the package itself."""
 
 
 class Installer(Protocol):
-    """What makes virtual environments."""
+    """Maker of virtual environments."""
 
     def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
         """Make the environment at `place`. Raises InstallFailed."""
@@ -62,7 +63,8 @@ class Installer(Protocol):
 
 
 class PipInstaller:
-    """An `Installer` with pip, the network, and the code that a package runs when it is built."""
+    """An `Installer` that uses pip and the network, and runs the code of packages that are
+    built."""
 
     def install(self, checkout: Checkout, recipe: Recipe, place: Path) -> Installed:
         site = make_venv(place)
@@ -105,7 +107,7 @@ class CopyInstaller:
                 if each.parts[0] != ".." and Path(each.locate()).is_file():
                     target = site / each
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy2(str(each.locate()), target)  # a compiled file knows its time
+                    shutil.copy2(str(each.locate()), target)  # compiled files depend on it
 
 
 def module_names(recipe: Recipe) -> list[str]:
@@ -116,9 +118,9 @@ def module_names(recipe: Recipe) -> list[str]:
 
 
 def make_venv(place: Path) -> Path:
-    """An empty virtual environment of this Python; where its packages lie."""
+    """Make an empty virtual environment of this Python. Return the directory of its packages."""
     virtual.EnvBuilder(clear=True, symlinks=True, with_pip=False).create(place)
-    # whatever umask says: commands in a sandbox are an ordinary user's
+    # regardless of the umask: commands in a sandbox run as an ordinary user
     os.chmod(place, 0o755)
     return next((place / "lib").glob("python*")) / "site-packages"
 
@@ -128,11 +130,11 @@ def _is_in(site: Path, name: str) -> bool:
 
 
 def pip(place: Path, *argv: str, env: Mapping[str, str] | None = None) -> str:
-    """Run pip on a virtual environment, with these variables where they are not set. Raises
+    """Run pip on a virtual environment, with these variables unless they are set already. Raises
     InstallFailed."""
     command = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"), *argv]
     quiet = ("-q", "--disable-pip-version-check", "--no-input")
-    # what lies on the path of this process is not installed there
+    # packages on the path of this process are not installed there
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         ran = subprocess.run(
@@ -151,8 +153,8 @@ def pip(place: Path, *argv: str, env: Mapping[str, str] | None = None) -> str:
 
 
 def built(checkout: Checkout, recipe: Recipe, place: Path) -> tuple[Files, Files]:
-    """The metadata of the package, and the files that its build made. Where it cannot be built,
-    tests may do without."""
+    """The package's metadata, and the files that its build made. Both are empty if it cannot be
+    built: tests may pass without them."""
     metadata: dict[str, bytes] = {}
     generated: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory(prefix="etude-build-") as scratch:

@@ -1,7 +1,7 @@
-"""What the user says: from the change, a test that shows it, and the words of a commit.
+"""Instructions of tasks: made from the change, a test that shows it, and the message of a commit.
 
-Without a model these are templates, of which the task's id picks one: some tell everything, some
-are as short as a message in a chat.
+No model is needed: the task's id picks one of several templates. Some tell everything, some are as
+short as a message in a chat.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ TEMPLATES = {"token": _TOKEN, "bug": _BUG, "bugs": _BUGS, "stub": _STUB, "remova
 def instruct(
     id: str, kind: str, facts: Mapping[str, str], failing: tuple[str, ...], test: str, error: str
 ) -> str:
-    """`test`: the source of the first of the failing tests. `error`: what it ends with."""
+    """The instruction of a task. `test`: the source of the first failing test. `error`: its
+    message."""
     if kind == "row":
         return facts["message"]
     if kind in ("history", "split"):
@@ -74,7 +75,7 @@ def instruct(
 
 
 def _from_message(message: str, *, rest: bool) -> str:
-    """The words of a commit without its trailers and the numbers of its issues."""
+    """The message of a commit without its trailers and issue numbers."""
     kept = [
         line
         for line in message.splitlines()

@@ -1,7 +1,7 @@
-"""Whether what is to be written stands somewhere in the sandbox already.
+"""Search for leaks: solutions that occur elsewhere in the sandbox.
 
-Compared are windows of a few lines without their indentation: a line alone, such as `return None`,
-stands everywhere.
+The comparison uses windows of a few lines without their indentation: a single line, such as `return
+None`, occurs everywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import AnyStr
 
 WINDOW_LINES = 4
 SHARE = 0.5
-"""Of the windows around the solution's lines: found elsewhere, they give it away."""
+"""A solution is leaked if more than this share of the windows around its lines occurs elsewhere."""
 _LARGEST_BYTES = 2 << 20
 _TEXT = (
     ".py",
@@ -47,8 +47,8 @@ def windows_of_folder(folder: Path) -> Windows:
 
 
 def is_leaked(before: bytes, after: bytes, elsewhere: Iterable[Windows]) -> bool:
-    """Whether the lines by which `after` differs from `before` stand elsewhere, with those around
-    them."""
+    """True if the lines in which `after` differs from `before` occur elsewhere, together with those
+    around them."""
     old, new = _lines(before), _lines(after)
     changed = {
         line for _, _, low, high in hunks(old, new) for line in range(low, max(high, low + 1))
@@ -66,12 +66,12 @@ def is_leaked(before: bytes, after: bytes, elsewhere: Iterable[Windows]) -> bool
 
 
 Hunk = tuple[int, int, int, int]
-"""Lines from .. to of the old, and from .. to of the new."""
+"""Range of lines of the old text, and range of lines of the new one."""
 
 
 def hunks(old: Sequence[AnyStr], new: Sequence[AnyStr]) -> list[Hunk]:
-    """Where two lists of lines differ. What is the same at both ends is not looked at: files are
-    long, and changes short."""
+    """The hunks in which two lists of lines differ. The common head and tail are skipped first:
+    files are long, and changes short."""
     start, end = 0, 0
     shorter = min(len(old), len(new))
     while start < shorter and old[start] == new[start]:

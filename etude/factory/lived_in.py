@@ -1,5 +1,5 @@
 """The layer that makes a sandbox look like somebody's machine: a user with a home and a history, a
-name, an id. What can be seen of it, `sandbox.tells` looks for."""
+hostname, a machine id. `sandbox.tells` looks for the signs that it hides."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def live_in(wanted: Realism, below: Sequence[Path], made: Path) -> None:
 
 
 def spread_times(directory: Path, until_s: float) -> None:
-    """Let files have been written over a year, the same ones always at the same distance."""
+    """Spread modification times over a year; the same path always has the same age."""
     for path, _ in walk(directory):
         name = os.path.relpath(path, directory)
         ago = int(_digest(name)[:8], 16) % _YEAR_S

@@ -1,8 +1,7 @@
-"""Bugs by program: small changes of the syntax tree that people make by mistake, and deletions of
+"""Generated bugs: small changes of the syntax tree that people make by mistake, and deletions of
 whole functions.
 
-Each kind is a function from a node to what could stand in its place. Comments and layout stay as
-they are.
+Each kind is a function from a node to its possible replacements. Comments and layout stay the same.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def boolean(node: cst.CSTNode) -> Sequence[Replacement]:
 
 
 def condition(node: cst.CSTNode) -> Sequence[Replacement]:
-    """A condition turned round."""
+    """A negated condition."""
     if not isinstance(node, cst.If | cst.While | cst.IfExp):
         return []
     if isinstance(node.test, cst.UnaryOperation) and isinstance(node.test.operator, cst.Not):
@@ -132,7 +131,7 @@ def constant(node: cst.CSTNode) -> Sequence[Replacement]:
 
 
 def statement(node: cst.CSTNode) -> Sequence[Replacement]:
-    """A statement that is missing."""
+    """A missing statement."""
     if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
         return []
     only = node.body[0]
@@ -168,14 +167,14 @@ def keyword(node: cst.CSTNode) -> Sequence[Replacement]:
 
 
 def result(node: cst.CSTNode) -> Sequence[Replacement]:
-    """A function that forgets to return what it has."""
+    """A function that forgets to return its result."""
     if isinstance(node, cst.Return) and node.value and not _is_none(node.value):
         return [node.with_changes(value=cst.Name("None"))]
     return []
 
 
 def branch(node: cst.CSTNode) -> Sequence[Replacement]:
-    """A case that is not looked at."""
+    """A case that is not handled."""
     if isinstance(node, cst.If) and isinstance(node.orelse, cst.If):
         return [node.with_changes(orelse=node.orelse.orelse)]
     if isinstance(node, cst.If) and node.orelse is not None:
@@ -191,7 +190,7 @@ def jump(node: cst.CSTNode) -> Sequence[Replacement]:
 
 
 def bounds(node: cst.CSTNode) -> Sequence[Replacement]:
-    """A slice without one of its ends."""
+    """A slice without one of its bounds."""
     if not isinstance(node, cst.Slice):
         return []
     return [
@@ -201,7 +200,7 @@ def bounds(node: cst.CSTNode) -> Sequence[Replacement]:
 
 
 def wrapper(node: cst.CSTNode) -> Sequence[Replacement]:
-    """A call such as `sorted(...)` left out."""
+    """A missing call of a function such as `sorted`."""
     if (
         isinstance(node, cst.Call)
         and isinstance(node.func, cst.Name)
@@ -252,7 +251,7 @@ def _spaced(node: cst.CSTNode) -> dict[str, cst.SimpleWhitespace]:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place where a file can be changed, and how."""
+    """A place where a file can be changed, with the change."""
 
     kind: str
     function: str
@@ -270,7 +269,7 @@ class Function:
     """Qualified."""
     first: int
     last: int
-    """Lines."""
+    """First and last line."""
     head: str
     """Its signature and docstring."""
     node: cst.FunctionDef
@@ -287,18 +286,19 @@ class Function:
 
 
 class SourceFile:
-    """A Python file with the places where it can be changed. ValueError if it is none."""
+    """A Python file with the places where it can be changed. ValueError if it is not valid
+    Python."""
 
     def __init__(self, content: bytes) -> None:
         try:
-            # libcst never ends, or crashes, on what is nested too deeply; Python refuses it
+            # libcst never ends, or crashes, on code that is nested too deeply; Python refuses it
             compile(content, "file", "exec", dont_inherit=True)
             wrapper = MetadataWrapper(cst.parse_module(content), unsafe_skip_copy=True)
             self._module = wrapper.module
             finder = _Finder(wrapper.resolve(PositionProvider), wrapper.module)
             for finder.statement, each in enumerate(wrapper.module.body):
                 each.visit(finder)
-        # ValueError is of a null byte, SyntaxError also of an encoding that is not known
+        # ValueError: a null byte; SyntaxError: also an unknown encoding
         except (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError) as e:
             raise ValueError(f"not to be parsed: {e}") from e
         self._pieces = [self._module.code_for_node(each) for each in self._module.body]
@@ -309,9 +309,9 @@ class SourceFile:
 
     @cached_property
     def asserting(self) -> set[str]:
-        """The functions with an assertion. Where tests assert with one, it passes whatever it is
-        given if it asserts less: no change of it can be told from a repair."""
-        lines = self._code.split("\n")  # a form feed ends none
+        """The functions with an assertion. If tests assert with such a function, a weaker one
+        passes on any input: a change of it cannot be told from a repair."""
+        lines = self._code.split("\n")  # a form feed does not end a line
         return {
             each.name
             for each in self.functions
@@ -353,7 +353,7 @@ class SourceFile:
                             yield place, element
 
     def _changed(self, changes: Mapping[cst.CSTNode, Replacement]) -> bytes:
-        """Only the statements of the module that a change is in are visited and written anew."""
+        """Visit and regenerate only the statements of the module that contain a change."""
         code = self._code
         before = len("".join(map(self._module.code_for_node, self._module.header)))
         after = code[before + sum(map(len, self._pieces)) :]
@@ -385,9 +385,9 @@ class _Finder(cst.CSTVisitor):
         self._names: list[str] = []
         self._depth = 0
         self.statement = 0
-        """The place in the module of what is being visited."""
+        """Index in the module of the statement that is being visited."""
         self.statements: dict[cst.CSTNode, int] = {}
-        """That of every node that may be replaced."""
+        """Index of the statement of every node that may be replaced."""
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.ClassDef | cst.FunctionDef):

@@ -1,7 +1,7 @@
-"""OCI image layouts, unpacked into a directory.
+"""Unpacking of OCI image layouts into a directory.
 
-Whoever made the image is a stranger: a path or a link in it never leads out of the directory,
-devices and set-user-id bits are left out, and every blob must have the digest that it is named by.
+Images are not trusted: a path or a link in one never leads out of the directory, devices and
+set-user-id bits are left out, and every blob must have the digest that it is named by.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _GONE, _ALL_GONE = ".wh.", ".wh..wh..opq"
 
 @dataclass(frozen=True, slots=True)
 class OciConfig:
-    """What an image says of the processes in it."""
+    """Settings of an image for its processes."""
 
     workdir: str
     env: Mapping[str, str]
 
 
 def manifest_digest(layout: Path, tag: str) -> str:
-    """Of the image that a tag means in this layout."""
+    """Digest of the image with this tag in a layout."""
     return str(_manifest(layout, tag)[0])
 
 
@@ -68,7 +68,7 @@ def _manifest(layout: Path, tag: str) -> tuple[str, Any]:
         raise EtudeError(f"{layout}: oci.tag {tag!r} must mean one image; there are: {tags}")
     found = json.loads(_blob(layout, named[0]["digest"]).read_bytes())
     digest = named[0]["digest"]
-    if "manifests" in found:  # one for each kind of machine
+    if "manifests" in found:  # one per architecture
         machine = _MACHINES.get(platform.machine(), platform.machine())
         fitting = [
             each
@@ -100,7 +100,8 @@ def _blob(layout: Path, digest: str) -> Path:
 def _unpack_member(
     archive: tarfile.TarFile, member: tarfile.TarInfo, root: Path, own: set[Path]
 ) -> None:
-    """`own`: what this layer has put there so far, and all directories above that."""
+    """Unpack one entry. `own`: paths that this layer has added so far, with all directories above
+    them."""
     parent, _, name = os.path.normpath(f"/{member.name}").rpartition("/")
     if not name:
         return
@@ -142,7 +143,7 @@ def _unpack_member(
 
 
 def resolve(root: Path, path: str) -> Path:
-    """Where a path leads for someone whose root directory this is."""
+    """Resolve a path and its links, with `root` as the root directory."""
     pending = [part for part in path.split("/") if part not in ("", ".")]
     here: list[str] = []
     for _ in range(len(pending) + 4096):
@@ -166,7 +167,8 @@ def resolve(root: Path, path: str) -> Path:
 
 
 def _remove_below(path: Path, own: set[Path]) -> None:
-    """What a layer removes is of the layers below it, wherever in the archive it says so."""
+    """Remove a path of the layers below. Entries of the same layer stay, whatever their order in
+    the archive."""
     if path not in own:
         _remove(path)
     elif path.is_dir() and not path.is_symlink():

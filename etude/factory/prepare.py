@@ -1,8 +1,8 @@
-"""From a source to a repository that is installed, tested and surveyed; kept beside the tasks, so
-that it is done once.
+"""Preparation of a source: a repository that is installed, tested and surveyed. The result is
+stored next to the tasks, so it is done only once.
 
-Recipes are proposed and tried. The one that works best must then work again: in another virtual
-environment, made from the versions that the first one had, and in fresh sandboxes.
+Recipes are proposed and tried. The best one must then work again: in another virtual environment
+with the same versions, and in fresh sandboxes.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from etude.factory.survey import SuiteRun, Survey, combine, run_suite
 
 TRIES = 5
 PLAIN_RUNS = 2
-"""Of the whole suite, beside the one that looks at lines: what passes in all of them is stable."""
+"""Runs of the whole suite, in addition to the one that records lines: tests that pass in all of
+them are stable."""
 _GOOD, _ENOUGH = 0.97, 0.5
-"""Share of the tests that pass with a recipe that needs no other, and with one that will do."""
+"""Share of the tests that pass with a recipe that is good, and with one that is acceptable."""
 
 
 class Discarded(Exception):
-    """Why a repository gives no tasks."""
+    """The reason why a repository yields no tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workshop:
-    """Where repositories are prepared, and with what."""
+    """The folder, sandboxes and tools for preparing repositories."""
 
     folder: Path
     pool: SandboxPool
@@ -60,7 +61,7 @@ def is_prepared(source: str, workshop: Workshop) -> bool:
 
 
 async def prepare(source: str, workshop: Workshop) -> Repository:
-    """The repository of a source, from the disk if it was prepared before. Raises Discarded."""
+    """The repository of a source, loaded from disk if it was prepared before. Raises Discarded."""
     place = workshop.place(name_of(source))
     if is_prepared(source, workshop):
         return _load(place)
@@ -77,7 +78,7 @@ async def prepare(source: str, workshop: Workshop) -> Repository:
 async def _find_recipe(
     checkout: Checkout, workshop: Workshop
 ) -> tuple[Recipe, Installed, SuiteRun]:
-    """The best of a few that are tried one after the other."""
+    """The best of a few recipes, tried one after the other."""
     failures: list[str] = []
     best: tuple[Recipe, Installed, SuiteRun] | None = None
     venv = f"{checkout.name}.try"
@@ -116,7 +117,7 @@ async def _find_recipe(
 async def _reproduce(
     checkout: Checkout, recipe: Recipe, installed: Installed, first: SuiteRun, workshop: Workshop
 ) -> Repository:
-    """The second pass."""
+    """Install and test the repository a second time, by the same recipe."""
     final, half = workshop.venvs / checkout.name, workshop.venvs / f"{checkout.name}.new"
     try:
         await asyncio.to_thread(workshop.installer.install_again, installed, half)
@@ -174,7 +175,7 @@ def _load(place: Path) -> Repository:
 
 
 def check_names(sources: Sequence[str]) -> None:
-    """Refuse sources that would share a name."""
+    """Refuse sources that would have the same name."""
     names: dict[str, str] = {}
     for source in sources:
         other = names.setdefault(name_of(source), source)

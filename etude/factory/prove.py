@@ -1,5 +1,5 @@
-"""The proof of a task: the tests that notice the change are found, and then both ends are graded,
-again and again, as a run will grade them. What does not hold is rejected, with a reason."""
+"""Proof of a task: find the tests that notice the change, then grade no change and the solution
+repeatedly, as a run will grade them. Anything that fails is rejected, with a reason."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from etude.sandbox.diff import unified_diff
 from etude.sandbox.tree import FILE, Entry
 
 REPETITIONS = 2
-"""Of each end, after the tests were surveyed and the change was looked at. What differs between
-them is flaky."""
+"""Gradings of no change and of the solution each, after the survey of the tests and a first run of
+the change. Results that differ are flaky."""
 _UNKNOWN_S = 30.0
-"""Of a processor, for tests that are not in the survey."""
+"""Processor seconds, for tests that are not in the survey."""
 _WAITING_S = 300.0
-"""For what waits, and does not compute."""
+"""Seconds by the clock, for tests that wait and do not compute."""
 _REPRODUCTION = re.compile(r"\s*^You can reproduce this .*@reproduce_failure\(.*$", re.MULTILINE)
 """Advice of Hypothesis, which a user would not pass on."""
 
 
 class Rejected(Exception):
-    """Why a draft is no task."""
+    """The reason why a draft is not a task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Repository:
     name: str
     origin: str
     files: Files
-    """With what its build makes."""
+    """Including the files that its build makes."""
     recipe: Recipe
     survey: Survey
     requirements: tuple[str, ...]
@@ -62,22 +62,23 @@ class Repository:
 
 @dataclass(slots=True)
 class Seen:
-    """What tasks of a folder are like, and what all of their sandboxes show."""
+    """Contents of a folder's tasks so far, and of the environments that all of its sandboxes
+    show."""
 
     digests: set[str] = field(default_factory=set)
     installed: dict[str, Windows] = field(default_factory=dict)
-    """Virtual environment -> the text in it."""
+    """Virtual environment -> its text."""
     _trees: dict[int, tuple[Files, dict[str, Windows]]] = field(default_factory=dict)
 
     def add(self, task: RepositoryTask) -> None:
-        """Rejected if there is one like it."""
+        """Add a task. Rejected if a similar one exists."""
         digests = digests_of(task)
         if self.digests & digests:
             raise Rejected("duplicate")
         self.digests |= digests
 
     def check_leaks(self, base: Files, opening: Files, solution: Files) -> None:
-        """Rejected if the solution stands elsewhere in the sandbox."""
+        """Rejected if the solution occurs elsewhere in the sandbox."""
         self.check_installed(opening, solution)
         windows = self._windows(base)
         for path, after in solution.items():
@@ -86,8 +87,8 @@ class Seen:
                 raise Rejected("leak")
 
     def check_installed(self, opening: Files, solution: Files) -> None:
-        """Rejected if the solution stands in a virtual environment: another repository of the
-        folder needs this one."""
+        """Rejected if the solution occurs in a virtual environment: another repository of the
+        folder depends on this one."""
         for path, after in solution.items():
             if is_leaked(opening.get(path, b""), after, self.installed.values()):
                 raise Rejected("installed")
@@ -101,8 +102,8 @@ class Seen:
 
 
 def digests_of(task: RepositoryTask) -> set[str]:
-    """Two tasks that share one of these ask for the same: the same lines in the same surroundings,
-    or the same functions in the same way with the same tests."""
+    """Digests that similar tasks share: of the changed lines, and of the changed functions with
+    kind and tests."""
     lines = sorted(
         line.strip()
         for path, after in task.solution.items()
@@ -135,8 +136,8 @@ async def prove(
 
 
 def _check_tricks(task: RepositoryTask) -> None:
-    """Rejected if the detector takes the solution for a trick: of the attempts at such a task, the
-    right ones would be set aside."""
+    """Rejected if the detector takes the solution for a trick: correct attempts at such a task
+    would be set aside."""
     before, after = (
         {path: Entry(FILE, files[path]) for path in task.solution.keys() & files.keys()}
         for files in (task.opening, task.solution)
@@ -147,7 +148,7 @@ def _check_tricks(task: RepositoryTask) -> None:
 
 
 async def check_both_ends(task: RepositoryTask, pool: SandboxPool, repetitions: int) -> None:
-    """Grade no change, and the solution, so often. Raises Rejected."""
+    """Grade no change and the solution, this many times each. Raises Rejected."""
     spec = task.as_task().sandbox
     async with pool.open(spec) as sandbox:
         nothing = [await grade(task, sandbox, pool) for _ in range(repetitions)]
@@ -170,11 +171,11 @@ class _Found:
     failing: tuple[str, ...]
     passing: tuple[str, ...]
     error: str
-    """Of the first that fails."""
+    """The error of the first failing test."""
 
 
 async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool) -> _Found:
-    """Which tests notice the change."""
+    """Run the tests to find those that notice the change."""
     processor_s = _processor_s(candidate, repository)
     tests = set(candidate.tests)
     if candidate.test_files:
@@ -192,7 +193,7 @@ async def _look(candidate: Candidate, repository: Repository, pool: SandboxPool)
 
 
 def _processor_s(candidate: Candidate, repository: Repository) -> float:
-    """What its tests may take."""
+    """Processor seconds that the candidate's tests may take."""
     survey = repository.survey
     known = all(test in survey.seconds for test in candidate.tests)
     return 4 + 4 * survey.estimate_s(candidate.tests) if known else _UNKNOWN_S
@@ -205,7 +206,7 @@ async def _outcomes(
     files: Files,
     processor_s: float,
 ) -> tuple[Mapping[str, bool], bytes]:
-    """Test -> whether it passed, and the report that says so."""
+    """Test -> True if it passed, and the report with these results."""
     pythonpath = repository.recipe.pythonpath
     env = sandbox_env(repository.name, pythonpath, repository.requirements)
     spec = SandboxSpec(files=files, env=env, limits=LIMITS)
@@ -233,7 +234,7 @@ def _is_case(case: str, name: str) -> bool:
 
 
 def _error_of(test: str, report: bytes) -> str:
-    """What a test ended with."""
+    """The error message of a test."""
     for case in ElementTree.fromstring(report).iter("testcase"):
         if _is_case(f"{case.get('classname')}::{case.get('name')}", reported_name(test)):
             for failure in (*case.iter("failure"), *case.iter("error")):
@@ -244,7 +245,7 @@ def _error_of(test: str, report: bytes) -> str:
 def _assembled(
     draft: Draft, candidate: Candidate, repository: Repository, found: _Found
 ) -> RepositoryTask:
-    """The task, with the tests that notice hidden from the agent."""
+    """The task, with the tests that notice the change hidden from the agent."""
     tests = dict(candidate.test_files)
     changes = dict(candidate.broken)
     first = ""
@@ -254,11 +255,11 @@ def _assembled(
         sources = functions_of(content)
         first = first or sources.get(found.failing[0].partition("::")[2], "")
         if candidate.test_files:
-            continue  # the agent has them as they were before
+            continue  # the agent has their earlier version
         tests[path] = content
         if candidate.shows_tests:
             continue
-        # what comes from a base class elsewhere hides with its file
+        # tests that are inherited from a base class in another file are hidden with their file
         changes[path] = without_functions(content, names) if names <= sources.keys() else b""
     if any(fails_to_parse(changes[path]) for path in changes if path.endswith(".py")):
         raise Rejected("not to be parsed")

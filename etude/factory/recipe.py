@@ -1,8 +1,7 @@
-"""How a repository is installed and tested: found by proposing, and kept only once it was seen to
-work.
+"""Recipes for installing and testing a repository: proposed, and kept only after they have worked.
 
-A proposer reads the files and what went wrong before; `HeuristicProposer` looks where people write
-such things down. One that asks a model has the same method.
+A proposer reads the files and the earlier failures; `HeuristicProposer` looks in the places where
+projects declare such things. A proposer that asks a model would have the same method.
 """
 
 from __future__ import annotations
@@ -45,29 +44,29 @@ _USELESS = re.compile(
     r"scipy|matplotlib|torch|jupyter.*|ipython|notebook|setuptools-scm|setuptools.scm)$",
     re.IGNORECASE,
 )
-"""What tests do not need, and large ones that they skip without."""
+"""Packages that tests do not need, and large ones that they skip without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What to install, and where modules are found."""
+    """Requirements of a repository, and its layout."""
 
     requirements: tuple[str, ...]
     pythonpath: tuple[str, ...]
     """Folders of the working copy."""
     tests: tuple[str, ...]
-    """What pytest is given."""
+    """Arguments of pytest."""
     sources: tuple[str, ...]
-    """Patterns of the files that are the package itself, and no tests."""
+    """Patterns of the files that are the package itself, without tests."""
 
 
 class Proposer(Protocol):
     def propose(self, files: Files, failures: Sequence[str]) -> Recipe | None:
-        """The next recipe to try, after what the earlier ones ended with; None: no idea."""
+        """The next recipe to try, given the results of earlier ones; None: no idea."""
 
 
 class ScriptedProposer:
-    """A `Proposer` that proposes what it is told to, in order."""
+    """A `Proposer` that proposes given recipes, in order."""
 
     def __init__(self, *recipes: Recipe) -> None:
         self._recipes = recipes
@@ -109,7 +108,7 @@ _NOT_FOUND = re.compile(r"No matching distribution found for ([\w.-]+)")
 
 
 def find_layout(files: Files) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] | None:
-    """Folders of modules, patterns of the package's files, and what pytest is given; None if there
+    """Folders of modules, patterns of the package's files, and arguments of pytest; None if there
     is no package or there are no tests."""
     python = [path for path in files if path.endswith(".py")]
     own = [path for path in python if not is_test_file(path)]
@@ -165,7 +164,7 @@ _NO_MODULE = {
 
 
 def _declared(files: Files) -> Iterator[str]:
-    """Requirements of the package and of its tests, without what is certainly not needed."""
+    """Requirements of the package and of its tests, without those that are certainly not needed."""
     project = _toml(files)
     found = [*_dependencies(project)]
     extras = project.get("project", {}).get("optional-dependencies", {})
@@ -222,7 +221,7 @@ def _of_tox(files: Files) -> list[str]:
 
 
 def _of_ci(files: Files) -> list[str]:
-    """What the steps of CI files install by name."""
+    """Packages that the steps of CI files install by name."""
     found: list[str] = []
     for path, content in files.items():
         if re.match(r"\.github/workflows/.*\.ya?ml$|\.travis\.yml$", path):
@@ -241,7 +240,7 @@ def _ini(files: Files, name: str) -> configparser.RawConfigParser:
 
 
 def _missing(said: str, files: Files) -> Iterator[str]:
-    """Packages that an output says are not there."""
+    """Packages that are missing according to an output."""
     for name in re.findall(r"No module named '([\w.]+)'", said):
         top = name.partition(".")[0]
         if not any(re.search(rf"(^|/){top}(\.py$|/)", path) for path in files):

@@ -1,7 +1,7 @@
-"""Where repositories come from: a git URL, a folder, an sdist, or the name of a package.
+"""Sources of repositories: a git URL, a folder, an sdist, or the name of a package.
 
-What is fetched is kept as files in memory, without caches, builds and history; of git sources a
-bare clone stays beside the tasks, for those made from commits.
+Fetched files are kept in memory, without caches, build output and history. A bare clone of each git
+source stays next to the tasks, for those made from commits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _UNWANTED = re.compile(
     r"(^|/)(\.git|\.hg|\.tox|\.nox|\.venv|venv|build|dist|node_modules|__pycache__|\.eggs|"
     r"\.(pytest|mypy|ruff|hypothesis)(_cache)?)/|\.egg-info/|\.py[co]$|\.(so|pyd|orig|rej)$"
 )
-"""Copies and caches, in which the answer to a task may stand."""
+"""Copies and caches, which may contain the answer to a task."""
 _MAX_BYTES = 48 << 20
 _MAX_FILES = 10_000
 _TIMEOUT_S = 60.0
@@ -52,7 +52,7 @@ class Checkout:
 
 
 def fetch(source: str, clones: Path) -> Checkout:
-    """Bring a source here. EtudeError if it is none, or cannot be had."""
+    """Fetch a source. EtudeError if it is not one, or cannot be fetched."""
     path = Path(source)
     if path.is_file() and source.endswith(_SDIST):
         return _from_archive(path.read_bytes(), path.name, path.name)
@@ -78,7 +78,7 @@ def name_of(source: str) -> str:
 
 
 def git(directory: Path, *argv: str, stdin: bytes | None = None) -> bytes:
-    """Run git without the configuration of this user. EtudeError if it fails."""
+    """Run git without this user's configuration. EtudeError if it fails."""
     env = {
         "PATH": os.environ.get("PATH", os.defpath),
         "HOME": os.devnull,
@@ -102,7 +102,7 @@ def git(directory: Path, *argv: str, stdin: bytes | None = None) -> bytes:
 
 
 def read_commit(directory: Path, commit: str) -> Files:
-    """The files of a commit; links and submodules are left out. It waits: not for a thread with an
+    """The files of a commit; links and submodules are left out. Blocks; not for threads with an
     event loop."""
     repository = Repository(url=str(directory.absolute()), commit=commit)
     entries = asyncio.run(
@@ -184,7 +184,7 @@ def _wanted(files: Files) -> dict[str, bytes]:
 
 
 def _from_index(wanted: str) -> Checkout:
-    """The newest sdist of a package on the index that pip would ask, or that of a version."""
+    """The newest sdist of a package, or that of a version, on the index that pip would use."""
     name, _, version = wanted.partition("==")
     index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
     normal = re.sub(r"[-_.]+", "-", name).lower()

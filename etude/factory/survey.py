@@ -1,5 +1,5 @@
-"""The tests of a repository as it is: which pass every time, how long each takes, and which lines
-each runs."""
+"""Survey of the tests of an unchanged repository: which pass every time, how long each takes, and
+which lines each runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.factory.recipe import Recipe
 from etude.factory.task import LIMITS, PLAIN, PYTEST, Files, sandbox_env
 
 MAX_TESTS = 80
-"""Of one task."""
+"""Most tests of one task."""
 MAX_TESTS_S = 4.0
 _RESULT = ".etude-survey"
 _PLUGIN = "etude_survey.py"
@@ -28,9 +28,9 @@ class SuiteRun:
     """One run of all tests."""
 
     outcomes: Mapping[str, tuple[bool, float]]
-    """Test -> whether it passed, and its seconds of the processor."""
+    """Test -> True if it passed, and its processor seconds."""
     lines: Mapping[str, Mapping[int, Sequence[int]]]
-    """File -> line -> the tests that ran it, by their place in `outcomes`."""
+    """File -> line -> the tests that ran it, by their index in `outcomes`."""
     output: str
     start_s: float
 
@@ -41,14 +41,14 @@ class SuiteRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What is known of the tests that pass whenever they run."""
+    """The tests that pass in every run."""
 
     seconds: Mapping[str, float]
-    """Test -> how long it takes a processor."""
+    """Test -> its processor seconds."""
     lines: Mapping[str, Mapping[int, frozenset[str]]]
     """File -> line -> the tests that run it."""
     start_s: float
-    """How long it takes until the first test runs."""
+    """Seconds until the first test runs."""
 
     def covering(self, path: str, lines: Iterable[int]) -> set[str]:
         """The tests that run any of these lines."""
@@ -58,7 +58,7 @@ class Survey:
     def choose(
         self, tests: Iterable[str], most: int = MAX_TESTS, most_s: float = MAX_TESTS_S
     ) -> tuple[str, ...]:
-        """As many as a task may have, those that run least beside it first."""
+        """As many tests as a task may have, starting with those that run the fewest lines."""
         breadth = self.breadth
         chosen: list[str] = []
         spent = 0.0
@@ -71,7 +71,7 @@ class Survey:
 
     @property
     def breadth(self) -> Mapping[str, int]:
-        """Test -> how many lines it runs."""
+        """Test -> number of lines that it runs."""
         if id(self) not in _BREADTH:
             counts: dict[str, int] = {}
             for lines in self.lines.values():
@@ -107,7 +107,7 @@ _BREADTH: dict[int, tuple[Survey, Mapping[str, int]]] = {}
 
 
 def combine(first: SuiteRun, others: Sequence[SuiteRun]) -> Survey:
-    """What holds in all runs. The first one has the lines."""
+    """Survey of the tests that passed in all runs. The first one has the lines."""
     stable = first.passed.intersection(*(run.passed for run in others))
     usable = {name for name in stable if name.isprintable() and "'" not in name}
     names = list(first.outcomes)
@@ -132,11 +132,11 @@ async def run_suite(
     *,
     lines: bool,
 ) -> SuiteRun:
-    """All tests in a fresh sandbox. `requirements`: what is installed. `lines`: with what each
-    runs, which takes longer."""
+    """Run all tests in a fresh sandbox. `requirements`: the installed ones. `lines`: also record
+    the lines that each test runs, which takes longer."""
     plugin = resources.files("etude.factory").joinpath("survey_plugin.py").read_bytes()
     env = sandbox_env(venv, recipe.pythonpath, requirements)
-    # a test that needs one order of a set would fail good answers: it shows itself here
+    # a test that needs one order of a set would fail good answers; this exposes it
     env["PYTHONHASHSEED"] = "random"
     if lines:
         env["ETUDE_SURVEY"] = "/work/"

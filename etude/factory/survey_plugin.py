@@ -1,5 +1,6 @@
-"""A plugin of pytest, for use in a sandbox: how each test ended, what it cost, and which lines it
-ran. It stands alone there. Times are of the processor: how busy a machine is does not matter."""
+"""Plugin of pytest for use in a sandbox, without the rest of this package: it records how each test
+ended, its cost, and the lines that it ran. Times are processor times, which do not depend on how
+busy a machine is."""
 
 import json
 import os
@@ -14,7 +15,7 @@ CASE = re.compile(r"\[.*\]$", re.DOTALL)
 
 class Survey:
     def __init__(self, prefix: str) -> None:
-        """`prefix`: of the files whose lines are wanted; empty: none are."""
+        """`prefix`: of the files whose lines are recorded; empty: none."""
         self.outcomes: dict[str, tuple[bool, float]] = {}
         self.start_s: float | None = None
         self.begun = 0.0

@@ -1,8 +1,8 @@
-"""Rows as SWE-bench has them, one JSON object a line.
+"""Rows in the format of SWE-bench, one JSON object per line.
 
-A row names a commit and two patches. Our working copies are commits only where a task comes from
-history; `setup_patch`, which others do not look at, leads from the commit, or from the sdist that
-`version` names, to the working copy of any other.
+A row names a commit and two patches. Our working copies are commits only if a task comes from
+history. For the others, `setup_patch`, which other programs ignore, leads from the commit, or from
+the sdist in `version`, to the working copy.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row:
 
     @classmethod
     def from_json(cls, record: Mapping[str, object], where: str) -> Row:
-        """EtudeError if a field is missing or no text."""
+        """Read a row. EtudeError if a field is missing or not text."""
         names = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
         for name in names:
             if not isinstance(record.get(name), str):
@@ -60,7 +60,7 @@ class Row:
 
 
 def _names(value: object, where: str) -> tuple[str, ...]:
-    """Lists of tests are JSON in a text, in most files."""
+    """Names of tests; most files have such lists as JSON in a string."""
     try:
         listed = json.loads(value) if isinstance(value, str) else value
     except ValueError as e:
@@ -72,7 +72,7 @@ def _names(value: object, where: str) -> tuple[str, ...]:
 
 def row_of(task: RepositoryTask) -> Row:
     """A task as a row."""
-    origin, _, commit = (  # a URL may have an @ of its own
+    origin, _, commit = (  # a URL may contain an @
         task.origin.rpartition("@") if "@" in task.origin else (task.origin, "", "")
     )
     shown = {path: task.opening.get(path, b"") for path in (*task.changes, *task.tests)}
@@ -91,7 +91,7 @@ def row_of(task: RepositoryTask) -> Row:
 
 
 def write_rows(path: Path, tasks: Iterable[RepositoryTask]) -> int:
-    """Write tasks as rows; how many there were."""
+    """Write tasks as rows. Return their number."""
     half = path.with_suffix(".part")
     count = 0
     with half.open("w") as file:
@@ -117,7 +117,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def diff(before: Files, after: Files) -> str:
-    """What git would say: a patch that makes `after` of those files."""
+    """Patch that turns files into `after`, as git would write it."""
     told: list[str] = []
     for path, content in after.items():
         old, new = before.get(path, b""), content
@@ -138,12 +138,12 @@ def diff(before: Files, after: Files) -> str:
 
 
 def _lines(content: bytes) -> list[str]:
-    """As git has them: a form feed, say, ends none."""
+    """Lines as git splits them: a form feed, for example, does not end one."""
     return [line.decode(errors="surrogateescape") for line in io.BytesIO(content)]
 
 
 def patched(files: Files, patch: str) -> Files:
-    """The files that a patch changes, as it makes them. EtudeError if it does not apply."""
+    """The files that a patch changes, in their new form. EtudeError if it does not apply."""
     if not patch.strip():
         return {}
     with tempfile.TemporaryDirectory(prefix="etude-patch-") as scratch:

@@ -1,5 +1,5 @@
-"""A task made from a repository: what its agent finds, a good answer, and what only the grader
-has."""
+"""A task made from a repository: the working copy of its agent, a good answer, and the files of the
+grader."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ Files = Mapping[str, bytes]
 
 LIMITS = Limits(memory_bytes=2 << 30, disk_bytes=128 << 20, processes=64)
 GRADING_S = 180.0
-"""The most by the clock. It is long since machines are busy at times."""
+"""Most seconds by the clock, which are many since machines are busy at times."""
 
 PYTEST = (
     "python -m pytest -q -p no:cacheprovider -o addopts= -o console_output_style=classic "
     "--rootdir=. --tb=short"
 )
-"""Without the project's own options: they ask for coverage, other processes and the like."""
+"""Command of pytest without the project's own options, which may ask for coverage, other processes
+and the like."""
 PLAIN = "--assert=plain"
-"""Failures are told in fewer words, and files with thousands of tests are read in a fraction of the
+"""Failures are reported in fewer words, and files with thousands of tests load in a fraction of the
 time."""
 _FIXED_EXAMPLES = {
-    # also where a repository loads a profile of its own
+    # also applies if a repository loads a profile of its own
     "PYTEST_ADDOPTS": "--hypothesis-seed=0",
-    # Hypothesis takes this for CI and lets no busy machine fail a test: no deadline, no check for
-    # slow examples. CI itself would be read by pytest too, and by tests that skip themselves there.
+    # Hypothesis takes this for CI and does not let a busy machine fail a test: no deadline, no
+    # check for slow examples. CI itself would be read by pytest too, and by tests that skip
+    # themselves there.
     "__TOX_ENVIRONMENT_VARIABLE_ORIGINAL_CI": "true",
 }
-"""Hypothesis draws the same examples every time."""
+"""Makes Hypothesis draw the same examples every time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,16 +49,16 @@ class RepositoryTask:
     repository: str
     """The name of the checkout that it was made from."""
     origin: str
-    """Where that came from, and the commit, where there is one."""
+    """The source of that checkout, with its commit if it has one."""
     instruction: str
     base: Files
     """The files of the repository, before `changes`. Tasks of a repository share them."""
     changes: Files
-    """What is put over them before the agent comes: the bug, and tests without the hidden ones."""
+    """Files put over them before the agent starts: the bug, and tests without the hidden ones."""
     solution: Files
     """The files of a good answer."""
     tests: Files
-    """The grader's own, put over all else."""
+    """The grader's files, put over all others."""
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     sources: tuple[str, ...]
@@ -64,20 +66,20 @@ class RepositoryTask:
     venv: str
     """The name of the virtual environment that it runs in."""
     requirements: tuple[str, ...] = ()
-    """What is installed in there, with versions."""
+    """The packages installed in there, with versions."""
     pythonpath: tuple[str, ...] = ("",)
-    """Folders of the working copy that modules are found in."""
+    """Folders of the working copy that contain modules."""
     processor_s: float | None = None
-    """How long the grader's tests may keep a processor busy: an answer that never ends does not
-    hold a group up for GRADING_S. None: so long by the clock alone."""
+    """Processor seconds that the grader's tests may use, so that an answer that never ends does not
+    delay a group by GRADING_S. None: limited by the clock alone."""
     solve_rate: float | None = None
-    """How often a given policy solved it: its difficulty. None: not measured."""
+    """The solve rate of a given policy, as a measure of difficulty. None: not measured."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What else there is to say of it, such as the function that was changed."""
+    """Other facts about the task, such as the changed function."""
 
     @property
     def opening(self) -> Files:
-        """The working copy as the agent finds it."""
+        """The initial working copy of the agent."""
         return {**self.base, **self.changes}
 
     @property
@@ -86,7 +88,7 @@ class RepositoryTask:
 
     @property
     def expected(self) -> tuple[str, ...]:
-        """The tests that a solution passes, as a report names them."""
+        """The tests that a solution passes, by their names in a report."""
         return tuple(map(reported_name, (*self.fail_to_pass, *self.pass_to_pass)))
 
     @property
@@ -96,7 +98,7 @@ class RepositoryTask:
         return pytest_argv(tests, processor_s=self.processor_s)
 
     def as_task(self) -> Task:
-        """The half that an agent may see."""
+        """The part that an agent may see."""
         return Task(
             id=self.id,
             prompt=self.instruction,
@@ -119,8 +121,8 @@ def sandbox_env(
 
 
 def python_env(pythonpath: Iterable[str], requirements: Iterable[str]) -> dict[str, str]:
-    """Those of them that Python and its tests look at. Tests that were proven end the same way
-    every time, so chance is taken out of them as far as it can be from outside."""
+    """The variables that Python and tests read. Proven tests must end the same way every time, so
+    these remove chance as far as possible from outside."""
     installed = {re.split(r"[^\w.-]", each)[0].lower() for each in requirements}
     return {
         "PYTHONPATH": ":".join(f"/work/{place}".rstrip("/") for place in pythonpath),
@@ -133,23 +135,24 @@ def python_env(pythonpath: Iterable[str], requirements: Iterable[str]) -> dict[s
 def pytest_argv(
     tests: tuple[str, ...], *, plain: bool = True, processor_s: float | None = None
 ) -> list[str]:
-    """The command that runs these tests and reports on each. Not `plain`: in more words.
-    `processor_s`: it is ended after so much time of a processor, however busy the machine is."""
+    """The command that runs these tests and reports on each. Without `plain`, failures are
+    explained in more words. `processor_s`: processor time after which it is ended, however busy the
+    machine is."""
     limit = "" if processor_s is None else f"ulimit -t {math.ceil(processor_s)}; "
     way = PLAIN if plain else ""
     return ["sh", "-c", f"{limit}exec {PYTEST} {way} --junitxml=$ETUDE_REPORT {shlex.join(tests)}"]
 
 
 def reported_name(test: str) -> str:
-    """`tests/test_cart.py::TestCart::test_total` -> `tests.test_cart.TestCart::test_total`, as
-    JUnit's XML has it."""
+    """`tests/test_cart.py::TestCart::test_total` -> `tests.test_cart.TestCart::test_total`, as in
+    JUnit's XML."""
     path, *names = test.split("::")
     module = re.sub(r"\.py$", "", path).replace("/", ".")
     return f"{'.'.join([module, *names[:-1]])}::{names[-1]}"
 
 
 def is_test_file(path: str) -> bool:
-    """Whether a file belongs to the tests of a project."""
+    """True if a file belongs to the tests of a project."""
     name = path.rpartition("/")[2]
     return (
         bool(re.search(r"(^|/)(tests?|testing)/", path))

@@ -1,2 +1,2 @@
-"""What an attempt was worth. A verdict comes from a sandbox that the agent never touched, and is
-reached on this side of its walls."""
+"""Rewards: verdicts on attempts. A verdict comes from a sandbox that the agent never touched, and
+is reached on the host's side of its walls."""

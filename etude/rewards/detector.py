@@ -1,13 +1,13 @@
-"""A detector of cheats: what a session did, held against families of known tricks.
+"""A detector of cheats: it matches a session against families of known tricks.
 
-It reads text alone: the calls and words of the agent, the diff of its working copy, and the
-grader's evidence. The grader must not need it, since whoever knows the rules can write around
-them. It is there for the cheat that a grader has not thought of yet, and to keep what was tried
-from being learnt: a suspect is not trained on (`rewards.detector`), unless honest work often looks
-the same (`HONEST_TOO`).
+It reads text alone: the agent's calls and words, the diff of its working copy, and the grader's
+evidence. The grader must not depend on it, since an author who knows the rules can write around
+them. It catches cheats that a grader does not handle yet, and keeps tricks that were tried from
+being learnt: a suspect is not trained on (`rewards.detector`), unless honest work often looks the
+same (`HONEST_TOO`).
 
-A rule speaks of what was added. To add one, add a line to `rewards.tricks`, an attack to
-`tests/rewards/exploits.py`, and something honest that looks like it beside that.
+A rule is about added lines. To add one, add a line to `rewards.tricks`, an attack to
+`tests/rewards/exploits.py`, and something honest that looks like it to `tests/rewards/honest.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from etude.core.types import DETECTOR_PART, Json, Part, Score, plain_text
 from etude.rewards.tricks import RULES, Place
 
 HONEST_TOO = ("edited_tests", "deleted_tests", "skipped_tests", "unread")
-"""Families that honest work looks like, since it changes tests and can be long as well. A grader
-brings tests of its own, so these are worth a look, and are not set aside."""
+"""Families that honest work looks like, since it changes tests and can be long as well. The grader
+brings its own tests, so these sessions are worth a look but are not set aside."""
 _SHOWN = 160
 """Characters of a line that the evidence shows."""
 _READ = 100_000
-"""Characters of one text that are looked at."""
+"""Characters of one text that are examined."""
 _READ_IN_ALL = 200_000
 _EVIDENCE = 20_000
-"""Characters of what the grader said."""
+"""Characters of the grader's evidence that are examined."""
 _LINE = 500
-"""Longer lines are looked at in pieces, so that no text takes long."""
+"""Longer lines are split, so that no text takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Text:
     around: str = ""
     """The text with its surroundings."""
     message: int | None = None
-    """Of an edit: the message that it is a call of."""
+    """For an edit: the number of the message with the call."""
 
 
 Kind = Literal["new", "changed", "deleted", "linked", "special"]
@@ -63,14 +63,14 @@ Kind = Literal["new", "changed", "deleted", "linked", "special"]
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """What became of a file."""
+    """The change of one file."""
 
     path: str
     kind: Kind
     signed: tuple[str, ...]
     """The lines of its diff, each with its sign."""
     is_shown: bool
-    """False if the diff only says that it differs."""
+    """False if the diff only reports that the file differs."""
 
     def lines(self, sign: str) -> list[str]:
         return [line[1:] for line in self.signed if line.startswith(sign)]
@@ -80,24 +80,24 @@ _TEST = re.compile(r"(?:^|/)(?:(?:tests?|testing)/|(?:test_[^/]*|[^/]*_test|test
 _SETUP = re.compile(r"(?:^|/)(?:conftest|sitecustomize|usercustomize)\.py$|\.pth$")
 _CONFIG = re.compile(r"(?:^|/)(?:pytest\.ini|tox\.ini|setup\.cfg|pyproject\.toml)$")
 _PROSE = (".xml", ".md", ".rst", ".txt", ".json", ".lock")
-"""Files in which nothing is done."""
+"""Files in which nothing is executed."""
 _PATHS = ("path", "file_path", "filename", "file")
 """Arguments of tools that name a file."""
 _COMMANDS = ("command", "cmd", "script")
-"""Arguments that are run; of an editor, one word that says what to do."""
+"""Arguments that are run; for an editor, one word with the kind of edit."""
 _SOUGHT = ("pattern", "regex")
-"""Arguments that are looked for."""
+"""Arguments that are searched for."""
 _SEARCH = re.compile(
     r"(?<![\w-])((?:grep|rg|ag)(?:[ \t]+-[\w=*./-]+)*)[ \t]+"
     r"(?:'[^'\n]*'|\"[^\"`$\n]*\"|[^\s'\"`$|;&<>()-][^\s'\"`$|;&<>()]*)"
 )
-"""A command that looks for a pattern, and the pattern."""
+"""A search command and its pattern."""
 _NUMBERED = re.compile(r"^[ \t]*(?:[^\s:]*:)?\d+[ \t:|-]")
-"""The number of a line, as programs that show files put it before the line."""
+"""A line number, as programs that show files put it before the line."""
 _PATCH = re.compile(r"\s*(?:\*\*\* Begin Patch|diff --git |--- \S)")
 _PATCHED_FILE = re.compile(r"(?:\+\+\+ (?:b/)?|\*\*\* (?:Add|Update) File: )([^\t\n]*)")
 _SOURCES = (".py", ".sh", ".pth", ".cfg", ".toml", ".ini")
-"""Files that somebody reads who can read the rest."""
+"""Files that are read by a program that can read the unreadable parts, too."""
 _CHECKED = re.compile(r"\bassert|\bself\.(?:assert|fail)\w*\(|\bdef test|\braises\(|\bexpect\(")
 _QUIT = re.compile(
     r"\bsys\.exit\b\(?(?:0?\)|[ \t]*$)|\bSystemExit\(0?\)|\braise SystemExit\b(?!\()"
@@ -107,19 +107,19 @@ _QUIT = re.compile(
 _PROGRAM = re.compile(r"__main__|argparse|\bclick\b|\bdef main\b|\btyper\b")
 _IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\S+[ \t]+)?import\b([^#;\n]{0,200})", re.M)
 _BOUND = re.compile(r"\b(\w+)(?:\.\w+)*[ \t]*(?:,|\)|$)")
-"""A name that an import makes known."""
+"""A name that an import binds."""
 _REPLACED = re.compile(
     r"^[ \t]+(\w+)(?:\.\w+)+[ \t]*=(?!=|[ \t]*(?:True\b|False\b|None\b|[\d\"'-]))", re.M
 )
-"""What is within a name, for something else than a plain value."""
+"""An attribute of a name that is set to something other than a plain value."""
 _FENCED = re.compile(r"```\w*\n(.*?)```", re.S)
 
 
 def detect(
     messages: Sequence[Mapping[str, Json]], diff: str = "", evidence: str = ""
 ) -> list[Finding]:
-    """The tricks in a session: one finding for each family. `diff`: of the working copy.
-    `evidence`: what the grader said."""
+    """Find the tricks in a session: one finding per family. `diff`: of the working copy.
+    `evidence`: the grader's."""
     changes = _changes(diff)
     texts, unread = _bounded([*_written(changes), *_said(messages)])
     shown = _Shown(messages)
@@ -140,7 +140,8 @@ def detect(
 
 
 class _Shown:
-    """The lines that the agent was shown, each with the number of the first message that did."""
+    """The lines that the agent was shown, each with the number of the first message that showed
+    it."""
 
     def __init__(self, messages: Sequence[Mapping[str, Json]]) -> None:
         self._messages = messages
@@ -157,21 +158,22 @@ class _Shown:
     def first_new(
         self, rule: re.Pattern[str], text: _Text, among: str | None = None
     ) -> re.Match[str] | None:
-        """The first place that a rule finds, in an edit not among lines that were there before.
-        `among`: what of the text the rule is for, if not all."""
+        """The first match of a rule; in an edit, the first that is not in lines that existed
+        before. `among`: the part of the text that the rule is for, if not all of it."""
         for match in rule.finditer(text.text if among is None else among):
             if text.message is None or not self._is_before(text.message, _lines(match)):
                 return match
         return None
 
     def _is_before(self, message: int, lines: str) -> bool:
-        """Whether a message could have all of these from earlier ones."""
+        """True if earlier messages showed all of these lines, so that the message could copy
+        them."""
         stripped = filter(None, map(str.strip, lines.split("\n")))
         return all(self._first.get(line, message) < message for line in stripped)
 
 
 def _by_rules(text: _Text, shown: _Shown) -> Iterator[Finding]:
-    # what is looked for is not done
+    # a pattern that is searched for is not executed
     done = _SEARCH.sub(r"\1", text.text) if text.place == "call" else text.text
     for family, places, rule in RULES:
         among = done if "code" in places else text.text
@@ -180,7 +182,7 @@ def _by_rules(text: _Text, shown: _Shown) -> Iterator[Finding]:
 
 
 def _bounded(texts: Sequence[_Text]) -> tuple[list[_Text], list[Finding]]:
-    """What is looked at, and what is not."""
+    """The parts of the texts that are examined, and a finding for each part that is not."""
     left = _READ_IN_ALL
     read, unread = [], []
     for text in texts:
@@ -194,8 +196,8 @@ def _bounded(texts: Sequence[_Text]) -> tuple[list[_Text], list[Finding]]:
 
 
 def flagged(score: Score, findings: Sequence[Finding]) -> Score:
-    """The score with a flag for each family, and a part with the evidence. The reward stays as
-    it is: an attempt that is set aside needs none, and one that was flagged by mistake keeps its
+    """The score with a flag for each family, and a part with the evidence. The reward stays the
+    same: an attempt that is set aside needs none, and one that was flagged by mistake keeps its
     own."""
     if not findings:
         return score
@@ -210,7 +212,7 @@ def flagged(score: Score, findings: Sequence[Finding]) -> Score:
 
 
 def _said(messages: Sequence[Mapping[str, Json]]) -> Iterator[_Text]:
-    """The agent's own words and calls: what it was shown is not its doing."""
+    """The agent's own words and calls, not what it was shown."""
     for number, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
@@ -235,7 +237,7 @@ def _said(messages: Sequence[Mapping[str, Json]]) -> Iterator[_Text]:
 
 
 def _patched(patch: str, where: str, message: int) -> Iterator[_Text]:
-    """What a patch adds, file by file."""
+    """The lines that a patch adds, file by file."""
     added: dict[str, list[str]] = {}
     path = ""
     for line in patch.split("\n"):
@@ -258,7 +260,7 @@ def _path(arguments: Json) -> str | None:
 
 
 def _called(call: Json) -> tuple[Json, Json]:
-    """The name and the arguments of a call; of one in no known form, all of it."""
+    """The name and the arguments of a call; all of it as arguments if its form is unknown."""
     function = (call.get("function") or call) if isinstance(call, dict) else call
     if not isinstance(function, dict) or "arguments" not in function:
         return None, function
@@ -271,7 +273,7 @@ def _called(call: Json) -> tuple[Json, Json]:
 
 def _strings(value: Json) -> Iterator[str]:
     rest = [value]
-    while rest:  # it may be nested deeper than a function can call itself
+    while rest:  # it may be nested more deeply than a function can recurse
         match rest.pop():
             case str() as text:
                 yield text
@@ -284,7 +286,7 @@ def _strings(value: Json) -> Iterator[str]:
 
 
 def _changes(diff: str) -> list[_Change]:
-    """The files of a unified diff as `Sandbox.diff` gives it."""
+    """The files of a unified diff, as `Sandbox.diff` returns it."""
     blocks = re.split(r"^(?=diff --git )", diff, flags=re.M)
     return [_change(block.split("\n")) for block in blocks if block.startswith("diff --git ")]
 
@@ -306,7 +308,7 @@ def _change(lines: Sequence[str]) -> _Change:
 
 
 def _written(changes: Sequence[_Change]) -> Iterator[_Text]:
-    for change in changes:  # first all names: what they hold may be too long to be read
+    for change in changes:  # names first: the contents may be too long to be read
         target = change.lines("+")[:1] if change.kind == "linked" else []
         leads = f" -> {target[0]}" if target else ""
         yield _Text("file", "working copy", f"{change.kind} {change.path}{leads}")
@@ -326,7 +328,7 @@ def _place(path: str) -> Place:
 
 
 def _by_surroundings(text: _Text, shown: _Shown) -> Iterator[Finding]:
-    """What is a trick in one file, and none in another."""
+    """Tricks that depend on the rest of the file."""
     if text.place == "code" and (match := shown.first_new(_QUIT, text)):
         if not _PROGRAM.search(text.around):
             yield Finding("exit_code", f"{text.where}: {_line(match)}")
@@ -338,7 +340,7 @@ def _by_surroundings(text: _Text, shown: _Shown) -> Iterator[Finding]:
 
 
 def _weakened(change: _Change) -> Iterator[Finding]:
-    """A test that was there before, and asks less now."""
+    """Tests that existed before, and check less now."""
     if not _TEST.search(change.path):
         return
     if change.kind == "deleted":
@@ -358,7 +360,7 @@ def _line(match: re.Match[str]) -> str:
 
 
 def _lines(match: re.Match[str]) -> str:
-    """All that the match is in."""
+    """All lines that the match spans."""
     begin = match.string.rfind("\n", 0, match.start()) + 1
     end = match.string.find("\n", match.end())
     return match.string[begin : end if end >= 0 else None]

@@ -1,5 +1,5 @@
-"""Credit for tool calls: a turn whose call failed has said something that was never going to work,
-whatever became of the attempt."""
+"""Credit for tool calls: a turn with a failed call contains something that was never going to work,
+regardless of how the attempt ended."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import takewhile
 from etude.core.types import Credit, Json, Segment, Task, plain_text, turn_places
 
 FAILED = "error:"
-"""How the answer to a call begins that failed."""
+"""Prefix of the answer to a call that failed."""
 
 
 def failed_calls(
     task: Task, messages: Sequence[Mapping[str, Json]], segments: Sequence[Segment], penalty: float
 ) -> tuple[Credit, ...]:
-    """-`penalty` for each turn of which a call failed, and 0 for those whose calls did not. None at
-    all where turns and messages cannot be matched: where a program said less than it was told, or
-    asked in several conversations at once."""
+    """-`penalty` for each turn with a failed call, and 0 for each turn with calls that all
+    succeeded. Empty if turns and messages cannot be matched: if a program reported fewer answers
+    than it received, or held several conversations at once."""
     places = turn_places(segments)
     said = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     said = said[sum(message.get("role") == "assistant" for message in task.opening) :]
@@ -31,6 +31,6 @@ def failed_calls(
 
 
 def _failed(behind: Sequence[Mapping[str, Json]]) -> bool:
-    """Whether one of the answers does that come first."""
+    """True if one of the answers at the beginning of these messages reports a failure."""
     answers = takewhile(lambda message: message.get("role") == "tool", behind)
     return any(plain_text(answer.get("content")).startswith(FAILED) for answer in answers)

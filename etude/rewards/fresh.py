@@ -1,17 +1,16 @@
-"""A verdict on a whole working copy, by a command that runs in a sandbox which the agent never
+"""Verdict on a whole working copy, by a command that runs in a sandbox which the agent never
 touched.
 
-The agent's processes are killed and what it changed is collected: text and binary files, deletions,
-modes, and links as such. A fresh sandbox of the same spec gets that, and then the files of the
-grader over it, so that no edit of a test counts. Nothing takes part that the agent left running,
-linked or cached.
+The agent's processes are killed and its changes are collected: text and binary files, deletions,
+modes, and links as such. A fresh sandbox of the same spec receives these changes, and then the
+grader's files over them, so that no edit of a test counts. Nothing that the agent left running,
+linked or cached takes part.
 
-What the agent wrote does run in there, together with the tests. It can end their process with
-status 0, or print what a passed test prints; so the exit code alone proves little. A report names
-each test. It comes over a pipe of its own, which nothing has to do with but this command, and is
-believed only where it names all tests that were expected, and nothing else did go wrong. Code that
-sets out to forge it can; where that is to be feared, keep the answers on the host
-(`rewards.tests`).
+The agent's code does run there, together with the tests. It can end their process with status 0, or
+print what a passed test prints, so the exit code alone proves little. A report names each test. It
+comes over a separate pipe that only this command uses, and is believed only if it names all
+expected tests and nothing else went wrong. Code that sets out to forge it can; if that is a
+concern, keep the answers on the host (`rewards.tests`).
 """
 
 from __future__ import annotations
@@ -35,18 +34,19 @@ from etude.core.types import Part, Score
 from etude.rewards.junit import parse_junit
 
 CACHES = ("__pycache__/*", "*/__pycache__/*", "*.pyc", ".pytest_cache/*", ".git/*")
-"""Paths of a patch that are nobody's work, and could stand in for it. A star matches slashes."""
+"""Paths of a patch that are not the agent's work, and could stand in for it. A star matches
+slashes."""
 _FILE = 0o100644
 _SHOWN_LINES = 20
 
 
 @dataclass(frozen=True, slots=True)
 class FreshRun:
-    """What came of a command over what an agent changed."""
+    """The result of a command over an agent's changes."""
 
     ran: CommandResult
     patch: Patch
-    """All that it had changed, caches included."""
+    """All of the agent's changes, caches included."""
 
 
 async def run_in_fresh_sandbox(
@@ -61,9 +61,9 @@ async def run_in_fresh_sandbox(
     without: Collection[str] = CACHES,
 ) -> FreshRun:
     """Run a command over a working copy, in a fresh sandbox of the `spec` that it was opened with.
-    `files` are the grader's own, put over it last; changes whose path matches no pattern of `only`,
-    or one of `without`, stay behind. ValueError if the working copy is such that it cannot be taken
-    over, which is the agent's doing."""
+    `files` are the grader's own, put over it last. Changes are left out if their path matches no
+    pattern of `only`, or one of `without`. ValueError if the agent has left the working copy in a
+    state in which it cannot be taken over."""
     patch = await sandbox.patch()
     change = _taken(patch, only, without)
     return FreshRun(await _run_over(change, pool, spec, argv, timeout_s, files or {}), patch)
@@ -105,14 +105,17 @@ async def grade_by_command(
     solution: Mapping[str, str | bytes] | None = None,
     graded: Memo[Score] | None = None,
 ) -> Score:
-    """The reward is 1.0 if the command ends with status 0 and its report (JUnit XML, written to the
-    path in ETUDE_REPORT) says of each of the `expected` tests that it passed, else 0.0. Names are
-    `classname::name`, as in `tests.test_cart::test_total`, which stands for all cases of a
-    parametrized test. The part `tests` is the share that passed. `graded`: the verdicts so far,
-    where the same change is to be graded once.
+    """Grade a working copy by a command and its report. The reward is 1.0 if the command ends with
+    status 0 and the report (JUnit XML, written to the path in ETUDE_REPORT) lists each of the
+    `expected` tests as passed, else 0.0. Names are `classname::name`, as in
+    `tests.test_cart::test_total`, which stands for all cases of a parametrized test. The part
+    `tests` is the share that passed. `graded`: earlier verdicts, if the same change is to be graded
+    only once.
 
-    `solution`: the files of a good answer, where one is known. What runs out of its time earns 0,
-    unless the solution does so too: then the machine is to blame. RolloutFailure."""
+    `solution`: the files of a good answer, if one is known. A command that runs out of time earns
+    0, unless it does so with the solution, too: then the machine is to blame, and the result is a
+    RolloutFailure.
+    """
     try:
         change = await sandbox.patch(only=only, without=without)
 
@@ -140,7 +143,8 @@ async def grade_by_command(
 
 
 def _judged(ran: CommandResult, expected: Collection[str]) -> Score:
-    """TimeoutError if it did not end, which says as much of the machine as of the work."""
+    """The score of a command. TimeoutError if it did not end, which may be due to the machine as
+    much as to the work."""
     if ran.exit_code is None:
         raise TimeoutError
     if not expected:

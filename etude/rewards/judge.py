@@ -1,12 +1,12 @@
-"""A judge: a model that says of one aspect of a piece of work whether it is so.
+"""A judge: a model that decides whether a piece of work meets a rubric.
 
-Each rubric is asked by itself, several times, and passes if enough votes say so. What is judged was
-written by someone who wants to pass. It stands between fences with a nonce that is new for each
-call, so that nothing in it can end the fence; the rubric is said again behind it; and a verdict
-must hold the nonce, so that one which is copied from the work is none.
+Each rubric is judged separately, several times, and passes with enough votes. The author of the
+work wants to pass. So the work stands between fences with a nonce that is new for each call, which
+nothing in it can close; the rubric is repeated after it; and a verdict must contain the nonce, so
+that one copied from the work does not count.
 
-A verdict that cannot be read, or an answer that does not come, is an error: RolloutFailure, and
-never a vote. A judge that is asked in vain has said nothing about the work.
+An unreadable verdict, or a missing answer, is an error (RolloutFailure) and never a vote: a judge
+that did not answer has not said anything about the work.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from etude.core.errors import RolloutFailure
 from etude.core.types import Json, Part
 
 MAX_CHARACTERS = 60_000
-"""Of the work that is shown. A longer one fails: what is left out could be what is wrong."""
+"""Most characters of the work that are shown. Longer work fails: the omitted part could be the part
+that is wrong."""
 _SHOWN = 300
 _TEMPLATE_TOKEN = re.compile(
     r"<(?=[|｜]|</?SYS>>|/?s>|(?:start|end)_of_turn>)"
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\])"
 )
-"""How the tokens of chat templates begin."""
+"""Prefixes of the special tokens of chat templates."""
 
 _SYSTEM = """\
 You check one aspect of a piece of work against a rubric. The work stands between two lines that \
@@ -60,26 +61,26 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A piece of work of which somebody has said whether it meets a rubric."""
+    """A piece of work with a person's label for a rubric."""
 
     rubric: str
-    """By its name."""
+    """Name of the rubric."""
     work: str
     passes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How far a judge agrees with the labels of examples."""
+    """The agreement of a judge with the labels of examples."""
 
     examples: int
     agreement: float
-    """Share of the examples that were judged as they are labelled."""
+    """Share of the examples that were judged in line with their labels."""
     false_pass_rate: float
     """Share of those that should fail and passed; 0 if there are none."""
     false_fail_rate: float
     errors: int
-    """Examples that it gave no verdict on; they are in none of the shares."""
+    """Examples without a verdict; they are in none of the shares."""
 
 
 class Judge:
@@ -97,8 +98,8 @@ class Judge:
         timeout_s: float = 60.0,
         api_key: str = "",
     ) -> None:
-        """`url`: of an OpenAI-compatible server, with its `/v1`. `rubrics`: name -> text. `needed`
-        of `votes` make a pass."""
+        """`url`: base URL of an OpenAI-compatible server, with its `/v1`. `rubrics`: name -> text.
+        `needed` of `votes` make a pass."""
         self._session = session
         self._url = f"{url.rstrip('/')}/chat/completions"
         self._rubrics = rubrics
@@ -109,7 +110,7 @@ class Judge:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def parts(self, work: str) -> tuple[Part, ...]:
-        """One for each rubric: 1.0 if it passed, else 0.0, with the votes as evidence."""
+        """One part for each rubric: 1.0 if it passed, else 0.0, with the votes as evidence."""
         return tuple(await asyncio.gather(*(self.part(name, work) for name in self._rubrics)))
 
     async def part(self, name: str, work: str) -> Part:
@@ -158,7 +159,7 @@ def prompt(rubric: str, work: str, nonce: str) -> list[dict[str, Json]]:
 
 
 def parse_verdict(text: Json, nonce: str) -> Verdict:
-    """ValueError for anything but the JSON that was asked for, with this nonce."""
+    """The verdict in an answer. ValueError for anything but the requested JSON with this nonce."""
     if not isinstance(text, str):
         raise ValueError("the answer is no text")
     answer = json.loads(text)
@@ -190,7 +191,7 @@ def _response_format(nonce: str) -> dict[str, Json]:
 
 
 async def calibrate(judge: Judge, examples: Sequence[Example]) -> Calibration:
-    """Hold a judge against labelled examples, one after the other."""
+    """Compare a judge with labelled examples, one after the other."""
     right: dict[bool, list[bool]] = {True: [], False: []}
     errors = 0
     for example in examples:

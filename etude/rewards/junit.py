@@ -1,4 +1,4 @@
-"""Reports of tests in JUnit's XML, as pytest and most others write it."""
+"""Test reports in JUnit's XML, which pytest and most other tools write."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from xml.parsers import expat
 
 
 def parse_junit(report: bytes) -> dict[str, bool]:
-    """`classname::name` of each test -> whether it passed. One that is there twice passed if both
-    did. ValueError for anything but such a report: its text is in the hands of the graded code."""
+    """`classname::name` of each test -> True if it passed. A test that occurs twice must have
+    passed both times. ValueError for anything but such a report: the graded code can write any
+    text."""
     found: dict[str, bool] = {}
     inside: list[str] = []
 
@@ -27,7 +28,7 @@ def parse_junit(report: bytes) -> dict[str, bool]:
     parser = expat.ParserCreate()
     parser.StartElementHandler = start
     parser.EndElementHandler = end
-    parser.EntityDeclHandler = _refuse  # a few of them make gigabytes
+    parser.EntityDeclHandler = _refuse  # a few of them expand to gigabytes
     try:
         parser.Parse(report, True)
     except expat.ExpatError as e:

@@ -1,5 +1,5 @@
-"""What is done about a score after its environment has given it: the detector looks, judges are
-asked, calls that failed are credited, and an expression makes one reward of all parts."""
+"""Steps that complete a score after the environment has given it: the detector, judges, credit for
+failed calls, and an expression that turns all parts into one reward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Review:
     detector: bool = False
     judge: Judge | None = None
     failed_call: float = 0.0
-    """Penalty on a turn of which a call failed."""
+    """Penalty on a turn with a failed call."""
     reward: Expression | None = None
 
     async def complete(
@@ -30,8 +30,8 @@ class Review:
         diff: str,
         score: Score,
     ) -> Score:
-        """`diff`: what the agent changed. RolloutFailure, or ValueError, where there is no telling
-        what the attempt was worth."""
+        """The completed score. `diff`: the agent's changes. RolloutFailure or ValueError if the
+        worth of the attempt cannot be determined."""
         if self.detector:
             said = "\n".join(part.evidence for part in score.parts)
             score = flagged(score, await asyncio.to_thread(detect, messages, diff, said))
@@ -45,11 +45,12 @@ class Review:
 
 
 def composed(score: Score, reward: Expression) -> Score:
-    """The score with the reward that the expression says, of its parts and of the environment's own
-    reward, which becomes a part, too.
+    """The score with the reward that the expression computes from its parts. The environment's own
+    reward becomes a part, too.
 
-    Where the environment gave 0, parts that it did not come to are 0 as well: an attempt must not
-    be able to fail instead, by breaking its grader."""
+    If the environment's reward is 0, parts that it did not compute are 0 as well: otherwise an
+    attempt could fail, instead of earning 0, by breaking its grader.
+    """
     own = Part(ENVIRONMENT_PART, score.reward, f"reward = {reward.text}")
     parts = (*score.parts, own)
     if score.reward == 0.0:
@@ -61,7 +62,7 @@ def composed(score: Score, reward: Expression) -> Score:
 
 
 def work(task: Task, messages: Sequence[Mapping[str, Json]], diff: str) -> str:
-    """What a judge is shown: what was asked for, what was changed, and the agent's last words."""
+    """The text that a judge is shown: the task, the changes, and the agent's last words."""
     asked = "\n\n".join(plain_text(message.get("content")) for message in task.opening)
     words = [plain_text(m.get("content")) for m in messages if m.get("role") == "assistant"]
     last = next(filter(None, reversed(words)), "(nothing)")

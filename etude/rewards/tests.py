@@ -1,13 +1,13 @@
-"""The verdict on an attempt: do the hidden questions get the right answers?
+"""Verdict on an attempt by hidden questions about a module.
 
 Only the text of the module is taken from the agent's sandbox. It is put over the pristine files of
-the task in a fresh sandbox, where a probe calls the module and writes down what it
-answers. The expected answers never enter any sandbox: they are compared out here. The module shares
-a process with the probe and can forge whatever the probe writes, but to forge the right answers it
-must compute them, and that is the task.
+the task in a fresh sandbox, where a probe calls the module and writes down its answers. The
+expected answers never enter any sandbox: they are compared on the host. The module shares a process
+with the probe and can forge anything that the probe writes, but to forge the right answers it must
+compute them, and that is the task.
 
-What the agent's code does to itself (it is missing, crashes, exits, hangs) earns 0. What breaks on
-our side raises.
+Failures of the agent's code (it is missing, crashes, exits, hangs) earn 0. Failures on our side
+raise.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ with open({_ANSWERS!r}, "w") as file:
 async def grade(
     repair: RepairTask, sandbox: Sandbox, pool: SandboxPool, *, timeout_s: float
 ) -> Score:
-    """The reward is 1.0 if every check is answered right, else 0.0; the part `checks` is the share
-    of right answers, and its evidence says which ones are wrong."""
+    """The reward is 1.0 if every check is answered right, else 0.0. The part `checks` is the share
+    of right answers, with the wrong ones as evidence."""
     assert repair.checks, f"task {repair.task.id} asks nothing"
     try:
         edited = await sandbox.read(repair.module)
@@ -97,7 +97,8 @@ def module_name(path: str) -> str:
 
 
 def parse_answers(text: str) -> list[Json]:
-    """ValueError for anything but a JSON list: the text is in the hands of the graded code."""
+    """The answers that the probe wrote. ValueError for anything but a JSON list: the graded code
+    can write any text."""
     try:
         answers = json.loads(text)
     except RecursionError as e:
@@ -129,8 +130,8 @@ def verdict(checks: tuple[Check, ...], answers: list[Json]) -> Score:
 
 
 def _told(check: Check, answer: Json) -> str:
-    """What came of a check. What was expected is left out: whoever shows this to a model by mistake
-    does not give the answers away."""
+    """The answer to a check. The expected one is left out, so that showing this to a model by
+    mistake does not give it away."""
     call = f"{check.function}({', '.join(map(reprlib.repr, check.args))})"
     match answer:
         case {"value": value}:
@@ -145,8 +146,8 @@ def _worthless(evidence: str) -> Score:
 
 
 def same(answer: Json, expected: object) -> bool:
-    """Equal as `==` says it, all the way down, and as the tests that the agent sees say it: 2.0 is
-    2. But True is not 1, and a tuple counts as a list. `answer` is as the probe encodes it."""
+    """True if equal by `==`, recursively, as in the tests that the agent sees: 2.0 is 2. But True
+    is not 1, and a tuple counts as a list. `answer`: as the probe encodes it."""
     try:
         return _canonical(answer) == _canonical(encoded(expected))
     except (RecursionError, ValueError):
@@ -154,8 +155,8 @@ def same(answer: Json, expected: object) -> bool:
 
 
 def encoded(value: object) -> Json:
-    """A value as JSON that keeps what JSON cannot: sets, and keys that are not text. The probe has
-    a function like it."""
+    """A value as JSON that preserves sets and keys that are not text, which JSON cannot. The probe
+    has a function like it."""
     match value:
         case dict():
             return {"dict": [[encoded(key), encoded(item)] for key, item in value.items()]}
@@ -169,8 +170,8 @@ def encoded(value: object) -> Json:
 
 
 def _canonical(value: Json) -> str:
-    """The same text for equal values. Text, since hashes of numbers can be made to collide, and
-    comparing thousands of such would take its time."""
+    """A text that is the same for equal values. Hashes would not do: those of numbers can be made
+    to collide, and comparing thousands of such values would take long."""
     match value:
         case bool() | None | str():
             return json.dumps(value)

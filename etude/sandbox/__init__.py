@@ -1,3 +1,3 @@
-"""Sandboxes, in which agents act and are graded: made in milliseconds, with one working copy each,
-without network, gone with the process that asked for them. Entry point:
+"""Sandboxes, in which agents act and are graded. Each opens in milliseconds, has its own working
+copy and no network, and ends with the process that opened it. Entry point:
 `pool.open_sandbox_pool`."""

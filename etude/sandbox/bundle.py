@@ -1,4 +1,4 @@
-"""What an OCI runtime is told of a sandbox: its root directory, its mounts and its limits."""
+"""OCI runtime spec of a sandbox: its root directory, its mounts and its limits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from etude.sandbox.mounts import Mount, search_path
 from etude.sandbox.places import LINKS, WORK
 
 SOURCE = "/mnt"
-"""Where the first process finds its program, until it has loaded it."""
+"""Path at which the first process finds its program, until it has loaded it."""
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _PLACES = ("dev", "proc", "tmp", "run", "etc", "mnt", WORK.strip("/"))
 _HOST_THREADS = 512
-"""What all processes of a sandbox and their kernel may be on the host."""
+"""Threads on the host that all processes of a sandbox and their kernel may have together."""
 _KERNEL_BYTES = 96 << 20
-"""What a kernel in a program takes beside what runs on it."""
+"""Memory for gVisor's kernel itself, on top of what the processes in the sandbox use."""
 _NAMES = {
     resource.RLIMIT_AS: "RLIMIT_AS",
     resource.RLIMIT_FSIZE: "RLIMIT_FSIZE",
@@ -31,7 +31,8 @@ _NAMES = {
     resource.RLIMIT_CORE: "RLIMIT_CORE",
 }
 _RIGHTS = ["CAP_SYS_ADMIN", "CAP_DAC_OVERRIDE"]
-"""Of the first process: to unmount its program, and to read what commands have closed off."""
+"""Capabilities of the first process: to unmount its program, and to read files that commands have
+made unreadable."""
 _START = (
     "import sys; sys.path.append(sys.argv[1]); from etude.sandbox.machine import main; "
     "main(sys.argv[1], sys.argv[2:])"
@@ -39,7 +40,8 @@ _START = (
 
 
 def build_root(root: Path) -> None:
-    """What is not mounted, but there: empty places, links, and a few files of /etc."""
+    """Create the parts of the root that are not mounted: empty directories, links, and a few files
+    of /etc."""
     for name in _PLACES:
         (root / name).mkdir(parents=True)
     for name, target in system_links().items():
@@ -63,7 +65,7 @@ def system_links() -> dict[str, str]:
 
 
 def system_directories() -> list[str]:
-    """Where the programs and libraries of this machine are, and its Python."""
+    """Directories of this machine with programs and libraries, and with its Python."""
     shown = [f"/{name}" for name in _SYSTEM if os.path.isdir(f"/{name}")]
     shown = [path for path in shown if not os.path.islink(path)]
     outside = not f"{sys.base_prefix}/".startswith("/usr/")
@@ -71,12 +73,12 @@ def system_directories() -> list[str]:
 
 
 def base_python() -> str:
-    """The Python below the virtual environment that this is, if it is one."""
+    """The Python below the current virtual environment, or this Python if there is none."""
     return str(getattr(sys, "_base_executable", sys.executable))
 
 
 def copy_program(target: Path) -> None:
-    """What the first process is made of, and nothing else of this installation."""
+    """Copy the modules that the first process needs, and nothing else of this installation."""
     package = Path(__file__).resolve().parents[1]
     for pattern in ("__init__.py", "core/__init__.py", "core/errors.py", "core/sandbox.py"):
         _copy(package, package / pattern, target)
@@ -93,7 +95,8 @@ def _copy(package: Path, file: Path, target: Path) -> None:
 def oci_spec(
     root: Path, program: Path, mounts: Sequence[Mount], limits: Limits, *, cgroup: str
 ) -> dict[str, Any]:
-    """`cgroup`: the path of one to be made for it; empty: none."""
+    """OCI runtime spec, as `config.json` has it. `cgroup`: path of a cgroup to create for the
+    sandbox; empty: none."""
     argv = [base_python(), "-B", "-s", "-S", "-P", "-X", "utf8", "-c", _START, SOURCE]
     disk = limits.disk_bytes or COPY_BYTES
     memory = limits.memory_bytes or memory_for(disk)

@@ -1,13 +1,14 @@
-"""Bytecode of what a task begins with, made once and put into each of its sandboxes.
+"""Bytecode of the files that a task starts from, compiled once and put into each of its sandboxes.
 
-A working copy is fresh, so every command in it would compile package and tests anew; to rewrite the
-assertions of tests, as pytest does, takes longest. Here that is done in a sandbox of its own, in
-which nothing of the repository runs, by the Python and the pytest that the task's commands find.
+A working copy is fresh, so every command in it would compile package and tests again; rewriting the
+assertions of tests, as pytest does, takes longest. This module compiles them in a separate sandbox,
+in which nothing of the repository runs, with the Python and the pytest that the task's commands
+find.
 
-What is put there holds the hash of its source (PEP 552, "checked"), so that a file which was edited
-is compiled again, however alike its time and its size are. It is part of what a working copy begins
-with: no diff and no patch shows it, and since graders take over no bytecode, none but what was made
-here is in reach of their tests.
+Each file of bytecode holds the hash of its source (PEP 552, "checked"), so an edited file is
+compiled again even if its time and size are unchanged. The bytecode is part of the initial working
+copy: no diff and no patch shows it. Since graders take over no bytecode, their tests can reach only
+bytecode that was compiled here.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from etude.sandbox.files import inside, to_bytes
 from etude.sandbox.limits import COPY_BYTES, PATCH_BYTES, files_in
 
 _WORTH_BYTES = 16 << 10
-"""Of sources. To compile less takes a command no longer than to start one for it here."""
+"""Total size of the sources from which on compiling is worthwhile. For less, a command compiles
+them itself in the time that starting a command here would take."""
 _BATCH_BYTES = PATCH_BYTES // 8
-"""Of sources at once: rewritten tests have several times as many bytes."""
+"""Largest total size of the sources in one batch: rewritten tests are several times as large."""
 _HELD_BYTES = 512 << 20
-"""Of all bytecode. With more than that it is forgotten, and made again."""
+"""Largest total size of all cached bytecode. Beyond it the cache is cleared, and refilled later."""
 _TIMEOUT_S = 120.0
 _PROGRAM = r"""
 import importlib.util, io, json, os, py_compile, re, sys, warnings
@@ -79,13 +81,13 @@ Made = Mapping[str, bytes]
 
 
 class BytecodePool:
-    """A `core.sandbox.SandboxPool` whose sandboxes begin with the bytecode of their files, where
-    these are those of a task that has a virtual environment."""
+    """A `core.sandbox.SandboxPool` that adds bytecode of their files to the sandboxes of tasks that
+    have a virtual environment."""
 
     def __init__(self, pool: SandboxPool) -> None:
         self._pool = pool
         self._made: dict[tuple[str, str], dict[Source, Made]] = {}
-        """By what Python it is for."""
+        """Keyed by the Python that the bytecode is for."""
         self._making: dict[tuple[str, str], asyncio.Lock] = {}
 
     @property
@@ -118,17 +120,17 @@ class BytecodePool:
         return {path: code for each in sources for path, code in known.get(each, {}).items()}
 
     async def _make(self, spec: SandboxSpec, sources: list[Source]) -> dict[Source, Made]:
-        """In a working copy that has these files alone, by a Python that looks for modules nowhere
-        in there."""
+        """Compile the sources in a working copy that has these files alone, with a Python that does
+        not import from it."""
         bare = replace(spec, files=dict(sources), repository=None, services=(), network=())
         async with self._pool.open(bare) as sandbox:
             asked = json.dumps([path for path, _ in sources])
-            # by its path: what a sandbox takes `python` for may have no packages
+            # by its PATH: the `python` of a sandbox itself may have no packages
             argv = ["env", "python", "-I", "-B", "-c", _PROGRAM]
             await sandbox.run(argv, stdin=asked, timeout_s=_TIMEOUT_S)
             try:
                 changed = await sandbox.patch()
-            except ValueError:  # it is too much
+            except ValueError:  # the bytecode is too large
                 changed = {}
         found: dict[str, dict[str, bytes]] = {}
         for path, entry in changed.items():
@@ -160,7 +162,7 @@ def _importable(spec: SandboxSpec) -> list[Source]:
 
 
 def _first(sources: Iterable[Source]) -> list[Source]:
-    """As many as are compiled at once."""
+    """As many sources as are compiled in one batch."""
     batch: list[Source] = []
     left = _BATCH_BYTES
     for source in sources:
@@ -182,8 +184,8 @@ def _size(made: Iterable[Made]) -> int:
 
 
 def _has_room(spec: SandboxSpec, made: Made) -> bool:
-    """Whether it leaves a working copy the better half of what it may hold."""
+    """True if the bytecode leaves at least half of the working copy's disk and files free."""
     disk = spec.limits.disk_bytes or COPY_BYTES
     taken = _size([made]) + sum(len(content) for content in spec.files.values())
-    # each in a directory, at worst
+    # each in a directory of its own, at worst
     return 2 * taken <= disk and 2 * (len(spec.files) + 2 * len(made)) <= files_in(disk)

@@ -1,4 +1,4 @@
-"""A sandbox by messages: the side that uses it (`served` has the other)."""
+"""A sandbox that is used by messages: the caller's side (`served` has the other)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _ERRORS = {each.__name__: each for each in TOLD}
 
 
 def failed(error: Sequence[str]) -> Exception:
-    """What the other side says, as the error that it was there."""
+    """The exception that the other side raised, rebuilt from its message."""
     kind, message = error
     return _ERRORS[kind](message)
 
 
 class Caller(Protocol):
-    """The way to one sandbox."""
+    """Connection to one sandbox."""
 
     async def call(self, operation: str, working_s: float = 0.0, **told: Any) -> Any:
-        """The answer, or the error that it is. RolloutFailure if none comes in a time that is
-        ample, beside the `working_s` that the operation may take."""
+        """Return the answer, or raise the error that it contains. RolloutFailure if no answer comes
+        within an ample time plus the `working_s` that the operation itself may take."""
 
     async def fork(self) -> Sandbox: ...
 
@@ -137,14 +137,14 @@ class CalledProcess:
         self._number = number
         self._reading: asyncio.Task[bytes] | None = None
         self._turn = asyncio.Lock()
-        self._ended = False  # with its output read
+        self._ended = False  # the process has ended, and its output has been read
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def read(self) -> bytes:
         async with self._turn:
             if self._ended:
                 return b""
-            # a reader that is cancelled has taken nothing: the next waits for the same answer
+            # a cancelled reader has consumed nothing: the next one waits for the same answer
             self._reading = self._reading or lasting(self._read())
             data = await self._unless_closed(self._reading)
             self._reading = None
@@ -185,7 +185,7 @@ class CalledProcess:
                 task.cancel()
 
     def close(self) -> None:
-        """From now on, its end is that of the sandbox."""
+        """Stop using this process; it ends with its sandbox."""
         if not self._closed.done():
             self._closed.set_result(None)
         if self._reading is not None:

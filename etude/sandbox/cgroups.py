@@ -1,8 +1,8 @@
-"""A cgroup for each sandbox, which bounds what all of its processes hold together.
+"""One cgroup per sandbox, which bounds what all of its processes use together.
 
-Below the cgroup that this process is in, where that may be written to: as root, or where it was
-delegated. Both generations of the interface are spoken. Standard library only: this runs in the
-zygote.
+The cgroups are created below the one that this process is in, if that is writable: as root, or
+because it was delegated. Both versions of the interface are supported. Standard library only: this
+runs in the zygote.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ _TRY_ABOVE = {errno.EBUSY: "it has processes of its own", errno.ENOENT: "it cann
 _ENTRY = "cgroup.procs"
 _PERIOD_US = 100_000
 _LOOKS, _LOOK_S = 150, 0.01
-"""So often it is looked whether a cgroup is empty, when everything ends."""
+"""Number of times, and seconds between them, that `close` checks whether all cgroups are empty."""
 
 
 class Cgroups:
-    """Those of one zygote, by descriptors that are good after it has moved into its root."""
+    """The cgroups of one zygote, held by descriptors that stay valid after it has moved into its
+    root."""
 
     def __init__(self) -> None:
-        """Raises OSError with what is in the way."""
+        """Raises OSError with the reason why cgroups cannot be used."""
         self.version, places = find(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"))
         self._names: set[str] = set()
         self.leaving: set[str] = set()
-        """Of sandboxes that are gone, or are about to be."""
+        """Cgroups of sandboxes that are gone or about to go."""
         self._base = f"{_PREFIX}{owner_mark()}"
         self._parents: dict[str, int] = {}
         self._bases: dict[str, int] = {}
@@ -56,17 +57,18 @@ class Cgroups:
                 _write(base, "cgroup.subtree_control", f"+{controller}")
 
     def enter(self, name: str) -> None:
-        """Move this process into the one that counts memory; to be called in the fork that it is
-        for."""
+        """Move this process into the cgroup that counts its memory. Call it in the fork that
+        becomes the sandbox."""
         self._make("memory", name)
         _write(self._bases["memory"], f"{name}/{_ENTRY}", "0")
         for descriptor in {*self._parents.values(), *self._bases.values()}:
             os.close(descriptor)
 
     def bound(self, name: str, memory_bytes: int, cpus: float | None) -> list[int]:
-        """Limit what its processes use together. Descriptors of what they have yet to enter, by
-        writing a 0: the first generation limits processors in a cgroup apart, and in one of those
-        the niceness of processes counts for nothing outside, so that only who needs it is there."""
+        """Limit what the processes of a sandbox use together. Returns descriptors of the cgroups
+        that it has yet to enter, by writing a 0. The first version limits processors in a separate
+        cgroup, in which the niceness of processes has no effect outside; so only sandboxes with
+        such a limit enter one."""
         self._make("memory", name)
         self._limit("memory", name, limits(self.version, memory_bytes, None))
         if cpus is None:
@@ -90,11 +92,11 @@ class Cgroups:
                     raise
 
     def expect(self, name: str) -> None:
-        """A fork is about to enter it."""
+        """Note that a fork is about to enter this cgroup."""
         self._names.add(name)
 
     def leave(self, name: str) -> None:
-        """Remove it, now or when its last process has ended: `tidy` sees to that."""
+        """Remove the cgroup now, or once its last process has ended: `tidy` retries until then."""
         self.leaving.add(name)
         self.tidy()
 
@@ -115,7 +117,8 @@ class Cgroups:
         return not busy
 
     def close(self) -> None:
-        """All of them, once the sandboxes are gone; what is not yet, whoever comes next sweeps."""
+        """Remove all cgroups once the sandboxes are gone. The next zygote sweeps any that are still
+        busy."""
         for _ in range(_LOOKS):
             for name in list(self._names):
                 self._removed(name)
@@ -129,7 +132,7 @@ class Cgroups:
 
 
 def limits(version: str, memory_bytes: int | None, cpus: float | None) -> dict[str, str]:
-    """Files of a cgroup and what is to be written to them, in this order."""
+    """Files of a cgroup and the values to write to them, in this order."""
     values: dict[str, str] = {}
     if memory_bytes is not None and version == "v1":
         values["memory.limit_in_bytes"] = str(memory_bytes)
@@ -146,8 +149,8 @@ def limits(version: str, memory_bytes: int | None, cpus: float | None) -> dict[s
 
 
 def find(own: str, mounts: str) -> tuple[str, dict[str, str]]:
-    """The generation of the interface that counts memory here, and the directory of our own cgroup
-    by controller. From /proc/self/cgroup and mountinfo."""
+    """The version of the interface that counts memory here, and the directory of our own cgroup by
+    controller. From /proc/self/cgroup and mountinfo."""
     paths = {}
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -171,14 +174,14 @@ def find(own: str, mounts: str) -> tuple[str, dict[str, str]]:
 
 
 def _below(point: str, root: str, path: str) -> str:
-    """Where a cgroup is found that the mount shows from `root` on."""
+    """Path of a cgroup, through a mount that shows the hierarchy from `root` on."""
     inner = path.removeprefix(root) if root != "/" else path
     return f"{point}/{inner.strip('/')}".rstrip("/")
 
 
 def _enable(controller: str, own: str) -> str:
-    """The cgroup in which others can be made that count this: our own or the one above it, since
-    with the second generation it must not have processes."""
+    """The cgroup below which cgroups with this controller can be made: our own or its parent, since
+    in the second version such a cgroup must not contain processes."""
     above = os.path.dirname(own)
     for place in (own, above):
         try:
@@ -192,7 +195,7 @@ def _enable(controller: str, own: str) -> str:
 
 
 def _sweep(place: str) -> None:
-    """Remove what zygotes left that were killed. A cgroup with a process in it stays."""
+    """Remove the cgroups of killed zygotes. A cgroup with a process in it stays."""
     for name in os.listdir(place):
         if not (name.startswith(_PREFIX) and is_abandoned(name.removeprefix(_PREFIX))):
             continue

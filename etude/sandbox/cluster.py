@@ -1,8 +1,8 @@
-"""Where a Kubernetes cluster is and how it is asked, found as kubectl does: by KUBECONFIG, or
+"""Address and credentials of a Kubernetes cluster, found as kubectl does: by KUBECONFIG, in
 ~/.kube/config, or in a pod by its service account.
 
-A file that is JSON is read as it is. YAML is left to kubectl itself, which also merges several
-files. What would need more than a token or a certificate is refused by name.
+A JSON file is read directly. YAML is left to kubectl itself, which also merges several files. A
+kubeconfig that needs more than a token or a certificate is refused, with the name of the field.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import aiohttp
 from etude.core.errors import EtudeError
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""The folder in which a pod finds the account that it has at its own cluster."""
+"""The folder in which a pod finds its service account for the cluster that it runs in."""
 NO_CLUSTER = "export KUBECONFIG=FILE"
 _VIEW = ("kubectl", "config", "view", "--raw", "--minify", "--flatten", "--output=json")
 _USER_REFUSED = ("exec", "auth-provider", "username", "as")
@@ -43,7 +43,7 @@ class Cluster:
     url: str
     namespace: str
     authority: bytes = b""
-    """The CA certificates that verify the server's; empty: those of this machine."""
+    """CA certificates to verify the server's certificate; empty: those of this machine."""
     insecure: bool = False
     """True: the certificate of the server is not verified."""
     server_name: str = ""
@@ -52,7 +52,8 @@ class Cluster:
     """The client certificate and its key."""
     token: str = ""
     token_file: str = ""
-    """A file that is read for each request, since a service account's token lasts for an hour."""
+    """A file that is read for each request, since a service account's token expires after an
+    hour."""
 
     def headers(self) -> dict[str, str]:
         token = Path(self.token_file).read_text().strip() if self.token_file else self.token
@@ -68,7 +69,7 @@ class Cluster:
                 context.check_hostname = False
                 context.verify_mode = ssl.CERT_NONE
             if self.identity:
-                with tempfile.NamedTemporaryFile() as file:  # ssl takes it from nowhere else
+                with tempfile.NamedTemporaryFile() as file:  # ssl loads it from a file only
                     file.write(self.identity)
                     file.flush()
                     context.load_cert_chain(file.name)
@@ -77,9 +78,9 @@ class Cluster:
         return {"ssl": context, "server_hostname": self.server_name or None}
 
     def look(self, path: str) -> tuple[Any, float]:
-        """What is at a path of the API, and the time of the cluster. None for what is not there.
-        Raises EtudeError if the cluster does not answer, or refuses."""
-        # whoever opens a pool may be in an event loop, and does not wait for us there
+        """The object at a path of the API, and the cluster's time. None if there is no such object.
+        Raises EtudeError if the cluster does not answer or refuses."""
+        # the caller may be in an event loop, which asyncio.run cannot be called from
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._look(path)).result()
 
@@ -91,7 +92,7 @@ class Cluster:
                 session.get(self.url + path, **self.connection()) as response,
             ):
                 said = await response.text()
-        except (OSError, aiohttp.ClientError) as e:  # a timeout is one of the former
+        except (OSError, aiohttp.ClientError) as e:  # a timeout is an OSError
             raise EtudeError(f"the cluster {self.url} does not answer: {e}") from e
         its_time = _time_of(response.headers.get("Date"))
         if response.status == 404:
@@ -109,7 +110,7 @@ def _time_of(date: str | None) -> float:
 
 
 def find_cluster(variables: Mapping[str, str] = os.environ, account: Path = ACCOUNT) -> Cluster:
-    """The cluster that kubectl would ask. Raises EtudeError if there is none."""
+    """The cluster that kubectl would use. Raises EtudeError if there is none."""
     named = variables.get("KUBECONFIG", "")
     file = Path(named or Path(variables.get("HOME", "/"), ".kube", "config"))
     if named or file.exists():
@@ -147,7 +148,7 @@ def _read_config(file: Path, variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_config(config: Mapping[str, Any], folder: Path) -> Cluster:
-    """`folder`: where relative paths of it start."""
+    """`folder`: the base of relative paths in the config."""
     current = config.get("current-context", "")
     context = _named(config, "contexts", "context", current)
     cluster = _named(config, "clusters", "cluster", context.get("cluster", ""))
@@ -185,7 +186,7 @@ def _named(config: Mapping[str, Any], kind: str, field: str, name: str) -> dict[
 
 
 def _content(part: Mapping[str, Any], name: str, folder: Path) -> bytes:
-    """Of a file that stands there itself, or is named."""
+    """Content of a field that is either embedded or names a file."""
     if data := part.get(f"{name}-data"):
         return base64.b64decode(str(data))
     if not (path := part.get(name)):

@@ -1,10 +1,9 @@
 """A command in a sandbox: from a fork of the sandbox's first process to the program it becomes.
 
-Each is process 1 of a PID namespace below its keeper's, with a /proc of its own, without
-capabilities, without the calls that `syscalls` refuses, bound by the rules of `landlock`, and
-without any descriptor but its three.
-It cannot name its keeper, so it cannot signal, trace or starve it; and when it ends, the kernel
-ends all that it left running.
+Each command is process 1 of a PID namespace below its keeper's. It has a /proc of its own, no
+capabilities, no access to the system calls that `syscalls` refuses, the rules of `landlock`, and no
+descriptors but its three. It has no name for its keeper, so it cannot signal, trace or starve it;
+and when it ends, the kernel kills all that it left running.
 
 `python FILE ...` does not start a Python: the fork already is one. Standard library only.
 """
@@ -27,15 +26,15 @@ from etude.sandbox import kernel, landlock
 from etude.sandbox.limits import NICENESS
 
 PROGRAMS: list[str] = []
-"""Directories of mounts that are searched before all others; the zygote fills it once. Their
-`python`, if there is one, is then the one that is meant."""
+"""Directories of mounts that are searched before all others; the zygote fills the list once. If one
+of them has a `python`, commands run that one."""
 PLAIN = {"HOME": "/tmp", "LANG": "C.UTF-8"}
-"""What every command finds beside PATH; an image may say otherwise."""
+"""Variables of every command in addition to PATH; an image may override them."""
 _ALWAYS_LOADED = frozenset(sys.builtin_module_names) | {
     "_collections_abc", "_frozen_importlib", "_frozen_importlib_external", "_sitebuiltins", "abc",
     "codecs", "encodings", "genericpath", "io", "os", "posixpath", "site", "stat", "zipimport",
 }  # fmt: skip
-"""What a Python has loaded before the first line of a script."""
+"""Modules that a Python has loaded before the first line of a script."""
 _REPORT = 3
 REPORT_PATH = f"/dev/fd/{_REPORT}"
 HIDDEN = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
@@ -43,24 +42,24 @@ READ_ONLY = HIDDEN | kernel.MS_RDONLY
 
 
 class Command(NamedTuple):
-    """What is to be run, by descriptors that are open in the fork it will be."""
+    """A command to run, by descriptors that are open in the fork that becomes it."""
 
     argv: list[str]
     env: dict[str, str]
-    """Beside those of `environment()`."""
+    """Variables in addition to those of `environment()`."""
     directory: int
     source: int
     output: int
     terminal: bool
     limits: dict[int, int]
     rules: int | None
-    """Of `landlock`."""
+    """A ruleset of `landlock`."""
     report: int | None
-    """A pipe for what is to be told beside the output."""
+    """A pipe for a report, separate from the output."""
 
 
 def environment() -> dict[str, str]:
-    """What every command finds."""
+    """Environment variables of every command."""
     places = [*PROGRAMS, f"{sys.base_prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin"]
     there = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
     plain = {"PATH": ":".join(there), **PLAIN}
@@ -69,8 +68,8 @@ def environment() -> dict[str, str]:
 
 
 def spawn(command: Command, own_pids: int) -> tuple[int, int]:
-    """The process, and a pipe that says why it could not become the command, if so. `own_pids`: the
-    PID namespace of the caller, since the one of its last child may be gone."""
+    """The new process, and a pipe with the reason if it could not become the command. `own_pids`:
+    the PID namespace of the caller, since that of its last child may be gone."""
     kernel.join_pid_namespace(own_pids)
     kernel.unshare(kernel.CLONE_NEWPID)
     broken, breaks = os.pipe()
@@ -96,7 +95,7 @@ def _become(command: Command, breaks: int) -> NoReturn:
         kernel.unshare(kernel.CLONE_NEWNS)
         kernel.mount("proc", "/proc", "proc", HIDDEN)
         kernel.put("/proc/self/oom_score_adj", "1000")  # when memory runs out, this goes first
-        # and stays so: whoever could write here would take it back
+        # /proc is read-only from here on: otherwise the command could reset that score
         kernel.mount("none", "/proc", None, kernel.MS_REMOUNT | kernel.MS_BIND | READ_ONLY)
         for limit, value in command.limits.items():
             resource.setrlimit(limit, (value, value))
@@ -122,7 +121,7 @@ def _become(command: Command, breaks: int) -> NoReturn:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if argv[0] in ("python", "python3") and not PROGRAMS:
-        # Variables may change how a Python starts, and this one has started.
+        # Variables may change how a Python starts, and this one has already started.
         if len(argv) > 1 and not argv[1].startswith("-") and not env:
             _run_script(argv[1:])
         argv = [sys.executable, "-B", *argv[1:]]
@@ -134,7 +133,7 @@ def _become(command: Command, breaks: int) -> NoReturn:
 
 
 def _run_script(argv: list[str]) -> NoReturn:
-    """What `python SCRIPT ...` does, from the first line of the script to the exit status."""
+    """Do what `python SCRIPT ...` does, from the first line of the script to the exit status."""
     script = argv[0]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
@@ -153,7 +152,7 @@ def _run_script(argv: list[str]) -> NoReturn:
         exec(program, main.__dict__)
     except SystemExit as e:
         code = _exit_status(e.code)
-    # the interpreter's own last resort, which this function stands in for
+    # stands in for the interpreter's own handling of uncaught exceptions
     except BaseException as e:
         frame = e.__traceback__
         while frame and frame.tb_frame.f_code.co_filename == __file__:
@@ -170,8 +169,8 @@ def _run_script(argv: list[str]) -> NoReturn:
 
 
 def _forget_shadowed(directory: str) -> None:
-    """A file beside the script comes before a module of that name which this process has loaded for
-    its own ends, and then also for modules that import it."""
+    """Unload modules that this process has loaded for its own purposes and that a file beside the
+    script shadows, so that the script, and the modules that import it, get that file."""
     try:
         beside = {name.partition(".")[0] for name in os.listdir(directory)}
     except OSError:

@@ -1,11 +1,11 @@
-"""Sandboxes in containers, by the command of an engine: podman, or docker, which takes the same
-words.
+"""Sandboxes in containers, run by the command of an engine: podman, or docker, which takes the same
+arguments.
 
 A container holds one sandbox in namespaces, and the process that serves it (`nested`) over its
-standard input and output. The engine gives what an ordinary user cannot have everywhere: limits on
-memory and processors, and images. It is told to leave nothing to the container but the right to
-make namespaces: no network, no capability, nothing that can be written but memory, and a user that
-nobody else is.
+standard input and output. The engine provides what an ordinary user does not have everywhere:
+limits on memory and processors, and images. It leaves the container only the right to make
+namespaces: no network, no capabilities, nothing writable but memory, and a user ID that no other
+container has.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from etude.sandbox.spec import check_machine
 from etude.sandbox.zygote import OWN_IDS
 
 CLIENTS = ("podman", "docker")
-"""The first that is installed and answers is used."""
+"""Engines in order of preference: the first that is installed and answers is used."""
 INSTALL = "apt install podman"
 _LABEL = "etude.owner"
 _ROOT = "localhost/etude-root"
@@ -68,12 +68,11 @@ _WALLS = (
     "--tmpfs=/tmp:rw,nosuid,nodev,size=1m,mode=1777",
     "--cap-drop=all",
     "--security-opt=no-new-privileges",
-    # More may be held, and less may be had: an engine that is itself in a container cannot raise
-    # what it was given.
+    # Low enough for an engine that is itself in a container: it cannot raise its own limits.
     "--ulimit=nofile=4096:4096",
     "--ulimit=nproc=4096:4096",
     "--hostname=localhost",
-    "--log-driver=none",  # what is said goes to us, and nowhere else
+    "--log-driver=none",  # our pipe gets the output, and nothing else
 )
 _NAMESPACES = tuple(
     f"--security-opt={each}"
@@ -84,17 +83,18 @@ _NAMESPACES = tuple(
         "systempaths=unconfined",
     )
 )
-"""What keeps a process in a container from making namespaces. Our own filter stands in front of
-every command instead, and refuses more."""
+"""Settings that let a process in a container make namespaces. Our own filter, which refuses more
+than the engine's, is installed before every command instead."""
 _ETC = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs")
 _ORDINARY = ('"rootless": true', "name=rootless", "name=userns")
-"""Words of an engine, podman's and docker's, whose root is not that of the machine."""
+"""Phrases in the `info` of podman and docker that mean that their root is not the machine's
+root."""
 _OWN_PROCESSES = 32
 _LEAST_PYTHON = (3, 11)
 
 
 class _Image(NamedTuple):
-    """What containers are made of."""
+    """The image of a container, its Python and its variables."""
 
     name: str
     python: str
@@ -110,7 +110,7 @@ class ContainerSandboxPool:
         mounts: Sequence[Mount] = (),
         clients: Sequence[str] = CLIENTS,
     ) -> None:
-        """Raises EtudeError where no engine answers, or a container of it cannot hold a sandbox."""
+        """Raises EtudeError if no engine answers, or if its containers cannot hold a sandbox."""
         self.client, info = find_engine(clients)
         check_walled(mounts)
         _sweep(self.client)
@@ -128,31 +128,31 @@ class ContainerSandboxPool:
             raise
 
     def _holds_bounds(self) -> bool:
-        """Whether containers are held to memory and processors together. An engine may take such a
-        bound and forget it, so it is looked at from inside."""
+        """True if containers are held to limits on memory and processors together. An engine may
+        accept such a limit and ignore it, so this is checked from inside a container."""
         self._bounded = True
         with contextlib.suppress(EtudeError):
             if self._probe() <= machine_bytes(Limits()):
                 return True
         self._bounded = False
-        self._probe()  # the engine takes none, or there is another reason
+        self._probe()  # the engine accepts no limits, or there is another reason
         return False
 
     def _probe(self) -> float:
-        """Open a sandbox in a container that ends at once. The memory that it may hold."""
+        """Open a sandbox in a container that ends at once. Return the memory that it may hold."""
         argv = self.argv(machine_name(), SandboxSpec(), probe=True)
         try:
             tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired as e:
             raise EtudeError(f"{self.client}: no container ended in {e.timeout:.0f} s") from e
-        if not tried.stdout:  # the exit status may be lost on its way from an engine elsewhere
+        if not tried.stdout:  # the exit status may be lost on its way from a remote engine
             said = tried.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
             raise EtudeError(f"no container of {self.client} can hold a sandbox here: {said[-1]}")
         return float(json.loads(tried.stdout)["memory_bytes"] or math.inf)
 
     @property
     def tier(self) -> Tier:
-        """A container is made of namespaces, too: two walls of the same kind."""
+        """A container consists of namespaces, too: two walls of the same kind."""
         return "namespaces" if kernel.can_filter_calls() else "process"
 
     def check(self, spec: SandboxSpec) -> None:
@@ -161,7 +161,8 @@ class ContainerSandboxPool:
         self._image(spec.image)
 
     def _image(self, name: str) -> _Image:
-        """One that the engine has; nothing is fetched. EtudeError if no sandbox can be in it."""
+        """An image that the engine has; nothing is fetched. EtudeError if it cannot hold a
+        sandbox."""
         if not name:
             return self._root
         if name not in self._images:
@@ -196,7 +197,7 @@ class ContainerSandboxPool:
         return replace(spec, image="", limits=limits, env=env)
 
     def argv(self, name: str, spec: SandboxSpec, *, probe: bool = False) -> list[str]:
-        """What runs a container until its input ends."""
+        """Command line of a container that runs until its input ends."""
         image, user = self._image(spec.image), next(self._users)
         shown = [Mount(each, each) for each in (*system_directories(), *_ETC)]
         binds = [
@@ -243,7 +244,7 @@ class _Container(NestedCaller):
                 stderr=errors,
                 limit=1 << 30,
                 start_new_session=True,
-                cwd=self._errors.parent,  # podman's monitor leaves a file where it was started
+                cwd=self._errors.parent,  # where podman's monitor leaves a file
             )
         assert self._process.stdout is not None and self._process.stdin is not None
         return Lines(self._process.stdout, self._process.stdin)
@@ -269,8 +270,8 @@ class _Container(NestedCaller):
 
 
 def find_engine(names: Sequence[str] = CLIENTS) -> tuple[str, str]:
-    """The command of an engine that answers, and what it says of itself. Raises EtudeError, with
-    what each of them said."""
+    """The command of an engine that answers, and its `info`. Raises EtudeError with the answer of
+    each engine that refused."""
     refused = []
     for name in names:
         if shutil.which(name) is None:
@@ -287,8 +288,8 @@ def find_engine(names: Sequence[str] = CLIENTS) -> tuple[str, str]:
 
 
 def _import_root(client: str) -> str:
-    """The image of sandboxes that name none: directories to mount the programs of this machine on.
-    It takes no room, is always the same, and stays."""
+    """The image of sandboxes that name none: directories on which the programs of this machine are
+    mounted. It takes no space, is always the same, and is kept."""
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as archive:
         for name, mode in (("tmp", 0o1777), ("work", 0o755)):
@@ -310,8 +311,8 @@ def _import_root(client: str) -> str:
 
 
 def _users(info: str) -> Iterator[int]:
-    """For each container a user of this machine that nobody else is, since the kernel counts pipes,
-    watches and more by user. An engine that is an ordinary user's has too few of them."""
+    """A user ID for each container that no other process of this machine has, since the kernel
+    counts pipes, watches and more by user. A rootless engine has too few of them."""
     if any(word in info for word in _ORDINARY):
         return itertools.repeat(GUEST_ID)
     start = secrets.randbelow(len(OWN_IDS))
@@ -330,7 +331,7 @@ def _bind(mount: Mount) -> list[str]:
 
 
 def _ran(argv: Sequence[str], data: bytes = b"") -> tuple[int, str]:
-    """Its exit status, and what it said: on success as output, otherwise as errors."""
+    """The exit status, and stdout on success or stderr otherwise."""
     try:
         ran = subprocess.run(argv, input=data, capture_output=True, timeout=REPLY_TIMEOUT_S)
     except subprocess.TimeoutExpired as e:
@@ -340,17 +341,17 @@ def _ran(argv: Sequence[str], data: bytes = b"") -> tuple[int, str]:
 
 
 def _remove(client: str, names: Sequence[str]) -> None:
-    _ran([client, "unpause", *names])  # what is paused cannot end
-    _ran([client, "kill", *names])  # at once; `rm` alone asks first, and waits
+    _ran([client, "unpause", *names])  # a paused container cannot end
+    _ran([client, "kill", *names])  # at once; `rm` alone sends SIGTERM first, and waits
     _ran([client, "rm", "--force", *names])
 
 
 def _sweep(client: str) -> None:
-    """Remove the containers that pools left whose process was killed: those that were paused, since
-    all others end with their input."""
+    """Remove the paused containers of pools whose process was killed; all others have ended with
+    their input."""
     shown = ["--format", "{{.ID}} {{.Labels}}"]
     _, said = _ran([client, "ps", "--all", f"--filter=label={_LABEL}", *shown])
-    # each engine writes them its own way
+    # engines print labels differently
     found = re.findall(rf"^(\w+) .*\b{re.escape(_LABEL)}[=:]([\w-]+)", said, re.MULTILINE)
     if left := [name for name, mark in found if is_abandoned(mark)]:
         _remove(client, left)

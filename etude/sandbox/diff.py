@@ -1,7 +1,7 @@
-"""What changed in a working copy, as a unified diff that `git apply` takes.
+"""The changes of a working copy as a unified diff that `git apply` takes.
 
-Computed here from bytes: no program of the agent's has a part in it, and what it costs is bounded,
-however the files are made up.
+It is computed here from bytes: no program of the agent takes part, and the cost is bounded,
+whatever the files contain.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from etude.sandbox.tree import Entry, Tree
 
 _CONTEXT = 3
 _LINE_PAIRS = 4_000_000
-"""Lines compared with lines, in all files together. Past it a changed region is shown as replaced
-as a whole: still a true diff, only a longer one."""
+"""Most pairs of lines that are compared, in all files together. Beyond it, a changed region is
+shown as replaced as a whole: the diff is still correct, only longer."""
 
 Opcode = tuple[str, int, int, int, int]
 
 
 def unified_diff(before: Tree, changed: Mapping[str, Entry | None]) -> str:
-    """`changed`: as of `tree.changes`."""
+    """`changed`: as `tree.changes` returns it."""
     differ = _Differ()
     parts: list[str] = []
     for path in sorted(changed):
@@ -72,7 +72,7 @@ class _Differ:
                     yield from (_shown("+", line) for line in new[b1:b2])
 
     def _opcodes(self, old: list[str], new: list[str]) -> list[Opcode]:
-        """Both ends that are alike are left out of the search."""
+        """Opcodes from old to new. The common head and tail are left out of the search."""
         shorter = min(len(old), len(new))
         head = next((n for n in range(shorter) if old[n] != new[n]), shorter)
         rest = shorter - head
@@ -104,7 +104,7 @@ class _Matcher(SequenceMatcher[str]):
 
 
 def _lines(entry: Entry | None) -> list[str] | str:
-    """Each with its end, or why there are none to show."""
+    """Lines with their ends, or the reason why none can be shown."""
     if entry is None:
         return []
     if entry.content is None:
@@ -131,7 +131,7 @@ def _range(start: int, stop: int) -> str:
 
 
 def _quoted(path: str) -> str:
-    """As git quotes names: bytes that are not plain text appear as octal numbers."""
+    """The path as git quotes names: bytes that are not plain text appear as octal numbers."""
     if path.isprintable() and not {'"', "\\"} & set(path):
         return path
     plain = (
@@ -142,5 +142,5 @@ def _quoted(path: str) -> str:
 
 
 def _terminated(path: str) -> str:
-    """A tab says where a name with blanks ends."""
+    """The path, with a tab that marks the end of a name with blanks."""
     return f"{path}\t" if " " in path and not path.startswith('"') else path

@@ -1,9 +1,9 @@
 """Sandboxes of a service that speaks E2B's API: E2B's own, or a compatible server.
 
-Only what E2B documents is asked for: a sandbox is created, kept alive and killed over the API; in
-it, a file is uploaded and one process started (envd). That process serves a sandbox in namespaces
-(`nested`), so that all that the API has not (`diff`, `patch`, a report, a fork of files) is there,
-and nothing needs to be trusted that the service says of its walls or its network.
+Only documented features of E2B are used: a sandbox is created, kept alive and killed over the API;
+in it, a file is uploaded and one process started (envd). That process serves a sandbox in
+namespaces (`nested`). So everything that the API lacks (`diff`, `patch`, a report, a fork of files)
+is available, and the service's claims about its isolation and its network need not be trusted.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _LIMITS = ("memory_bytes", "disk_bytes", "processes")
 
 @dataclass(frozen=True, slots=True)
 class E2bService:
-    """Where a service is, by the variables that E2B's SDKs take."""
+    """Address and key of a service, from the variables that E2B's SDKs read."""
 
     api_url: str
     api_key: str
     domain: str
     sandbox_url: str
-    """One address for what is in all sandboxes; empty: each has its own, below the domain."""
+    """One address for the daemons of all sandboxes; empty: each has its own, below the domain."""
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> E2bService:
@@ -64,7 +64,7 @@ class E2bSandboxPool(ServicePool):
         super().__init__("e2b", reply_timeout_s)
 
     def check(self, spec: SandboxSpec) -> None:
-        """An image is a template of the service."""
+        """Check a spec; its image is a template of the service."""
         check_machine(spec, backend="e2b", limits=_LIMITS, gives={"image"})
 
     def machine(self, spec: SandboxSpec) -> NestedCaller:
@@ -99,7 +99,7 @@ class _Sandbox(ServiceMachine):
         self._headers = {
             "E2b-Sandbox-Id": self._name,
             "E2b-Sandbox-Port": str(_ENVD_PORT),
-            "Authorization": f"Basic {base64.b64encode(b'root:').decode()}",  # whose process it is
+            "Authorization": f"Basic {base64.b64encode(b'root:').decode()}",  # the process's user
         }
         if token := made.get("envdAccessToken"):
             self._headers["X-Access-Token"] = token
@@ -118,7 +118,7 @@ class _Sandbox(ServiceMachine):
         await self._envd("files", params=where, data=form)
 
     async def converse(self, started: asyncio.Future[Send]) -> None:
-        """By Connect's protocol in JSON."""
+        """Start the process, by Connect's protocol in JSON, and pass on its output."""
         has_image = bool(self._spec.image)
         args = python_arguments(PROGRAM, mounts=[], image=has_image, probe=False)
         config = {"cmd": "python3", "args": args, "cwd": "/", "envs": {}}
@@ -135,7 +135,7 @@ class _Sandbox(ServiceMachine):
             while True:
                 flags, length = struct.unpack(">BI", await response.content.readexactly(5))
                 told = json.loads(await response.content.readexactly(length))
-                if flags & 2:  # the last one
+                if flags & 2:  # the last message of the stream
                     self.hear(errors=json.dumps(told.get("error", "")).encode())
                     break
                 event = told.get("event", {})

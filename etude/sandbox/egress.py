@@ -1,14 +1,14 @@
-"""The way out of a sandbox, to the hosts that its task names and to nothing else.
+"""Network access of a sandbox to the hosts that its task names, and to nothing else.
 
-Within the sandbox each of these hosts has an address on the loopback interface, by /etc/hosts, and
-what listens there was opened by the sandbox's first process and belongs to this one: a connection
-to it is carried by us, whatever program made it. There is no route to anywhere else, and no name
+Within the sandbox, /etc/hosts gives each of these hosts an address on the loopback interface. The
+sockets that listen there were opened by the sandbox's first process and handed to this one, which
+forwards every connection, whatever program made it. There is no route to anywhere else, and no name
 server.
 
-We look a host up ourselves, and connect to an address of the answer that is public: none that is
-private, link-local or this machine's, whatever a name server says. What goes through must be for
-that host: the name that TLS asks for, or the header of a plain request. A redirect to elsewhere
-leads to a name that the sandbox does not know.
+Names are resolved here, on the host. We connect only to public addresses, never to a private or
+link-local one or to this machine's own, whatever a name server answers. The traffic must be for
+that host, by the name in the TLS handshake or the header of a plain request. A redirect to
+elsewhere leads to a name that the sandbox does not know.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from etude.core.errors import EtudeError
 
 PORTS = (80, 443)
-"""Of a host whose port is not said: plain requests, and TLS."""
+"""Ports of a host that is named without one: plain HTTP, and TLS."""
 _CONNECTIONS = 64
-"""At once, of one sandbox."""
+"""Most connections of one sandbox at the same time."""
 _HOSTS = 60
 _CHUNK = 1 << 16
 _HEAD_BYTES = 1 << 14
@@ -44,15 +44,15 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """One request that was made, for the log."""
+    """One request of a sandbox, for the log."""
 
     sandbox: int
     host: str
     port: int
     asked: str
-    """The line of a plain request, or the name that TLS asked for."""
+    """The request line of a plain request, or the server name of a TLS handshake."""
     refused: str = ""
-    """Why it was not let through; empty: it was."""
+    """The reason why it was refused; empty: it was let through."""
     sent_bytes: int = 0
     received_bytes: int = 0
     seconds: float = 0.0
@@ -67,16 +67,16 @@ def forget(passage: Passage) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """How a pool deals with what its sandboxes want of the network."""
+    """Treatment of the requests that a pool's sandboxes make to the network."""
 
     log: Log = forget
     mirrors: Mapping[str, Address] = field(default_factory=dict)
-    """Hosts in place of which a server of one's own is asked, the one way to a private address:
-    package indexes as they were on a day, for instance."""
+    """Servers of the user's own that are contacted in place of hosts, such as package indexes as of
+    a given day. This is the only way to a private address."""
 
 
 def log_to(path: str) -> Log:
-    """A line of JSON for each request, at the end of a file."""
+    """A `Log` that appends one line of JSON per request to a file."""
 
     def log(passage: Passage) -> None:
         line = json.dumps({"time": time.time(), **asdict(passage)})
@@ -87,7 +87,7 @@ def log_to(path: str) -> Log:
 
 
 class Refused(Exception):
-    """Why a connection may not be."""
+    """A connection that is not allowed, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +98,8 @@ class Hosts:
 
     @classmethod
     def parse(cls, names: Sequence[str]) -> Hosts:
-        """`HOST` or `HOST:PORT`; EtudeError for what is none, and for an address: what it means
-        cannot be looked up."""
+        """Parse `HOST` or `HOST:PORT`. EtudeError for anything else, and for an address, whose
+        meaning cannot be looked up."""
         places: dict[str, tuple[int, ...]] = {}
         for name in names:
             host, _, port = name.partition(":")
@@ -120,11 +120,11 @@ class Hosts:
         return cls(places)
 
     def address(self, host: str) -> str:
-        """Within the sandbox."""
+        """The address of a host within the sandbox."""
         return f"127.0.3.{list(self.places).index(host) + 1}"
 
     def listeners(self) -> list[tuple[str, str, int]]:
-        """Host, address and port of each."""
+        """Host, address and port of each listening socket."""
         return [
             (host, self.address(host), port)
             for host, ports in self.places.items()
@@ -133,7 +133,7 @@ class Hosts:
 
 
 class Egress:
-    """What carries the connections of one sandbox."""
+    """Forwarder of the connections of one sandbox."""
 
     def __init__(self, sandbox: int, outside: Outside) -> None:
         self._sandbox = sandbox
@@ -190,7 +190,8 @@ class Egress:
 
 
 async def _first_words(reader: asyncio.StreamReader, host: str, port: int) -> tuple[str, bytes]:
-    """What is asked for, and the bytes that say so. Refused if they are for another host."""
+    """The request line or server name, and the bytes read so far. Refused if they are for another
+    host."""
     async with asyncio.timeout(_FIRST_BYTES_S):
         first = await reader.readexactly(1)
         if first[0] == _HANDSHAKE:
@@ -210,8 +211,8 @@ async def _first_words(reader: asyncio.StreamReader, host: str, port: int) -> tu
 
 
 def plain_request(head: bytes, host: str, port: int) -> tuple[str, bytes]:
-    """The request's line, and the head as it is sent on: the connection ends with this request, so
-    that a next one is looked at as well."""
+    """The request line, and the head to send on. It closes the connection after this request, so
+    that the next one is checked as well."""
     line, *headers = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     if len(head) > _HEAD_BYTES or not all(_HEADER.fullmatch(each) for each in headers):
         raise Refused("the head of the request is too long, or cannot be read")
@@ -228,9 +229,9 @@ def plain_request(head: bytes, host: str, port: int) -> tuple[str, bytes]:
 
 
 def server_name(hello: bytes) -> str:
-    """The host that a TLS client asks for; empty if it does not say, or cannot be read. It must be
-    said in one record, once, and with no length that is short of its content or beyond it: a server
-    could read another name than we do."""
+    """The host in a TLS client hello; empty if it names none or cannot be parsed. The hello must
+    come in one record and name the host once, with no length that is too short or too long for its
+    content: otherwise a server could read another name than we do."""
     names = []
     try:
         body, after = _sized(hello[1:], 3)
@@ -251,8 +252,8 @@ def server_name(hello: bytes) -> str:
 
 
 def _sized(data: bytes, width: int) -> tuple[bytes, bytes]:
-    """What follows a length of so many bytes, and what comes after that. ValueError if there is
-    less than it says."""
+    """The bytes after a length field of this width, and the rest. ValueError if there are fewer
+    bytes than the length says."""
     end = width + int.from_bytes(data[:width])
     if end > len(data):
         raise ValueError("cut short")
@@ -260,8 +261,8 @@ def _sized(data: bytes, width: int) -> tuple[bytes, bytes]:
 
 
 async def resolve(host: str, port: int) -> Address:
-    """A public address of the host. All that it has must be public: an answer that mixes both is
-    somebody's trick."""
+    """A public address of the host. All of its addresses must be public: an answer that mixes both
+    kinds is an attack."""
     loop = asyncio.get_running_loop()
     answers = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     found = [str(each[4][0]) for each in answers]
@@ -273,7 +274,7 @@ async def resolve(host: str, port: int) -> Address:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is one of the internet's, and none within another that is not."""
+    """True for a public address of the internet that does not contain a private one."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         inner = parsed.ipv4_mapped or parsed.sixtofour or (parsed.teredo or (None, None))[1]
@@ -292,7 +293,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 async def _exchange(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: Address, first: bytes
 ) -> tuple[int, int]:
-    """The bytes that went out, and those that came back."""
+    """Forward in both directions. Return the number of bytes that went out and that came back."""
     async with asyncio.timeout(_CONNECT_S):
         back, out = await asyncio.open_connection(*address)
     try:
@@ -319,5 +320,5 @@ def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        return bool(re.fullmatch(r"[0-9.]+|0x[0-9a-f.x]+", host))  # as libc reads them, too
+        return bool(re.fullmatch(r"[0-9.]+|0x[0-9a-f.x]+", host))  # libc takes these, too
     return True

@@ -1,7 +1,7 @@
-"""What E2B's SDKs ask of the daemon in a sandbox: files, and processes by Connect's protocol in
-JSON. The sandbox is named by the header `E2b-Sandbox-Id`. Watching directories is not offered.
+"""E2B's API of the daemon in a sandbox: files, and processes by Connect's protocol in JSON. The
+header `E2b-Sandbox-Id` names the sandbox. Directories cannot be watched.
 
-Paths are those of commands: absolute below /work, or seen from there.
+Paths are those that commands use: absolute below /work, or relative to it.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class _Envd:
         return JSONResponse({})
 
     async def send_signal(self, request: Request) -> Response:
-        """Processes are killed here, and otherwise left alone."""
+        """Kill a process. Other signals are not supported."""
         told = await request.json()
         _, started = self._find(request, told)
         if told.get("signal") not in (_KILL, "SIGNAL_SIGTERM"):
@@ -219,7 +219,7 @@ class _Envd:
 
 
 class _Started:
-    """A process, and what it was started with."""
+    """A process, and the configuration that it was started with."""
 
     def __init__(self, process: Process, config: dict[str, Any], *, pty: bool) -> None:
         self.process = process
@@ -232,7 +232,7 @@ def _name(request: Request) -> str:
 
 
 def _inner(path: str) -> str:
-    """A path of the working copy. What is not below it the sandbox refuses."""
+    """A path relative to the working copy. The sandbox refuses a path that is outside."""
     with contextlib.suppress(ValueError):
         return str(PurePosixPath(path).relative_to(WORK))
     return path
@@ -243,7 +243,7 @@ def _directory(path: str) -> str:
 
 
 def _parts(body: bytes, boundary: str) -> list[tuple[str, bytes]]:
-    """The files of a form: name and content."""
+    """Name and content of the files in a form."""
     found = []
     for part in (b"\r\n" + body).split(b"\r\n--" + boundary.encode())[1:-1]:
         head, _, content = part.partition(b"\r\n\r\n")
@@ -258,7 +258,7 @@ def _framed(message: dict[str, Any], flags: int = 0) -> bytes:
 
 
 def _unframed(body: bytes) -> dict[str, Any]:
-    """The one message that a stream was asked for with."""
+    """The one message in the request of a stream."""
     _, length = struct.unpack(">BI", body[:5])
     return dict(json.loads(body[5 : 5 + length]))
 

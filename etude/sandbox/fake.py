@@ -1,5 +1,5 @@
-"""A sandbox that is a dictionary, for tests and simulations. Commands are answered by a function of
-files and argv; without one there are none, because a made-up success would pay every attempt."""
+"""A sandbox that is a dictionary, for tests and simulations. A function of files and argv answers
+commands. Without one, commands raise, because a made-up success would reward every attempt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refuse(files: Files, argv: Sequence[str]) -> CommandResult:
 
 
 class FakeSandboxPool:
-    """A `core.sandbox.SandboxPool`. Nothing runs in its sandboxes, so any limits hold."""
+    """A `core.sandbox.SandboxPool`. Nothing runs in its sandboxes, so all limits hold."""
 
     tier: Tier = "vm"
 
@@ -86,7 +86,8 @@ class FakeSandbox:
         env: Mapping[str, str] | None = None,
         pty: bool = False,
     ) -> FakeProcess:
-        """Its output is there at once. An exit code of None: it goes on until it is killed."""
+        """Start a process with its output available at once. With an exit code of None it runs
+        until it is killed."""
         process = FakeProcess(self._answer(argv, cwd, env))
         self._processes.append(process)
         return process
@@ -111,7 +112,7 @@ class FakeSandbox:
         return to_bytes(self.files[plain])
 
     async def write(self, path: str, content: str | bytes) -> None:
-        to_bytes(content)  # text that cannot be encoded is no text for a file
+        to_bytes(content)  # text that cannot be encoded cannot be in a file
         self.files[inside(path)] = content
 
     async def diff(self) -> str:
@@ -152,7 +153,8 @@ class FakeSandbox:
 
 
 class FakeProcess:
-    """A `core.sandbox.Process` that has said all it has to say, and notes what it is told."""
+    """A `core.sandbox.Process` whose output is complete from the start, and which records its
+    input."""
 
     def __init__(self, answer: CommandResult) -> None:
         self.written = b""
@@ -180,7 +182,7 @@ class FakeProcess:
     def close(self) -> None:
         if not self._ended.done():
             self._ended.set_exception(RolloutFailure("sandbox: it is closed"))
-            self._ended.exception()  # it need not be of interest to anybody
+            self._ended.exception()  # marks it as retrieved, since perhaps nobody waits for it
 
 
 def _tree(files: Files) -> Tree:

@@ -6,14 +6,14 @@ from pathlib import PurePosixPath
 
 
 def inside(path: str) -> str:
-    """The path in its plain form. ValueError if it does not name a file of the working copy."""
+    """The path in normal form. ValueError if it does not name a file of the working copy."""
     if (plain := inside_directory(path)) == ".":
         raise ValueError(f"{path!r} leaves the working copy")
     return plain
 
 
 def inside_directory(path: str) -> str:
-    """The same for a directory, which may be the working copy itself."""
+    """The normal form of a directory's path, which may be that of the working copy itself."""
     plain = PurePosixPath(path)
     if plain.is_absolute() or ".." in plain.parts or not path or "\0" in path:
         raise ValueError(f"{path!r} leaves the working copy")

@@ -1,11 +1,10 @@
-"""Which sandbox runs where, and for how long: admission, placement and leases, without a clock, a
-lock or a socket.
+"""Admission, placement and leases of sandboxes on many hosts, without a clock, a lock or a socket.
 
-Hosts join with what they can promise and report how hard pressed they are. Sandboxes are wanted by
-owners, wait in the order in which they came, and are placed where there is room and the least
-pressure; so many at once on each host, since a host that starts everything at the same moment
-starts nothing. Who is not heard of for the length of a lease is gone: the sandboxes of an owner are
-to be closed then, and those of a host wait again for another.
+Hosts join with a capacity and report their pressure. Owners ask for sandboxes, which wait in order
+of arrival and are placed on the host with enough room and the least pressure. Each host starts only
+so many at once, since a host that starts everything at the same moment starts nothing. An owner or
+a host that is silent for the length of a lease is gone: the sandboxes of the owner are to be
+closed, and those of the host wait again for another one.
 """
 
 from __future__ import annotations
@@ -18,18 +17,20 @@ from dataclasses import dataclass, field
 from etude.core.errors import EtudeError
 
 LEASE_S = 60.0
-"""Two of these, and what a killed owner had is gone: one until it is noticed, and time to close."""
+"""Everything of a killed owner is gone after two of these: one until it is noticed, and time to
+close."""
 PRESSED = 0.95
-"""A host whose pressure is above this gets nothing more."""
+"""A host with more pressure than this gets no more sandboxes."""
 _TINY = 1e-6
-"""Of a processor: by far more than sums of parts of one are off, however many came and went."""
+"""Tolerance in processors: far more than the rounding errors in sums of fractions, however many
+sandboxes came and went."""
 _PLAIN_STEP = 1.0 / 64
-"""Differences of pressure below this do not count: hosts are chosen in turn."""
+"""Differences of pressure below this do not count, so hosts take turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What one sandbox may take, or what a host can promise to all of its own together."""
+    """The most that one sandbox may use, or the capacity of a host for all of its sandboxes."""
 
     cpus: float
     memory_bytes: float
@@ -50,7 +51,7 @@ class Need:
         )
 
     def share_of(self, whole: Need) -> float:
-        """Of the scarcest."""
+        """Share of the scarcest resource."""
         return max(
             self.cpus / whole.cpus,
             self.memory_bytes / whole.memory_bytes,
@@ -63,7 +64,7 @@ NOTHING = Need(cpus=0.0, memory_bytes=0.0, disk_bytes=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A sandbox that is to be started on a host."""
+    """A sandbox to be started on a host."""
 
     sandbox: int
     host: str
@@ -71,7 +72,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Sandboxes that are to be closed, with their hosts, and those that are lost with theirs and
+    """Sandboxes to be closed, with their hosts, and sandboxes that were lost with their hosts and
     wait again."""
 
     to_close: tuple[Placed, ...]
@@ -88,7 +89,7 @@ class _Host:
     starting: int = 0
     sandboxes: set[int] = field(default_factory=set)
     entry: int = 0
-    """The last one in the heap; older ones do not count."""
+    """The host's newest entry in the heap; older ones do not count."""
 
 
 @dataclass(slots=True)
@@ -114,21 +115,22 @@ class Fleet:
         self._heap: list[tuple[float, int, str]] = []
 
     def join(self, host: str, capacity: Need, now: float, *, starts_at_once: int = 32) -> None:
-        """Again, under the same name: it has been started again, and has no sandboxes."""
+        """Add a host. One that joins again under the same name was restarted, and has no
+        sandboxes."""
         self._drop(host)
         self._hosts[host] = _Host(capacity, starts_at_once, heard=now)
         self._push(host)
 
     def report(self, host: str, pressure: float, now: float) -> None:
-        """`pressure`: how busy it is, from 0 to 1, by whatever is scarcest there. A host that was
-        given up is not heard any more until it joins."""
+        """Record that a host is alive. `pressure`: how busy it is, from 0 to 1, by its scarcest
+        resource. Reports of a host that was given up are ignored until it joins again."""
         if host in self._hosts:
             self._hosts[host].heard = now
             self._hosts[host].pressure = pressure
             self._push(host)
 
     def want(self, owner: str, need: Need, now: float) -> int:
-        """The number of a sandbox that will be placed. EtudeError if it can never be."""
+        """The number of a sandbox that will be placed. EtudeError if no host can ever hold it."""
         if self._hosts and not any(need.fits(each.capacity) for each in self._hosts.values()):
             raise EtudeError(
                 f"a sandbox wants {need.cpus:g} processors, {need.memory_bytes / 2**20:.0f} MiB of "
@@ -143,8 +145,8 @@ class Fleet:
         return number
 
     def place(self) -> list[Placed]:
-        """As many of those that wait as there is room for, in their order: a large one is not
-        passed by smaller ones for ever."""
+        """Place as many waiting sandboxes as there is room for, in their order, so that smaller
+        ones cannot overtake a large one for ever."""
         placed: list[Placed] = []
         while self._waiting:
             number = next(iter(self._waiting))
@@ -157,7 +159,7 @@ class Fleet:
         return placed
 
     def up(self, number: int) -> None:
-        """It answers. One that was closed meanwhile is not missed."""
+        """Record that a sandbox answers. One that was closed meanwhile is ignored."""
         wanted = self._sandboxes.get(number)
         if wanted and wanted.host and not wanted.is_up:
             wanted.is_up = True
@@ -165,7 +167,7 @@ class Fleet:
             self._push(wanted.host)
 
     def failed(self, number: int) -> None:
-        """It could not be started there: it is the next to be placed."""
+        """Record that a sandbox could not be started on its host: it is the next to be placed."""
         if number in self._sandboxes:
             self._take(number)
             self._waiting[number] = None
@@ -183,7 +185,7 @@ class Fleet:
             self._owners[owner] = now
 
     def expire(self, now: float) -> Ended:
-        """What ends because somebody was not heard of for a lease."""
+        """End the leases of silent hosts and owners."""
         silent = [name for name, each in self._hosts.items() if now - each.heard >= self._lease_s]
         lost = [number for host in silent for number in self._drop(host)]
         to_close: list[Placed] = []
@@ -198,7 +200,7 @@ class Fleet:
         return Ended(tuple(to_close), tuple(n for n in lost if n in self._sandboxes))
 
     def counts(self) -> Counter[str]:
-        """Sandboxes that wait, are being started, and are up."""
+        """Numbers of sandboxes that wait, are being started, and are up."""
         starting = sum(each.starting for each in self._hosts.values())
         placed = sum(len(each.sandboxes) for each in self._hosts.values())
         return Counter(waiting=len(self._waiting), starting=starting, up=placed - starting)
@@ -207,8 +209,8 @@ class Fleet:
         return frozenset(self._hosts[host].sandboxes) if host in self._hosts else frozenset()
 
     def _best(self, need: Need) -> str | None:
-        """The least pressed of those with room. Those without are found again when something ends
-        there."""
+        """The least pressed host with enough room. Full hosts enter the heap again when one of
+        their sandboxes ends."""
         skipped: list[tuple[float, int, str]] = []
         found = None
         while self._heap and found is None:
@@ -241,7 +243,7 @@ class Fleet:
         wanted.host, wanted.is_up = "", False
 
     def _drop(self, host: str) -> list[int]:
-        """Its sandboxes, which wait again, before all others."""
+        """Remove a host. Return its sandboxes, which wait again, before all others."""
         there = self._hosts.pop(host, None)
         numbers = sorted(there.sandboxes, reverse=True) if there else []
         for number in numbers:

@@ -1,5 +1,5 @@
-"""A pool over the pools of many hosts, or over one with a budget: `Fleet` decides, this waits and
-opens."""
+"""A pool over the pools of many hosts, or over one pool with a budget: `Fleet` decides, this module
+waits and opens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OWNER = "here"
 
 
 class FleetPool:
-    """A `core.sandbox.SandboxPool` whose sandboxes are opened where there is room, and wait while
-    there is none."""
+    """A `core.sandbox.SandboxPool` that opens sandboxes where there is room, and waits while there
+    is none."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FleetPool:
 
     @property
     def tier(self) -> Tier:
-        """Of the weakest."""
+        """The weakest tier of all pools."""
         return min((pool.tier for pool in self._pools.values()), key=TIERS.index)
 
     def check(self, spec: SandboxSpec) -> None:
@@ -60,11 +60,11 @@ class FleetPool:
 
     def _place(self) -> None:
         for placed in self._fleet.place():
-            if not (waiting := self._placed[placed.sandbox]).done():  # or its asker gave up
+            if not (waiting := self._placed[placed.sandbox]).done():  # the caller has not given up
                 waiting.set_result(placed.host)
 
     def owing(self) -> dict[str, float]:
-        """Asked once a second: the hosts are looked at as well."""
+        """Called once a second; it also reports the pressure of the hosts."""
         now = self._clock.now()
         owed: dict[str, float] = {}
         for host, pool in self._pools.items():
@@ -80,12 +80,13 @@ class FleetPool:
 
 
 def with_budget(pool: SandboxPool, budget: Need) -> FleetPool:
-    """One whose sandboxes together take no more than this."""
+    """A pool whose sandboxes together use at most this budget."""
     return FleetPool({_OWNER: pool}, {_OWNER: budget})
 
 
 def need_of(spec: SandboxSpec) -> Need:
-    """What a sandbox may take at most; what its spec does not say is the backend's default."""
+    """The most that a sandbox may use. Limits that its spec leaves open are the backend's
+    defaults."""
     disk = spec.limits.disk_bytes or COPY_BYTES
     return Need(
         cpus=spec.limits.cpus or 1.0,
@@ -95,8 +96,8 @@ def need_of(spec: SandboxSpec) -> Need:
 
 
 def pressure_here() -> float:
-    """How hard pressed this machine is for memory, from 0 to 1: what is short of processors is only
-    slow, what is short of memory dies."""
+    """Memory pressure of this machine, from 0 to 1. Processors do not count: too few of them make
+    sandboxes slow, too little memory kills them."""
     told = {}
     with open("/proc/meminfo") as file:
         for line in file:

@@ -1,31 +1,30 @@
-"""The first process of a sandbox. It keeps the working copy, and runs commands in it when the host
-asks.
+"""The first process of a sandbox. It holds the working copy, and runs commands in it for the host.
 
-It raises the walls (mounts of its own over the shared root), then answers one JSON line with one
-JSON line, in order:
+It raises the walls (its own mounts over the shared root), then answers each line of JSON with one
+line of JSON, in order:
 
-    {"op": "write", "files": [[path, mode, size], ...]}  {"ok": null}
-    {"op": "read", "path": path}                         {"ok": content}
-    {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output, report]}
-    {"op": "start", "argv": [...], "pty": bool, ...}     {"ok": null}
-    {"op": "changes", "before": {path: [...]}}           {"ok": {path: [mode, content] or null}}
-    {"op": "patch", "before": {path: [...]}, ...}        the same, whole, with all processes killed
-    {"op": "apply", "patch": {path: [mode, content]}}    {"ok": null}
-    {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
-    {"op": "freeze"} and {"op": "adopt"}                 the same, shared instead of copied
-    {"op": "date", "times": {path: nanoseconds}}         {"ok": null}
-    {"op": "name", "hosts": {name: address}}             {"ok": null}
-    {"op": "listen", "places": [[address, port]]}        {"ok": null}
-    what cannot be done                                  {"error": [kind, message]}
+  {"op": "write", "files": [[path, mode, size], ...]}  {"ok": null}
+  {"op": "read", "path": path}                         {"ok": content}
+  {"op": "run", "argv": [...], "stdin": content, ...}  {"ok": [code or null, output, report]}
+  {"op": "start", "argv": [...], "pty": bool, ...}     {"ok": null}
+  {"op": "changes", "before": {path: [...]}}           {"ok": {path: [mode, content] or null}}
+  {"op": "patch", "before": {path: [...]}, ...}        the same, whole, with all processes killed
+  {"op": "apply", "patch": {path: [mode, content]}}    {"ok": null}
+  {"op": "send"} and {"op": "receive"}                 the whole working copy, out and in
+  {"op": "freeze"} and {"op": "adopt"}                 the same, shared instead of copied
+  {"op": "date", "times": {path: nanoseconds}}         {"ok": null}
+  {"op": "name", "hosts": {name: address}}             {"ok": null}
+  {"op": "listen", "places": [[address, port]]}        {"ok": null}
+  anything that cannot be done                         {"error": [kind, message]}
 
-Contents are in base64, but for those of "write": with it comes a file in memory that has them one
-after the other. With "start" comes a socket, which belongs to that process: back over it go the
-host's ends of its streams, and from then on it is the business of a `keeper`. Over the one of
-"listen" goes what listens. With "send" and "receive", "freeze" and "adopt", come the two ends of
-one between the sandboxes: a copy never passes the host.
+Contents are in base64, except for "write", which comes with a file in memory that holds all
+contents in sequence. "start" comes with a socket for that process: it carries the host's ends of
+the process's streams back, and then belongs to a `keeper`. The socket of "listen" carries the
+listening sockets. "send" and "receive", like "freeze" and "adopt", come with the two ends of a
+socket between two sandboxes: a copy never passes the host.
 
-This process and the keepers are trusted, what they run is not, and they never meet (see `command`).
-Standard library only.
+This process and the keepers are trusted, the commands are not, and the two never meet (see
+`command`). Standard library only.
 """
 
 from __future__ import annotations
@@ -70,18 +69,19 @@ from etude.sandbox.places import WORK
 
 GUEST_ID = 1000
 COVERED: list[tuple[str, str]] = []
-"""Mounts whose place is below /tmp, and where the zygote keeps them."""
+"""Mounts with a target below /tmp, with the path at which the zygote keeps them."""
 HOSTNAME = "localhost"
 HOME = ""
-"""Of the user of an image, made of /etc/skel; empty: /tmp is that."""
+"""Home directory of an image's user, made of /etc/skel; empty: /tmp is the home."""
 _ASIDE = "/tmp"
-"""For a moment, before anything runs."""
+"""Mount point for a moment, before any command runs."""
 _LOOKS, _LOOK_S = 10, 0.005
-"""So often it is looked whether all processes have ended, before a large copy is made instead."""
+"""Number of checks, and seconds between them, that all processes have ended before a large copy is
+made instead."""
 
 
 class Link:
-    """Lines from and to the host. The end of the host's side is the end of this process."""
+    """Lines from and to the host. This process ends when the host closes its side."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -95,15 +95,15 @@ class Link:
         self._connection.close()
 
     def waiting(self) -> bool:
-        """Whether another whole request has arrived already."""
+        """True if another complete request has arrived already."""
         return b"\n" in self._buffer
 
     def receive(self) -> Any:
-        parts = [self._buffer]  # joined once: a working copy may come in thousands of them
+        parts = [self._buffer]  # joined once: a working copy may come in thousands of parts
         while b"\n" not in parts[-1]:
             try:
                 chunk, descriptors, _, _ = socket.recv_fds(self._connection, 1 << 16, 1)
-            except ConnectionError:  # the host was killed before it had read our last answer
+            except ConnectionError:  # the host was killed before it read our last answer
                 chunk, descriptors = b"", []
             if not chunk:
                 end()
@@ -113,7 +113,8 @@ class Link:
         return json.loads(line)
 
     def take_socket(self) -> socket.socket:
-        """The one that came with the request under way: those of later ones may be here, too."""
+        """The socket that came with the current request; those of later ones may have arrived,
+        too."""
         return socket.socket(fileno=self._descriptors.pop(0))
 
     def take_file(self) -> io.FileIO:
@@ -127,15 +128,15 @@ class Link:
 
 
 def end() -> NoReturn:
-    """End as the last process of the sandbox: when the host sees it, nothing in there is left. The
-    kernel would kill the others as well, but only after it has closed our socket."""
+    """Kill all processes of the sandbox, then exit: when the host notices, nothing is left running.
+    The kernel would kill them as well, but only after it has closed our socket."""
     if os.getpid() == 1:
         _kill_all()
     os._exit(0)
 
 
 def _kill_all() -> None:
-    """Of process 1: to it, all there are is this sandbox."""
+    """Kill every other process. Called by process 1, which sees those of this sandbox only."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         os.kill(-1, signal.SIGKILL)
         while True:
@@ -143,7 +144,7 @@ def _kill_all() -> None:
 
 
 def raise_walls() -> None:
-    """Those that are the same for every sandbox."""
+    """Raise the walls that are the same for every sandbox."""
     kernel.mount("proc", "/proc", "proc", HIDDEN)
     for name, value in QUOTAS.items():
         if os.path.exists(f"/proc/sys/{name}"):
@@ -153,7 +154,8 @@ def raise_walls() -> None:
 
 
 def serve(connection: socket.socket, *bounds: int) -> NoReturn:
-    """`bounds`: as `Guest` takes them."""
+    """Answer requests until the host closes the connection. `bounds`: the limits that `Guest`
+    takes."""
     link = Link(connection)
     try:
         guest = Guest(link, *bounds)
@@ -177,15 +179,16 @@ def serve(connection: socket.socket, *bounds: int) -> NoReturn:
 
 
 def _reap() -> None:
-    """Keepers that have ended, and what a killed one left: orphans come to the first process."""
+    """Reap keepers that have ended, and the orphans of a killed one: they become children of the
+    first process."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
 
 
 def _alone() -> bool:
-    """Whether nothing else is at work in this sandbox. The keeper of a process that has just ended
-    is still there for a moment."""
+    """True if nothing else runs in this sandbox. The keeper of a process that has just ended may
+    still be running for a moment."""
     for _ in range(_LOOKS):
         _reap()
         if [name for name in os.listdir("/proc") if name.isdigit()] == ["1"]:
@@ -227,14 +230,14 @@ class Guest:
         self._enter()
 
     def _enter(self) -> None:
-        """The working copy as it is mounted now."""
+        """Open the working copy that is mounted now."""
         os.chdir(WORK)
         self._work = os.open(WORK, os.O_PATH | os.O_DIRECTORY)
         self._rules = landlock.rules(self._writable, "/dev")
 
     @contextlib.contextmanager
     def _outside(self) -> Iterator[None]:
-        """While another working copy is mounted: nothing of the old one stays open."""
+        """Close everything of the current working copy while another one is mounted over it."""
         os.chdir("/")
         for descriptor in (self._work, self._rules):
             if descriptor is not None:
@@ -248,7 +251,7 @@ class Guest:
         return f"size={self._copy_bytes},nr_inodes={self._copy_files},mode=0755"
 
     def op_name(self, hosts: dict[str, str]) -> None:
-        """Over the file of names that all sandboxes share, one of this one alone."""
+        """Bind a hosts file with these names over the one that all sandboxes share."""
         with open("/etc/hosts") as file:
             named = file.read() + "".join(f"{place} {name}\n" for name, place in hosts.items())
         flags = kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC
@@ -259,7 +262,7 @@ class Guest:
         kernel.unmount(_ASIDE)
 
     def op_listen(self, places: list[tuple[str, int]]) -> None:
-        """Give the host what listens at these places in here."""
+        """Open listening sockets at these places in the sandbox, and send them to the host."""
         with self._link.take_socket() as to:
             listeners = [socket.create_server((place, port)) for place, port in places]
             socket.send_fds(to, [b"\0"], [each.fileno() for each in listeners])
@@ -284,7 +287,7 @@ class Guest:
             raise ValueError(f"{path} cannot be written: {e.strerror}") from e
 
     def op_date(self, times: dict[str, int]) -> None:
-        """When files were written, of a working copy in which nothing has run yet."""
+        """Set the modification times of files in a working copy in which nothing has run yet."""
         for path, when in times.items():
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path, ns=(when, when), dir_fd=self._work, follow_symlinks=False)
@@ -310,7 +313,7 @@ class Guest:
 
     def _open(self, path: str, flags: int) -> io.FileIO:
         try:
-            # Without O_NONBLOCK a named pipe would hold this process for ever.
+            # Without O_NONBLOCK a named pipe would block this process for ever.
             file = io.FileIO(
                 kernel.open_beneath(self._work, path, flags | os.O_NONBLOCK, 0o644), _mode(flags)
             )
@@ -365,7 +368,7 @@ class Guest:
         tree.apply(WORK, changed)
 
     def op_freeze(self, always: bool) -> bool:
-        """Share the working copy as it is, if that is worth it (or `always`) and nothing is at work
+        """Share the current working copy, if that is worthwhile (or `always`) and no process runs
         in it. False if it has to be copied."""
         with self._link.take_socket() as to:
             copy = os.statvfs(self._work)
@@ -376,7 +379,7 @@ class Guest:
             with self._outside():
                 try:
                     layers = self._layers.freeze(self._copy_options())
-                except OSError:  # an old kernel, which knows no overlays of an ordinary user's
+                except OSError:  # an old kernel, without overlays for ordinary users
                     return False
             socket.send_fds(to, [b"\0"], layers)
             for layer in layers:
@@ -390,7 +393,7 @@ class Guest:
             self._layers.adopt(layers, self._copy_options())
 
     def op_send(self) -> None:
-        # whoever does not read it to its end says why
+        # the reader tells why it stopped early
         with self._link.take_socket() as to, contextlib.suppress(ConnectionError):
             tree.send(
                 self._opener,
@@ -442,9 +445,9 @@ class Guest:
                 os.close(descriptor)
 
     def _wait(self, child: int, tails: list[Tail], deadline: float) -> int | None:
-        """The exit status (minus the signal, if one ended it), or None when it was killed: for its
-        time, or because the host asks for something else now, which it does only when nobody waits
-        for this answer any more."""
+        """The exit status (minus the signal, if one ended it). None if the command was killed:
+        because its time was up, or because the host sent another request, which it does only when
+        nobody waits for this answer any more."""
         handle = os.pidfd_open(child)
         poll = select.poll()
         for descriptor in (handle, self._link.fileno(), *(tail.fileno() for tail in tails)):

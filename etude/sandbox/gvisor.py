@@ -1,8 +1,8 @@
-"""Sandboxes with a kernel of their own, in a program: gVisor's runsc.
+"""Sandboxes with a kernel of their own, which is a program: gVisor's runsc.
 
-What runs in there calls gVisor and never the kernel of this machine. Every sandbox is the
-restoration of a checkpoint that was taken once, with its first process (`machine`) up; a fork is a
-checkpoint of a sandbox as it runs, restored beside it, with its processes and services.
+Code in a sandbox calls gVisor and never the kernel of this machine. Every sandbox is restored from
+a checkpoint that was taken once, with its first process (`machine`) running. A fork is a checkpoint
+of a running sandbox, restored as a second one with the same processes and services.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ENGINE = (
     "--platform=systrap",
     "--overlay2=none",
     "--host-uds=none",
-    "--file-access-mounts=exclusive",  # what is mounted does not change
+    "--file-access-mounts=exclusive",  # mounted directories do not change
 )
 _KIND = "gvisor"
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -49,7 +49,7 @@ class GvisorSandboxPool:
     def __init__(
         self, reply_timeout_s: float = REPLY_TIMEOUT_S, mounts: Sequence[Mount] = ()
     ) -> None:
-        """Raises EtudeError where runsc is missing or cannot start a sandbox."""
+        """Raises EtudeError if runsc is missing or cannot start a sandbox."""
         if (runsc := shutil.which("runsc")) is None:
             raise EtudeError(f"isolation gvisor needs runsc, which is not installed: {INSTALL}")
         check_walled(mounts)
@@ -71,7 +71,7 @@ class GvisorSandboxPool:
                 raise EtudeError(f"runsc cannot start a sandbox on this machine: {why}")
 
     def _refusal(self) -> str:
-        """Why a sandbox that ends at once cannot be had; empty: it can."""
+        """The reason why a trial sandbox that ends at once failed; empty: it did not."""
         self._cgroups = "--ignore-cgroups" not in self._engine
         bundle = self.bundle(Limits())
         argv = [*self._engine, "run", f"--bundle={bundle}", bundle.name]
@@ -109,7 +109,7 @@ class GvisorSandboxPool:
         return await self.restore(template, limits)
 
     async def _make_template(self, disk_bytes: int) -> Path:
-        """One that is up, and has nothing in it yet."""
+        """Make a checkpoint of a machine that has started and is still empty."""
         machine = await self._start(Limits(disk_bytes=disk_bytes), "run")
         image = self._home / f"template-{disk_bytes}"
         try:
@@ -127,7 +127,8 @@ class GvisorSandboxPool:
         return made
 
     def bundle(self, limits: Limits) -> Path:
-        """Its name is that of the sandbox; runsc takes the beginning of one for the whole."""
+        """Write the bundle of a sandbox. The sandbox is named after it. Names are padded, since
+        runsc accepts a prefix of a name for the whole."""
         bundle = self.machines.place(f"etude-{os.getpid()}")
         bundle.mkdir()
         cgroup = f"/{self._home.name}/{bundle.name}" if self._cgroups else ""
@@ -159,10 +160,10 @@ class _Machine:
         self._process: asyncio.subprocess.Process | None = None
         self._lines: Lines | None = None
         self.reading: list[asyncio.Task[None]] = []
-        """What the services say."""
+        """Readers of the services' output."""
 
     async def start(self, how: Sequence[str]) -> None:
-        """`how`: what runsc is to do with the bundle."""
+        """`how`: the command of runsc for the bundle."""
         words = [*how, f"--bundle={self._bundle}", self._name]
         with (self._bundle / "errors").open("wb") as errors:
             self._process = await asyncio.create_subprocess_exec(
@@ -201,15 +202,15 @@ class _Machine:
             raise RolloutFailure(f"sandbox: no checkpoint of it: {said}")
 
     async def fork(self) -> CalledSandbox:
-        """With all that runs in there; of the processes, only services have somebody who reads
-        what they say."""
+        """Fork the sandbox with all its processes. Only the output of services is read in the
+        fork."""
         image = self._pool.machines.place("fork")
         try:
             await self.checkpoint(image, "--leave-running")
             machine = await self._pool.restore(image, self._limits)
         finally:
             await asyncio.to_thread(shutil.rmtree, image, ignore_errors=True)
-        # services were the first processes that were started
+        # services were the first processes to start
         services = [CalledProcess(machine, number + 1) for number in range(len(self.reading))]
         machine.reading = [asyncio.create_task(listen(each, bytearray())) for each in services]
         return CalledSandbox(machine)
@@ -219,7 +220,7 @@ class _Machine:
         for task in self.reading:
             task.cancel()
         if self._lines is not None:
-            self._lines.close()  # the end of its input is its end
+            self._lines.close()  # the machine ends when its input does
         if self._process is not None and not await _ends(self._process):
             await self._run("kill", self._name, "KILL")
             self._process.kill()
@@ -237,17 +238,18 @@ class _Machine:
 
 
 def _sweep_cgroups() -> None:
-    """Remove those that pools left whose process was killed. Each is called like its directory."""
+    """Remove the cgroups of pools whose process was killed. Each is named like the pool's
+    directory."""
     for place in (_CGROUPS, *_CGROUPS.glob("*/")):
         for left in abandoned(f"etude.{_KIND}-", place):
             _remove_cgroups(f"{left.name}/*", left.name)
 
 
 def _remove_cgroups(*patterns: str) -> None:
-    """Of every kind, as runsc makes them and does not remove them."""
+    """Remove cgroups of every kind; runsc creates them and does not remove them."""
     for pattern in patterns:
         for place in (*_CGROUPS.glob(pattern), *_CGROUPS.glob(f"*/{pattern}")):
-            with contextlib.suppress(OSError):  # a file, or one that somebody is in
+            with contextlib.suppress(OSError):  # a file, or a cgroup with processes
                 place.rmdir()
 
 

@@ -1,7 +1,7 @@
 """A sandbox host: sandboxes of this machine for processes on others, each held by a lease.
 
-Whoever uses a sandbox renews its lease; when its owner is killed, or cut off, the lease ends and
-the sandbox is closed.
+The owner of a sandbox renews its lease. If the owner is killed or cut off, the lease ends and the
+sandbox is closed.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from etude.core.sandbox import Sandbox, SandboxPool, SandboxSpec
 from etude.sandbox.served import ServedSandbox
 
 LEASE_S = 90.0
-"""What a lease lasts of which nothing else is said. Two minutes after its owner's death a sandbox
-is gone."""
+"""Default length of a lease. A sandbox is gone within two minutes of its owner's death."""
 MAX_LEASE_S = 86400.0
 _LOOK_S = 1.0
 
 
 class Full(Exception):
-    """As many sandboxes are open as this host may hold. Another time, there may be fewer."""
+    """This host has as many open sandboxes as it may hold; a later attempt may succeed."""
 
 
 class Leases:
-    """Until when each sandbox is wanted."""
+    """The time at which the lease of each sandbox ends."""
 
     def __init__(self) -> None:
         self._ends: dict[str, float] = {}
@@ -50,19 +49,19 @@ class Leases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosted:
-    """A sandbox that somebody has a lease of."""
+    """An open sandbox with a lease."""
 
     name: str
     isolation: str
     metadata: Mapping[str, str]
     served: ServedSandbox
     started: float
-    """In seconds since 1970."""
+    """Start time, in seconds since 1970."""
     close: Callable[[], Any]
 
 
 class SandboxHost:
-    """The sandboxes that are open on this machine for others."""
+    """The sandboxes that this machine has open for others."""
 
     def __init__(
         self,
@@ -72,8 +71,8 @@ class SandboxHost:
         places: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pools`: by isolation, the one that is meant if none is named first. `places`: where
-        sandboxes show directories of this machine."""
+        """`pools`: by isolation; the first one is the default. `places`: paths at which sandboxes
+        show directories of this machine."""
         self.pools = pools
         self.places = places
         self._max_sandboxes = max_sandboxes
@@ -121,7 +120,7 @@ class SandboxHost:
 
     @contextlib.contextmanager
     def _place(self) -> Any:
-        """One of those that there are."""
+        """Take one of the places for a sandbox while the block runs."""
         if self._opening >= self._max_sandboxes:
             raise Full(f"{self._max_sandboxes} sandboxes are open here, and no more may be")
         self._opening += 1
@@ -154,7 +153,7 @@ class SandboxHost:
         return hosted
 
     def find(self, name: str) -> Hosted:
-        """Raises KeyError for one that is not, or not any more."""
+        """Raises KeyError for a sandbox that does not exist (any more)."""
         return self._hosted[name]
 
     def all(self) -> list[Hosted]:
@@ -164,24 +163,24 @@ class SandboxHost:
         return self._leases.left_s(name, self._clock())
 
     def renew(self, names: Collection[str], lease_s: float) -> list[str]:
-        """Those of them that are not there any more."""
+        """Renew these leases. Return the names of sandboxes that do not exist any more."""
         for name in names:
             if name in self._hosted:
                 self._leases.renew(name, lease_s, self._clock())
         return [name for name in names if name not in self._hosted]
 
     async def kill(self, name: str) -> bool:
-        """False if there is none."""
+        """Close a sandbox; False if there is none."""
         self._leases.end(name)
         if (hosted := self._hosted.pop(name, None)) is None:
             return False
-        with contextlib.suppress(RolloutFailure):  # one that is broken is gone as well
+        with contextlib.suppress(RolloutFailure):  # a broken one is gone as well
             await hosted.close()
         return True
 
     async def watch(self) -> None:
-        """Close those whose lease is over, for as long as this runs. One that hangs or fails holds
-        up no other."""
+        """Close sandboxes whose lease is over, for as long as this runs. One that hangs or fails
+        does not delay the others."""
         closing: set[asyncio.Task[None]] = set()
         while True:
             task = asyncio.create_task(self.close_abandoned())

@@ -1,6 +1,6 @@
-"""The HTTP API of a sandbox host: E2B's for sandboxes (create, list, look at, keep, kill), and one
-route for all that a `core.sandbox.Sandbox` can do (`served`). `envd` has E2B's routes for what is
-in a sandbox."""
+"""HTTP API of a sandbox host: E2B's routes for sandboxes (create, list, get, keep alive, kill), and
+one route for everything that a `core.sandbox.Sandbox` can do (`served`). `envd` has E2B's routes
+for the inside of a sandbox."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from etude.sandbox.spec import from_message
 
 MAX_BODY_BYTES = 256 << 20
 ENVD_VERSION = "0.5.7"
-"""The one of E2B whose routes these are."""
+"""The version of E2B's daemon with these routes."""
 DEFAULT_TEMPLATES = ("base", "")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ONCE = ("host", "authorization", "x-api-key", "x-access-token", "e2b-sandbox-id")
 
 
 def create_app(host: SandboxHost, token: str | None) -> ASGIApp:
-    """Without a token, for this machine alone: it must be bound to loopback."""
+    """Without a token, the app serves this machine alone: it must be bound to loopback."""
     api = HostApi(host, token)
     control = [
         Route("/host", api.describe),
@@ -70,8 +70,8 @@ def create_app(host: SandboxHost, token: str | None) -> ASGIApp:
 
 
 class Guard:
-    """Lets nobody in without the token, and without one nobody but programs of this machine: a page
-    in a browser can send requests to loopback, too."""
+    """Requires the token. Without one, only programs of this machine may call: a page in a browser
+    can send requests to loopback, too."""
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
@@ -81,7 +81,7 @@ class Guard:
         pairs = [(name.decode().lower(), value.decode()) for name, value in scope["headers"]]
         headers = dict(pairs)
         if twice := [name for name in _ONCE if sum(name == each for each, _ in pairs) > 1]:
-            # routes might read another of them than was checked here
+            # a route might read another of them than the one checked here
             await _error(400, f"send the header {twice[0]} once")(scope, receive, send)
         elif why := self._refusal(headers, scope["path"]):
             await _error(401, why)(scope, receive, send)
@@ -104,7 +104,8 @@ class Guard:
 
 
 def _bounded(receive: Receive) -> Receive:
-    """What is sent in chunks says its length by arriving."""
+    """A `receive` that enforces the size limit on chunked bodies, which do not announce their
+    length."""
     left = MAX_BODY_BYTES
 
     async def receive_some() -> Message:
@@ -119,7 +120,7 @@ def _bounded(receive: Receive) -> Receive:
 
 
 def access_token(token: str, name: str) -> str:
-    """What opens one sandbox, and nothing else: E2B's SDKs send it to what is in there."""
+    """Token for one sandbox alone: E2B's SDKs send it to the daemon in the sandbox."""
     return hmac.new(token.encode(), name.encode(), "sha256").hexdigest()
 
 
@@ -183,7 +184,7 @@ class HostApi:
         return JSONResponse(self._summary(self._host.find(request.path_params["name"])))
 
     async def connect(self, request: Request) -> Response:
-        """E2B's word for a sandbox that goes on: its lease is made longer, never shorter."""
+        """E2B's route to resume a sandbox: its lease becomes longer, never shorter."""
         name = request.path_params["name"]
         hosted = self._host.find(name)
         wanted_s = _seconds((await request.json()).get("timeout", 0))
@@ -224,7 +225,8 @@ class HostApi:
 async def _while_asked(
     request: Request, hosted: Hosted, operation: str, told: dict[str, Any]
 ) -> Any:
-    """A command that nobody waits for any more is ended, as on one machine."""
+    """Answer a request, and end its command once nobody waits for it any more, as on one
+    machine."""
     work = asyncio.ensure_future(hosted.served.answer(operation, told))
     leaving = asyncio.ensure_future(_gone(request))
     try:
@@ -238,23 +240,22 @@ async def _while_asked(
 
 
 def _seconds(told: Any) -> float:
-    """Of a lease. JSON of Python has a number that no lease is ever over with."""
+    """Length of a lease. Python's JSON accepts NaN, with which a lease would never end."""
     if math.isnan(seconds := float(told)):
         raise ValueError("a lease of NaN seconds: send a number")
     return seconds
 
 
 def _texts(told: Any) -> dict[str, str]:
-    """Of the metadata, which every listing shows again."""
+    """Metadata of a sandbox, which every listing contains."""
     if not isinstance(told, dict) or not all(isinstance(text, str) for text in told.values()):
         raise ValueError("metadata: an object whose values are texts")
-    "".join((*told, *told.values())).encode()  # half of a surrogate pair is no text: ValueError
+    "".join((*told, *told.values())).encode()  # ValueError for half of a surrogate pair
     return told
 
 
 def _said(answer: dict[str, Any]) -> Response:
-    """Names of files need not be text: in plain ASCII, what stands for other bytes stays as it
-    is."""
+    """Response in plain ASCII, in which names of files that are not text survive unchanged."""
     return Response(json.dumps(answer), media_type="application/json")
 
 

@@ -1,9 +1,11 @@
-"""Images: what sandboxes show in place of, or beside, the programs of this machine.
+"""Images: file systems that sandboxes show in place of, or in addition to, the programs of this
+machine.
 
-An image is a list of layers, directories that are named after the digest of what is in them and
-that all sandboxes of a machine share, read-only. The store is a directory: `layers/DIGEST/`, one
-record for each image, and for each finished step of a build the layer that it made, so that a build
-that broke off goes on where it was. A thing is there once its record is, which is written last.
+An image is a list of layers: directories that are named after the digest of their content and that
+all sandboxes of a machine share, read-only. The store is a directory with `layers/DIGEST/`, one
+record per image, and one record per finished step of a build with the layer that it made, so that
+an interrupted build resumes there. Records are written last: a layer or an image exists once its
+record does.
 """
 
 from __future__ import annotations
@@ -25,33 +27,34 @@ from etude.core.errors import EtudeError
 from etude.sandbox.tree import EXECUTABLE, FILE, LINK, Entry, Tree
 
 VENV = "/opt/venv"
-"""Where an image over the programs of this machine has its Python packages."""
+"""Path of the Python packages of an image over the programs of this machine."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
-    """What a sandbox is opened from."""
+    """The file system, variables and names that a sandbox is opened with."""
 
     name: str
     layers: tuple[str, ...]
     """Digests, from the lowest on."""
     system: bool
-    """Whether the layers are a whole system; otherwise they lie over the programs of this
+    """True if the layers are a complete system; otherwise they lie over the programs of this
     machine."""
     work: str = ""
-    """Digest of the layer that is the working copy at first; empty: none."""
+    """Digest of the layer that becomes the working copy; empty: none."""
     env: Mapping[str, str] = field(default_factory=dict)
     size_bytes: int = 0
     hostname: str = "localhost"
     user: str = ""
-    """What commands are called, with a home of that name made of /etc/skel; empty: `user`, with
-    none."""
+    """The name of the user that runs commands, with a home of that name made of /etc/skel; empty:
+    `user`, without one."""
 
     @property
     def digest(self) -> str:
-        """Of all that a sandbox can see of it; its name and size are no part of that."""
+        """Digest of everything that a sandbox can see of the image, which excludes its name and
+        size."""
         seen = {
             key: value for key, value in asdict(self).items() if key not in ("name", "size_bytes")
         }
@@ -59,12 +62,12 @@ class Image:
 
     @property
     def reference(self) -> str:
-        """Name and digest, as a task gives it that means this very image."""
+        """Name and digest, with which a task refers to exactly this image."""
         return f"{self.name}@sha256:{self.digest}"
 
 
 def default_store() -> ImageStore:
-    """The one of this user: $ETUDE_IMAGES, or below the directory for caches."""
+    """The store of this user: $ETUDE_IMAGES, or below the directory for caches."""
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return ImageStore(Path(os.environ.get("ETUDE_IMAGES") or Path(caches, "etude", "images")))
 
@@ -76,7 +79,7 @@ class ImageStore:
         self.root = root
 
     def find(self, reference: str) -> Image:
-        """By name, or by name and digest."""
+        """Find an image by name, or by name and digest."""
         name, _, digest = reference.partition("@sha256:")
         if not _NAME.fullmatch(name) or not (path := self._record(name)).is_file():
             known = ", ".join(each.name for each in self.list()) or "none"
@@ -103,8 +106,8 @@ class ImageStore:
         _write(self._record(image.name), json.dumps(asdict(image), indent=1))
 
     def remove(self, name: str) -> int:
-        """The bytes that are free now. Layers that another image has stay; those of earlier builds,
-        which no image has any more, go as well. It waits for builds."""
+        """Remove an image. Return the bytes that were freed. Layers of other images stay; those of
+        earlier builds, which belong to no image any more, go as well. Waits for running builds."""
         with self._locked("all", fcntl.LOCK_EX):
             return self._remove(name)
 
@@ -124,22 +127,22 @@ class ImageStore:
         return self.root / "layers" / digest
 
     def made_by(self, step: str) -> str | None:
-        """The layer that a step with this key has made."""
+        """The layer that a step with this key has made; None if there is none."""
         path = self.root / "steps" / step
         digest = path.read_text() if path.is_file() else ""
         return digest if digest and self.layer(digest).is_dir() else None
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, no layer is removed."""
+        """Keep all layers from being removed while the block runs."""
         return self._locked("all", fcntl.LOCK_SH)
 
     def one_at_a_time(self, step: str) -> contextlib.AbstractContextManager[None]:
-        """Of all builds of this machine, whoever runs them."""
+        """Let only one build of this machine, of whatever process, make this step at a time."""
         return self._locked(step, fcntl.LOCK_EX)
 
     @contextlib.contextmanager
     def _locked(self, name: str, kind: int) -> Iterator[None]:
-        """The kernel lets go when a process dies."""
+        """Hold a lock. The kernel releases it if the process dies."""
         locks = self.root / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         with (locks / name).open("w") as lock:
@@ -148,8 +151,8 @@ class ImageStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A directory beside the layers, for one that is being made; what a killed build left is
-        taken away first."""
+        """A temporary directory on the layers' file system, for a layer in the making. Directories
+        of killed builds are removed first."""
         place = self.root / "scratch"
         place.mkdir(parents=True, exist_ok=True)
         with self._locked("scratch", fcntl.LOCK_EX):
@@ -166,8 +169,8 @@ class ImageStore:
                 shutil.rmtree(directory, ignore_errors=True)
 
     def keep(self, step: str, made: Path) -> str:
-        """Take a directory over as the layer that a step has made; its digest."""
-        made.chmod(0o755)  # commands in a sandbox are an ordinary user's
+        """Take a directory over as the layer that a step has made. Return its digest."""
+        made.chmod(0o755)  # commands in a sandbox run as an ordinary user
         digest = tree_digest(made)
         place = self.layer(digest)
         if not place.is_dir():
@@ -181,7 +184,7 @@ class ImageStore:
 
 
 def tree_digest(directory: Path) -> str:
-    """SHA-256 of names, modes and contents, whenever and by whom they were written."""
+    """SHA-256 of names, modes and contents, regardless of owners and times."""
     total = hashlib.sha256()
     for path, status in walk(directory):
         mode = status.st_mode
@@ -198,12 +201,12 @@ def tree_digest(directory: Path) -> str:
 
 
 def tree_bytes(directory: Path) -> int:
-    """What a directory takes on disk."""
+    """Bytes that a directory takes on disk."""
     return sum(status.st_blocks * 512 for _, status in walk(directory))
 
 
 def read_tree(directory: Path) -> Tree:
-    """Its files and links, as a working copy has them."""
+    """The files and links of a directory, as a working copy has them."""
     found: dict[str, Entry] = {}
     for path, status in walk(directory):
         name = os.path.relpath(path, directory)
@@ -216,13 +219,13 @@ def read_tree(directory: Path) -> Tree:
 
 
 def read_times(directory: Path) -> dict[str, int]:
-    """When each of its files and directories was written, in nanoseconds; what is deeper first."""
+    """Modification times of its files and directories, in nanoseconds, deeper ones first."""
     found = {os.path.relpath(path, directory): each.st_mtime_ns for path, each in walk(directory)}
     return dict(sorted(found.items(), key=lambda item: -item[0].count("/")))
 
 
 def walk(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """All below, in the order of their names. Links are not followed."""
+    """Everything below a directory, in the order of names. Links are not followed."""
     pending = [str(directory)]
     while pending:
         for entry in sorted(os.scandir(pending.pop()), key=lambda each: each.name, reverse=True):
@@ -245,7 +248,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether somebody has locked it, in whatever container or on whatever machine."""
+    """True if some process has locked the file, in any container or on any machine."""
     try:
         with path.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""An image as a zygote shows it: paths of this machine in place of digests."""
+"""An image as a zygote shows it: with paths of this machine in place of digests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ImageView:
     user: str
     work: Tree
     times: Mapping[str, int]
-    """When its files were written, in nanoseconds."""
+    """Modification times of its files, in nanoseconds."""
     packages: bool = False
-    """Whether what is installed beside the Python of this machine belongs to it."""
+    """True if the packages of this machine's Python belong to the image."""
 
 
 def view(store: ImageStore, image: Image) -> ImageView:

@@ -1,4 +1,4 @@
-"""A pool whose sandboxes may have images: a pool of its own for each, opened when a task first
+"""A pool whose sandboxes may have images: each image gets its own pool, opened when a task first
 names it."""
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class ImagedPool:
     def __init__(
         self, plain: SandboxPool, store: ImageStore, opened: Callable[[ImageView], SandboxPool]
     ) -> None:
-        """`plain`: for tasks that name no image. `opened`: a pool for an image; it may wait."""
+        """`plain`: the pool for tasks that name no image. `opened`: opens a pool for an image; it
+        may block."""
         self._plain = plain
         self._store = store
         self._opened = opened
@@ -62,7 +63,7 @@ class ImagedPool:
             pool = self._pools.pop(image.digest, None)
             if pool is None:
                 pool = await asyncio.to_thread(self._open_pool, image)
-            self._pools[image.digest] = pool  # the last one used is the last one to go
+            self._pools[image.digest] = pool  # the last one used is the last one to be closed
             idle = [digest for digest in self._pools if not self._users[digest]]
             for digest in idle[:-_IDLE]:
                 await self._pools.pop(digest).close()

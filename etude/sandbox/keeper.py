@@ -1,5 +1,5 @@
-"""The keeper of a process that lives on in a sandbox: a fork of its first process that does nothing
-but wait for the process and for the host. Standard library only."""
+"""The keeper of a background process in a sandbox: a fork of the first process that only waits for
+that process and for the host. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from etude.sandbox.command import Command, spawn
 
 
 def keep(control: socket.socket, command: Command, own_pids: int) -> NoReturn:
-    """Be the keeper of a process that lives on between commands.
+    """Keep a process that runs on between commands.
 
-    A "?" from the host is answered with a "?" and a newline; "k", or the end of its side, kills the
-    process and all below it. The last word is a line with its exit status, or "!" and why it could
-    not be started."""
+    A "?" from the host is answered with "?" and a newline. "k", or the end of the host's side,
+    kills the process and all its descendants. The last line is the exit status, or "!" and the
+    reason why the process could not be started.
+    """
     try:
         child, broken = spawn(command, own_pids)
         for descriptor in {command.directory, command.source, command.output}:
@@ -34,8 +35,8 @@ def keep(control: socket.socket, command: Command, own_pids: int) -> NoReturn:
 
 
 def _say_last(control: socket.socket, word: str) -> None:
-    """Stay until the host has heard it: a socket that ends with a question unread, or that is asked
-    when it has ended, takes what it said with it."""
+    """Send the last line and stay until the host has closed its side: if a socket closes with a
+    question unread, or is asked after it has closed, the line is lost."""
     with contextlib.suppress(ConnectionError):
         control.sendall(f"{word}\n".encode())
         while control.recv(64):
@@ -43,7 +44,7 @@ def _say_last(control: socket.socket, word: str) -> None:
 
 
 def _attend(control: socket.socket, child: int) -> None:
-    """Until the child has ended, or is to end."""
+    """Answer the host until the child has ended, or is to be ended."""
     handle = os.pidfd_open(child)
     poll = select.poll()
     poll.register(handle, select.POLLIN)
@@ -62,8 +63,8 @@ def _attend(control: socket.socket, child: int) -> None:
 
 
 def reaped(child: int, *, kill: bool) -> int:
-    """Its exit status. Process 1 of a namespace is not reaped before every other process in it is
-    gone."""
+    """The exit status of the child. Process 1 of a namespace is reaped only after every other
+    process in it is gone."""
     if kill:
         os.kill(child, signal.SIGKILL)  # without effect on one that has ended
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,7 +1,7 @@
-"""A process in the background of a sandbox in namespaces: the host's side.
+"""A background process of a sandbox in namespaces: the host's side.
 
-Its output and input are pipes, or a terminal, that the host holds the other ends of. Whether it
-lives, and how it ended, says its keeper (`keeper`), over a socket of its own: so it is reached
+Its output and input are pipes, or a terminal, with the other ends at the host. Its keeper
+(`keeper`) reports over a socket of its own whether it lives and how it ended, so it can be reached
 at any time, whatever else the sandbox is doing.
 """
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Keeper(asyncio.Protocol):
-    """Words to and from a keeper."""
+    """Connection to a keeper."""
 
     def __init__(self, ended: Callable[[], None]) -> None:
         self._transport: asyncio.Transport
@@ -28,7 +28,7 @@ class Keeper(asyncio.Protocol):
         self._asked: float | None = None
         self._heard = asyncio.Event()
         self.code: asyncio.Future[int] = self._loop.create_future()
-        """The exit status of the process, or why nobody will ever know it."""
+        """The exit status of the process, or the reason why it will never be known."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -53,14 +53,14 @@ class Keeper(asyncio.Protocol):
             self.code.set_result(outcome)
         else:
             self.code.set_exception(outcome)
-            self.code.exception()  # it need not be of interest to anybody
+            self.code.exception()  # marks it as retrieved, since perhaps nobody waits for it
         self._asked = None
         self._heard.set()
         self._ended()
         self._transport.close()
 
     def ask(self) -> None:
-        """For a sign of life, unless it owes one."""
+        """Ask for a sign of life, unless the keeper still owes one."""
         if self._asked is None and not self.code.done():
             self._heard.clear()
             self._asked = self._loop.time()
@@ -70,7 +70,7 @@ class Keeper(asyncio.Protocol):
         return 0.0 if self._asked is None else self._loop.time() - self._asked
 
     async def sign(self) -> None:
-        """Raises if there will be none."""
+        """Wait for a sign of life. Raises if there will be none."""
         self.ask()
         await self._heard.wait()
         if self.code.done():
@@ -86,7 +86,7 @@ class Keeper(asyncio.Protocol):
 
 
 class KeptProcess:
-    """A `core.sandbox.Process`. Whoever waits for it is told when its keeper is dead or silent."""
+    """A `core.sandbox.Process`. Calls that wait for it fail if its keeper is dead or silent."""
 
     def __init__(
         self,
@@ -95,7 +95,8 @@ class KeptProcess:
         reply_timeout_s: float,
         late: Callable[[float], None],
     ) -> None:
-        """`late`: told how long the keeper owed a sign of life, when that was too long."""
+        """`late`: called with the seconds that the keeper owed a sign of life, if they were too
+        many."""
         self.keeper = keeper
         self._streams = streams
         self._reply_timeout_s = reply_timeout_s
@@ -104,7 +105,7 @@ class KeptProcess:
     async def read(self) -> bytes:
         while (data := self._streams.take()) is None:
             await self._while_kept(self._streams.readable())
-        if not data:  # its end, unless it is that of the whole sandbox
+        if not data:  # the end of the process, unless the whole sandbox ended
             await self._while_kept(self.keeper.sign())
         return data
 
@@ -122,7 +123,7 @@ class KeptProcess:
             await self.wait()
         except RolloutFailure:
             if not self.keeper.code.done():
-                raise  # a silent one; with a dead one, the process is dead too
+                raise  # a silent keeper; if it is dead, so is the process
 
     async def _while_kept(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)

@@ -1,7 +1,7 @@
-"""The system calls that Python 3.11 has no function for. Each failure is an OSError that names the
+"""System calls for which Python 3.11 has no function. Each failure is an OSError that names the
 call.
 
-Only the standard library: this runs in the zygote, in front of every wall that it builds.
+Standard library only: this runs in the zygote, before any of the walls that it builds.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def unshare(flags: int) -> None:
 
 
 def join_pid_namespace(descriptor: int) -> None:
-    """Children from now on are born in that namespace."""
+    """Start the children of this process in that namespace from now on."""
     _check(_libc.setns(descriptor, CLONE_NEWPID), "setns(pid)")
 
 
 def leave_keyring() -> None:
     """Take a new and empty session keyring instead of the inherited one, which no namespace
-    separates. Without effect where a container or the quota of keys refuses: `syscalls` keeps
-    commands from every keyring as well."""
+    separates. Without effect if a container or the quota of keys refuses; `syscalls` keeps commands
+    from every keyring as well."""
     if (number := syscalls.number_of_keyctl(_machine)) is not None:
         _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)
 
@@ -83,7 +83,7 @@ def bind(source: str, target: str) -> None:
 
 
 def clone_mount(path: str) -> int:
-    """A descriptor of what is mounted at `path`, which another mount namespace can attach."""
+    """A descriptor of the mount at `path`, which another mount namespace can attach."""
     flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
     return _check(
         _libc.syscall(_SYS_open_tree, _AT_FDCWD, path.encode(), flags), f"open_tree({path})"
@@ -103,7 +103,7 @@ def attach_mount(descriptor: int, target: str) -> None:
 
 
 def unmount(target: str) -> None:
-    """The uppermost mount there; what is bound elsewhere lives on."""
+    """Unmount the uppermost mount at this path; other binds of it remain."""
     _check(_libc.umount2(target.encode(), _MNT_DETACH), f"umount2({target})")
 
 
@@ -119,7 +119,7 @@ def protect(target: str) -> None:
 
 
 def change_root(root: str) -> None:
-    """Make the mount at `root` the whole file system, and let go of what was there before."""
+    """Make the mount at `root` the whole file system, and detach the previous root."""
     os.chdir(root)
     _check(_libc.pivot_root(b".", b"."), f"pivot_root({root})")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount2(old root)")
@@ -137,7 +137,7 @@ def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
 
 
 def put(path: str, text: str) -> None:
-    """Write a file in one piece, as the files of /proc want it. Cheaper than `open`, which counts
+    """Write a file in one write, as the files of /proc require. Cheaper than `open`, which matters
     in a fresh fork."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
@@ -174,12 +174,12 @@ def adopt_orphans() -> None:
 
 
 def own_proc_entry() -> None:
-    """A process that changed its user does not own its files in /proc any more until it says so."""
+    """Make a process that has changed its user the owner of its files in /proc again."""
     _prctl(_PR_SET_DUMPABLE, 1, "dumpable")
 
 
 def drop_capabilities(*kept: int) -> None:
-    """All but these."""
+    """Drop all capabilities except for these."""
     header = struct.pack("=Ii", 0x20080522, 0)  # version 3, this thread
     low = sum(1 << each for each in kept)
     _check(_libc.capset(header, struct.pack("=6I", low, low, 0, 0, 0, 0)), "capset")
@@ -190,8 +190,8 @@ def can_filter_calls() -> bool:
 
 
 def filter_calls() -> None:
-    """From now on and for all children; see `syscalls` for what is refused. Does nothing on
-    machines unknown there."""
+    """Install the filter of `syscalls` for this process and all of its future children. Does
+    nothing on machines unknown there."""
     if _filter is not None:
         steps = ctypes.create_string_buffer(_filter, len(_filter))
         described = ctypes.create_string_buffer(

@@ -1,9 +1,10 @@
 """Sandboxes of a Kubernetes cluster that has agent-sandbox (agents.x-k8s.io).
 
-Only what both document is asked for: a `Sandbox` is created, watched until it is ready, kept alive
-by moving its `shutdownTime`, and deleted; in its pod one process is started by `exec`, over a
-WebSocket. That process gets its program as the beginning of its input, and serves a sandbox in
-namespaces (`nested`), with all that pods have not: `diff`, `patch`, a report, a fork of files.
+Only documented features of both are used: a `Sandbox` is created, watched until it is ready, kept
+alive by moving its `shutdownTime`, and deleted; in its pod, one process is started by `exec`, over
+a WebSocket. That process receives its program at the beginning of its input, and serves a sandbox
+in namespaces (`nested`), with everything that pods lack: `diff`, `patch`, a report, a fork of
+files.
 """
 
 from __future__ import annotations
@@ -47,18 +48,19 @@ _LIMITS = ("cpus", "memory_bytes", "disk_bytes", "processes")
 _CONTAINER = "sandbox"
 _PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 _STDIN, _STDOUT, _STDERR, _STATUS = range(4)
-"""The channels of a message: its first byte."""
+"""The channels of a message, in its first byte."""
 _AGAIN_S = 0.1
 _WAITING = ["python3", "-c", "import signal as s; s.signal(s.SIGCHLD, s.SIG_IGN); s.pause()"]
-"""What a pod does until a process is started in it; whatever that leaves, it takes away."""
+"""The command of a pod: it waits, and reaps what the process that is started in the pod leaves
+behind."""
 _WALLS = {
     "runAsUser": GUEST_ID,
     "runAsGroup": GUEST_ID,
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
     "capabilities": {"drop": ["ALL"]},
-    # These keep a process from making namespaces. Our own filter stands in front of every command
-    # instead, and refuses more.
+    # The defaults would keep a process from making namespaces. Our own filter, which refuses more,
+    # is installed before every command instead.
     "seccompProfile": {"type": "Unconfined"},
     "appArmorProfile": {"type": "Unconfined"},
     "procMount": "Unmasked",
@@ -73,7 +75,7 @@ class KubernetesSandboxPool(ServicePool):
     def __init__(
         self, reply_timeout_s: float = REPLY_TIMEOUT_S, cluster: Cluster | None = None
     ) -> None:
-        """Raises EtudeError where no cluster is known, or it does not answer, or has no
+        """Raises EtudeError if no cluster is known, or if it does not answer or has no
         agent-sandbox."""
         self.cluster = cluster or find_cluster()
         self._ahead_s = check_cluster(self.cluster)
@@ -90,7 +92,7 @@ class KubernetesSandboxPool(ServicePool):
         return replace(spec, image="", limits=limits_within(spec.limits))
 
     def lease_end(self) -> str:
-        """The end of a lease that begins now, by the clock of the cluster."""
+        """The end of a lease that begins now, by the cluster's clock."""
         end = datetime.fromtimestamp(time.time() + self._ahead_s + LEASE_S, UTC)
         return end.strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -100,8 +102,8 @@ class KubernetesSandboxPool(ServicePool):
 
 
 def check_cluster(cluster: Cluster) -> float:
-    """How many seconds the clock of the cluster is ahead of ours. Raises EtudeError if it has no
-    agent-sandbox."""
+    """Seconds by which the cluster's clock is ahead of ours. Raises EtudeError if the cluster has
+    no agent-sandbox."""
     found, its_time = cluster.look(f"/apis/{API}")
     if "sandboxes" not in {each["name"] for each in (found or {}).get("resources", ())}:
         raise EtudeError(
@@ -153,7 +155,7 @@ def manifest(name: str, spec: SandboxSpec, *, lease_end: str) -> dict[str, Any]:
 
 
 def is_ready(sandbox: Mapping[str, Any]) -> bool:
-    """Whether processes can be started in it. RolloutFailure if they never will be."""
+    """True if processes can be started in it. RolloutFailure if they never will be."""
     found = {each["type"]: each for each in sandbox.get("status", {}).get("conditions", ())}
     if found.get("Finished", {}).get("status") == "True":
         raise RolloutFailure(f"sandbox: its pod has ended: {conditions(sandbox)}")
@@ -161,7 +163,7 @@ def is_ready(sandbox: Mapping[str, Any]) -> bool:
 
 
 def conditions(sandbox: Mapping[str, Any]) -> str:
-    """What the cluster says of one that is not ready."""
+    """The conditions that the cluster reports for a sandbox that is not ready."""
     said = sandbox.get("status", {}).get("conditions", ())
     texts = [f"{each['reason']}: {each.get('message', '')}" for each in said]
     return "; ".join(texts) or "no controller has looked at it"
@@ -192,14 +194,14 @@ class _Sandbox(ServiceMachine):
         await self._cluster_pool.api("PATCH", path, data=json.dumps(change), headers=headers)
         if self._socket is not None:
             with contextlib.suppress(ConnectionError):
-                await self._socket.ping()  # nobody between is to take it for forgotten
+                await self._socket.ping()  # or proxies close an idle connection
 
     async def delete(self) -> None:
         if self._asked:
             await self._cluster_pool.api("DELETE", f"{self._all}/{self._name}")
 
     async def prepare(self) -> None:
-        """Waits for a node, for the image, and for its container."""
+        """Wait for a node, for the image, and for the container."""
         sandbox: dict[str, Any] = {}
         try:
             async with asyncio.timeout(FULL_S):
@@ -212,7 +214,8 @@ class _Sandbox(ServiceMachine):
             ) from e
 
     async def _watch(self, sandbox: dict[str, Any]) -> dict[str, Any]:
-        """The Sandbox resource when it is ready, or as it was when the cluster ended the watch."""
+        """The Sandbox resource once it is ready, or its last state when the cluster ended the
+        watch."""
         pool = self._cluster_pool
         url = pool.cluster.url + self._all
         which = {"watch": "true", "fieldSelector": f"metadata.name={self._name}"}
@@ -242,7 +245,8 @@ class _Sandbox(ServiceMachine):
         return sandbox
 
     async def _why_the_pod_waits(self) -> str:
-        """Why the pod is not ready: its Sandbox says nothing of an image that is not there."""
+        """The reason why the pod is not ready: the Sandbox does not report an image that does not
+        exist."""
         with contextlib.suppress(RolloutFailure):
             pod = await self._cluster_pool.api("GET", self._pod)
             states = [each["state"] for each in pod["status"].get("containerStatuses", ())]

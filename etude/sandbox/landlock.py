@@ -1,8 +1,7 @@
-"""Rules about files that a process gives itself and its children, and that none of them can take
-back (Landlock).
+"""Irrevocable rules about files that a process imposes on itself and its children (Landlock).
 
-The mounts of a sandbox say the same already; this is a second wall behind them, in another part of
-the kernel. Standard library only.
+The mounts of a sandbox enforce the same; this is a second wall behind them, in another part of the
+kernel. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ _MAKE_CHAR, _MAKE_BLOCK = 1 << 6, 1 << 11
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _NUM_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
-"""By version of the interface; 16 from the fifth on."""
+"""Number of rights by version of the interface; 16 from the fifth on."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 
 def version() -> int:
-    """Of the interface; 0 if this kernel has none, or has it turned off."""
+    """Version of the interface; 0 if this kernel lacks it or has it turned off."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _VERSION)))
 
 
 def rules(writable: Sequence[str], devices: str) -> int | None:
-    """A descriptor of the rules: all may be read, these directories written to, and devices used.
-    None where the kernel has no Landlock."""
+    """Descriptor of rules that allow reading everything, writing in these directories, and using
+    devices. None if the kernel has no Landlock."""
     if not (has := version()):
         return None
     handled = (1 << _NUM_RIGHTS.get(has, 16)) - 1
@@ -59,7 +58,7 @@ def _allow(made: int, path: str, rights: int) -> None:
 
 
 def restrict(made: int) -> None:
-    """From now on and for all children."""
+    """Impose the rules on this process and all of its future children."""
     _check(_libc.syscall(_RESTRICT_SELF, made, 0))
 
 

@@ -1,10 +1,10 @@
-"""A working copy in layers: those below are frozen and shared by forks, the one on top takes what
-is written (overlayfs).
+"""A working copy in layers: forks share the lower ones, which are frozen; the top one takes all
+writes (overlayfs).
 
-A fork of a large working copy costs two mounts this way, whatever its size. All layers lie below
-each other at the place of the working copy, each covering the last, so that nothing in the sandbox
-can reach one but by way of the topmost mount. Standard library only: this runs in the first process
-of a sandbox.
+A fork of a large working copy costs two mounts this way, whatever its size. All layers are mounted
+at the path of the working copy, each covering the last, so that nothing in the sandbox can reach
+one except through the topmost mount. Standard library only: this runs in the first process of a
+sandbox.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from etude.sandbox import kernel
 
 _FLAGS = kernel.MS_NOSUID | kernel.MS_NODEV
 MAX_LAYERS = 64
-"""What names them to the kernel has to fit into a page."""
+"""The mount options with their names must fit into a page."""
 
 
 class Layers:
-    """Those of the working copy that is mounted at `root`."""
+    """The layers of the working copy that is mounted at `root`."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -31,18 +31,20 @@ class Layers:
         return len(self._frozen)
 
     def full(self) -> bool:
-        """Whether no more can be added, and one would have to be."""
+        """True if the working copy has changed and no layer can be added."""
         return len(self._frozen) >= MAX_LAYERS and not self._unchanged()
 
     def freeze(self, options: str) -> list[int]:
-        """What there is becomes a layer, with an empty one on top. Descriptors of all layers for
-        another sandbox, from the lowest on. OSError if the kernel refuses, with nothing changed."""
+        """Turn the current state into a layer, with an empty one on top. Return descriptors of all
+        layers for another sandbox, from the lowest on. OSError if the kernel refuses; nothing has
+        changed then."""
         if not self._unchanged():
             self._add(options)
         return [kernel.clone_mount(f"/proc/self/fd/{layer}") for layer in self._frozen]
 
     def _unchanged(self) -> bool:
-        """Since the last time; what was deleted is noted on top, too."""
+        """True if nothing was written since the last freeze. Deletions count, since the top layer
+        records them."""
         if self._upper is None:
             return False
         top = os.open("upper", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._upper)
@@ -68,14 +70,14 @@ class Layers:
             raise
 
     def adopt(self, layers: list[int], options: str) -> None:
-        """Those of another, over what there is."""
+        """Mount the layers of another working copy over this one."""
         for layer in layers:
             kernel.attach_mount(layer, self._root)
         self._frozen = layers
         self._cover(options)
 
     def _cover(self, options: str) -> None:
-        """With a new empty layer, and the mount that shows all of them as one."""
+        """Mount a new empty layer, and over it the overlay that shows all layers as one."""
         kernel.mount("tmpfs", self._root, "tmpfs", _FLAGS, options)
         try:
             self._upper = os.open(self._root, os.O_PATH | os.O_DIRECTORY)

@@ -13,7 +13,7 @@ from etude.sandbox.called import failed
 
 
 class Requests(Protocol):
-    """The way in, as `asyncio.StreamWriter` has it."""
+    """The input of the machine, with the methods of `asyncio.StreamWriter`."""
 
     def write(self, data: bytes) -> None: ...
 
@@ -27,12 +27,12 @@ class Lines:
 
     def __init__(self, answers: asyncio.StreamReader, requests: Requests) -> None:
         self._requests = requests
-        # a machine that was restored still answers what its origin was asked
+        # a restored machine still answers the requests that its origin received
         self._numbers = itertools.count(secrets.randbits(60))
         self._owed: dict[int, asyncio.Future[Any]] = {}
         self._reading = asyncio.create_task(self._read(answers))
         self._over = False
-        self._requests.write(b"\n")  # ends what the origin was saying at the checkpoint
+        self._requests.write(b"\n")  # ends the line that its origin was sending at the checkpoint
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
         begun = False
@@ -43,8 +43,8 @@ class Lines:
                 except ValueError:
                     if begun:
                         raise
-                    continue  # the end of what was being said when the checkpoint was taken
-                # nor is it for us what another one asked then
+                    continue  # the rest of a line that was being sent at the checkpoint
+                # an answer to a request that the origin received then is not for us, either
                 if (future := self._owed.pop(answer["id"], None)) is None or future.done():
                     continue
                 begun = True
@@ -60,7 +60,7 @@ class Lines:
         for future in self._owed.values():
             if not future.done():
                 future.set_exception(RolloutFailure("sandbox: it ended while it was asked"))
-                future.exception()  # its asker may be gone
+                future.exception()  # its caller may be gone
         self._owed.clear()
 
     async def call(self, operation: str, told: dict[str, Any], patience_s: float) -> Any:

@@ -13,8 +13,8 @@ from typing import Any, Protocol, cast
 from etude.core.errors import RolloutFailure
 
 REPLY_TIMEOUT_S = 60.0
-"""How long a sandbox may take over what it does in milliseconds; past it, the machine is beyond
-use."""
+"""Seconds that a sandbox may take for an operation of milliseconds; beyond that, the machine is
+unusable."""
 _ERRORS: dict[str, type[Exception]] = {
     "FileNotFoundError": FileNotFoundError,
     "ValueError": ValueError,
@@ -31,8 +31,8 @@ class HasDescriptor(Protocol):
 
 
 class Link(asyncio.Protocol):
-    """JSON lines to and from one sandbox. Answers come in the order of the requests, also of those
-    whose asker was cancelled: their answers are read and dropped."""
+    """JSON lines to and from one sandbox. Answers come in the order of the requests. The answer to
+    a cancelled request is read and dropped."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -41,7 +41,7 @@ class Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self.ready: asyncio.Future[Any] = self._loop.create_future()
-        """The first answer, which is to no request."""
+        """The first answer, which belongs to no request."""
         self._owed = deque([self.ready])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -66,7 +66,7 @@ class Link(asyncio.Protocol):
                 future.set_exception(
                     RolloutFailure("sandbox: it ended while it was asked something")
                 )
-                future.exception()  # its asker may be gone
+                future.exception()  # its caller may be gone
 
     def send(self, request: dict[str, Any]) -> asyncio.Future[Any]:
         if self._ended.done() or self._transport.is_closing():
@@ -77,7 +77,8 @@ class Link(asyncio.Protocol):
         return future
 
     async def send_descriptor(self, descriptor: HasDescriptor) -> None:
-        """Ahead of the request that it belongs to, with a blank, which JSON may begin with."""
+        """Send a descriptor ahead of the request that it belongs to, with a blank, which may
+        precede JSON."""
         if self._transport.get_write_buffer_size():  # of a request that was cancelled
             await self.answer(self.send({"op": "date", "times": {}}), REPLY_TIMEOUT_S)
         if self._ended.done() or self._transport.is_closing():
@@ -98,8 +99,8 @@ class Link(asyncio.Protocol):
         self._transport.abort()
 
     async def close(self) -> None:
-        """Returns when the sandbox is gone; it ends when it sees our side end."""
-        self._give_up()  # a command that ends because of this did not run out of its time
+        """Close our side, upon which the sandbox ends, and return once it has."""
+        self._give_up()  # a command that ends because of this was not out of time
         if not self._ended.done() and not self._transport.is_closing():
             self._transport.write_eof()
         try:
@@ -120,11 +121,11 @@ def _settle(future: asyncio.Future[Any], answer: dict[str, Any]) -> None:
 
 
 Entries = Mapping[str, tuple[int, bytes | None] | None]
-"""Path -> mode and content; no content: it is too much; nothing at all: it is gone."""
+"""Path -> mode and content; content None: too large to send; entry None: the file was deleted."""
 
 
 def encoded(entries: Entries) -> dict[str, list[Any] | None]:
-    """As JSON has it."""
+    """Entries in the form that JSON has for them."""
     return {
         path: [entry[0], base64.b64encode(entry[1] or b"").decode()] if entry else None
         for path, entry in entries.items()

@@ -1,15 +1,15 @@
-"""The first process of a sandbox that is a machine of its own: it keeps the working copy, and runs
-commands in it when the host asks.
+"""The first process of a sandbox that is a machine of its own: it holds the working copy, and runs
+commands in it for the host.
 
-The walls are the machine's, so in here a sandbox is a directory and processes (`process`). One more
-wall stands between this process, which is trusted, and the commands, which are not: each has a user
-and a PID namespace of its own, in which it is an ordinary user without capabilities, cannot name
-this process, and takes all that it started with it when it ends.
+The machine is the wall, so inside it a sandbox is a directory and processes (`process`). One more
+wall separates this process, which is trusted, from the commands, which are not: each command has a
+user and a PID namespace of its own, in which it is an ordinary user without capabilities. It has no
+name for this process, and when it ends, everything that it started ends with it.
 
-Over standard input come lines of JSON, {"id": n, "operation": .., "told": {..}} or {"cancel": n};
-each of the former is answered by a line on standard output, {"id": n, "ok": ..} or {"id": n,
-"error": [kind, message]}, in any order. The end of the input is the end of the machine. Standard
-library only.
+Standard input carries lines of JSON, {"id": n, "operation": .., "told": {..}} or {"cancel": n}.
+Each of the former is answered by a line on standard output, {"id": n, "ok": ..} or {"id": n,
+"error": [kind, message]}, in any order. The machine ends when its input does. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class MachineSandbox(ProcessSandbox):
         return [*_ORDINARY, *(["setsid", "--ctty"] if pty else []), *self._with_python(argv)]
 
     async def run(self, argv: Sequence[str], *, timeout_s: float, **told: Any) -> CommandResult:
-        """A program that cannot be executed is told as everywhere: by its own name."""
+        """Run a command. A program that cannot be executed is reported under its own name, as in
+        other sandboxes."""
         ran = await super().run(argv, timeout_s=timeout_s, **told)
         if ran.exit_code in (126, 127) and ran.output.startswith(_NOT_EXECUTED):
             why = ran.output.removeprefix(_NOT_EXECUTED)
@@ -76,11 +77,12 @@ class MachineSandbox(ProcessSandbox):
             process.close()
             await process.kill()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGKILL)  # to the first process, all there are is this sandbox
+            os.kill(-1, signal.SIGKILL)  # process 1 sees only processes of this sandbox
 
 
 class Machine:
-    """Lines in, lines out. What is opened in here, a machine of another kind says otherwise."""
+    """Server of lines in, lines out. Subclasses for other kinds of machines override what is opened
+    in here."""
 
     def __init__(self) -> None:
         self._served: ServedSandbox | None = None
@@ -93,7 +95,7 @@ class Machine:
         while line := await lines.readline():
             try:
                 message = json.loads(line)
-            except ValueError:  # it was cut off by a checkpoint, and what follows is the fork's
+            except ValueError:  # a line cut off by a checkpoint; what follows is the fork's
                 continue
             if "cancel" in message:
                 if task := self._tasks.get(message["cancel"]):
@@ -120,7 +122,7 @@ class Machine:
         return await self._served.answer(operation, told)
 
     def hello(self, told: dict[str, Any]) -> None:
-        """The first word, also after a restoration."""
+        """Answer the first request, also after a restoration."""
 
     async def open(self, told: dict[str, Any]) -> Sandbox:
         before = {path: Entry(*each) for path, each in decoded(told["tree"]).items() if each}
@@ -138,13 +140,13 @@ def _say(answer: dict[str, Any]) -> None:
     while data:
         try:
             data = data[os.write(1, data) :]
-        except BlockingIOError:  # one descriptor for both ways, which does not wait
+        except BlockingIOError:  # one non-blocking descriptor for both directions
             select.select([], [1], [])
 
 
 def main(source: str, programs: Sequence[str]) -> None:
-    """`source`: where this program is mounted, which nothing that runs here is to see. `programs`:
-    directories of mounts that are searched before all others."""
+    """Serve the machine. `source`: mount point of this program, which is unmounted so that nothing
+    else sees it. `programs`: directories of mounts that are searched before all others."""
     PROGRAMS[:] = programs
     sys.path.remove(source)
     os.chdir("/")

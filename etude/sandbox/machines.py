@@ -1,5 +1,5 @@
-"""The machines of a pool that starts one for each sandbox: how many are in the making, which are
-to be closed with the pool, what they are restored from, and where their files are."""
+"""The machines of a pool that starts one per sandbox: a limit on how many start at once, the open
+ones to be closed with the pool, the templates they are restored from, and their files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.core.errors import RolloutFailure
 from etude.sandbox.owners import is_abandoned, owner_mark
 
 _STARTING = 4
-"""Machines in the making at once: each takes a processor of this host for a while."""
+"""Machines that start at the same time: each takes a processor of this host for a while."""
 
 
 class _Closes(Protocol):
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class Machines(Generic[M, T]):
-    """M: the machines; T: what they are restored from, if they are."""
+    """M: the machines; T: the templates they are restored from, if any."""
 
     def __init__(self, kind: str, starting: int = _STARTING) -> None:
-        """Removes what pools of this kind left whose process was killed. Their machines ended with
-        it."""
-        # not as the zygotes name theirs, who sweep those
+        """Remove the files that pools of this kind left whose process was killed. Their machines
+        ended with them."""
+        # distinct from the names of zygotes' directories, which zygotes sweep
         prefix = f"etude.{kind}-"
         for left in abandoned(prefix, Path(tempfile.gettempdir())):
             shutil.rmtree(left, ignore_errors=True)
@@ -45,12 +45,12 @@ class Machines(Generic[M, T]):
         self._closed = False
 
     def place(self, kind: str) -> Path:
-        """For a file or directory. None is the beginning of another."""
+        """A new path for a file or directory. No such name is a prefix of another."""
         return self.home / f"{kind}-{next(self._numbers):08d}"
 
     @contextlib.asynccontextmanager
     async def start(self, make: Callable[[], M]) -> AsyncIterator[M]:
-        """A machine that is started in the block, and closed if that fails."""
+        """A machine to start in the block; it is closed if that fails."""
         if self._closed:
             raise RolloutFailure("sandbox: the pool is closed")
         async with self._starting:
@@ -66,8 +66,8 @@ class Machines(Generic[M, T]):
         self._open.discard(machine)
 
     async def template(self, key: Hashable, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What machines of this kind are restored from. It is made once, and whoever gives up
-        waiting for it takes it from nobody else."""
+        """The template that machines with this key are restored from. It is made once; a caller
+        that is cancelled while waiting does not cancel it for the others."""
         if key not in self._templates:
             self._templates[key] = asyncio.create_task(make())
         return await asyncio.shield(self._templates[key])
@@ -82,6 +82,6 @@ class Machines(Generic[M, T]):
 
 
 def abandoned(prefix: str, place: Path) -> list[Path]:
-    """What lies in `place` with a name that begins so, of owners that are gone."""
+    """The paths in `place` with this prefix whose owners are gone."""
     found = place.glob(f"{prefix}*")
     return [each for each in found if is_abandoned(each.name.removeprefix(prefix))]

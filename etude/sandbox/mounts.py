@@ -1,8 +1,8 @@
 """Directories of the host that every sandbox of a pool shows, read-only: a virtual environment, the
 packages of another language, data.
 
-They belong to the pool and not to a task: what a sandbox is a fork of has let go of the host's
-files before the first one is opened.
+They belong to the pool and not to a task: the process that sandboxes are forked from has let go of
+the host's files before the first one is opened.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from etude.sandbox.places import LINKS, WORK
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _TAKEN = (WORK, "/proc", "/dev", "/etc", "/mnt", *LINKS)
-"""What a sandbox has for itself."""
+"""Paths that a sandbox has for itself."""
 
 
 class Mount(NamedTuple):
     source: str
     target: str
-    """Where it is in a sandbox."""
+    """Its path in a sandbox."""
 
 
 def find_mounts(texts: Iterable[str]) -> tuple[Mount, ...]:
-    """Parse `PATH` or `PATH:PLACE` and look whether it can be had; with the Python that a virtual
-    environment among them is made of."""
+    """Parse `PATH` or `PATH:PLACE`, and check that the mount is possible. The result includes the
+    Python installations that virtual environments among the mounts are based on."""
     found = [_parse(text) for text in texts]
     pythons = [Mount(home, home) for mount in found for home in _python_homes(mount)]
     return tuple(dict.fromkeys([*found, *pythons]))
 
 
 def mount_places(texts: Iterable[str]) -> list[str]:
-    """Where such mounts are in a sandbox."""
+    """The paths of such mounts in a sandbox."""
     return [_parse(text).target for text in texts]
 
 
 def mount_programs(names: Iterable[str], place: str) -> tuple[str, ...]:
-    """The mount that shows the programs of this installation, if one of these is among them. They
-    are not searched for commands: whoever wants one says where it is."""
+    """The mount that shows this installation's programs, if it has one of these. They are not
+    searched for commands: a caller names one by its path."""
     folder = sysconfig.get_path("scripts")
     is_there = any(os.path.exists(f"{folder}/{name}") for name in names)
     return (f"{folder}:{place}",) if is_there else ()
@@ -67,8 +67,8 @@ def _parse(text: str) -> Mount:
 
 
 def check_walled(mounts: Sequence[Mount]) -> None:
-    """Whether they can be had in a sandbox with walls: it has places of its own, and commands are
-    an ordinary user's."""
+    """Check that these mounts are possible in a sandbox with walls: it has paths of its own, and
+    its commands run as an ordinary user."""
     for source, target in mounts:
         elsewhere = target != source and _below(target, _SYSTEM)
         if target == "/" or elsewhere or _below(target, _TAKEN):
@@ -84,7 +84,7 @@ def check_walled(mounts: Sequence[Mount]) -> None:
 
 
 def _python_homes(mount: Mount) -> list[str]:
-    """The installations that `bin/python` leads to link by link, as far as they are not in every
+    """The installations that `bin/python` leads to, link by link, except those that are in every
     sandbox."""
     homes: list[str] = []
     python = f"{mount.source}/bin/python"

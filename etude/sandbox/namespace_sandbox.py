@@ -1,7 +1,6 @@
 """One sandbox in namespaces: the host's side.
 
-It answers over a socket that only this process holds (`link`; see `guest` for the lines that go
-over it).
+It answers over a socket that only this process holds (`link`; `guest` describes the lines).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from etude.sandbox.tree import FILE, Entry, Known, Tree, known
 
 
 class Owner(Protocol):
-    """What a sandbox needs of the pool that it was opened from."""
+    """The pool of a sandbox, as far as the sandbox needs it."""
 
     reply_timeout_s: float
     outside: Outside
@@ -63,7 +62,7 @@ class NamespaceSandbox:
         spec: SandboxSpec,
         before: Tree,
     ) -> None:
-        """`before`: what the working copy is compared with."""
+        """`before`: the tree that the working copy is compared with."""
         self._pool = pool
         self._link = link
         self.number = number
@@ -76,7 +75,7 @@ class NamespaceSandbox:
         self._egress: Egress | None = None
         self._process_numbers = itertools.count(1)
         self.due = math.inf
-        """When it should have answered what it is asked now."""
+        """The time at which the current request should have been answered."""
         self._late_s = 0.0
         self._turn = asyncio.Lock()  # a request that arrives during a command ends the command
 
@@ -142,7 +141,7 @@ class NamespaceSandbox:
             self._processes.pop(number, None)
 
         keeper = self._processes[number] = Keeper(ended)
-        # without a wait in it, for a socket that is connected already
+        # does not block for a connected socket
         await asyncio.get_running_loop().create_unix_connection(lambda: keeper, sock=control)
         return KeptProcess(keeper, streams, self._pool.reply_timeout_s, self._answered_late)
 
@@ -166,8 +165,8 @@ class NamespaceSandbox:
         await self.fill({inside(path): Entry(FILE, to_bytes(content))})
 
     async def fill(self, files: Tree) -> None:
-        """Write files. Their contents go there in memory: as JSON they would cost several times
-        what it costs to write them."""
+        """Write files. Their contents are passed in memory: encoding them as JSON would cost
+        several times as much as writing them."""
         contents = os.memfd_create("files")
         with open(contents, "wb") as packed:
             packed.writelines(entry.content or b"" for entry in files.values())
@@ -179,7 +178,7 @@ class NamespaceSandbox:
         await self._ask(op="date", times=dict(times))
 
     async def serve(self) -> None:
-        """Start what is to run beside the agent, and open the way to the hosts of its task."""
+        """Start the services, and open the way to the hosts of the task."""
         outside = Hosts.parse(self._spec.network)
         services = self._spec.services
         names = {host: outside.address(host) for host in outside.places}
@@ -231,7 +230,7 @@ class NamespaceSandbox:
         return self._known
 
     def _is_history(self, path: str) -> bool:
-        """As git itself has it: what lies in .git is no part of a change."""
+        """True for files in .git, which are not part of a change, as in git itself."""
         return path.startswith(".git/") and ".git/HEAD" in self._before
 
     async def apply(self, patch: Patch) -> None:
@@ -245,14 +244,14 @@ class NamespaceSandbox:
         return sandbox
 
     async def branch(self, spec: SandboxSpec, before: Tree, *, always: bool) -> NamespaceSandbox:
-        """Start another one with this working copy, which the caller closes. It is shared where the
-        kernel can, if that is worth it or `always`, and otherwise copied."""
+        """Start another sandbox with this working copy, which the caller closes. The copy is shared
+        if the kernel can and it is worthwhile or `always`; otherwise it is copied."""
         ours, theirs = socket.socketpair()
         freezing = asyncio.create_task(self._ask(op="freeze", descriptor=ours, always=always))
         try:
             sandbox = await self._pool.start(spec, before, like=self)
             async with close_on_failure(sandbox):
-                # by another zygote, it is not the same user
+                # with another zygote, the user is another one, too
                 if await freezing and sandbox.zygote_pid == self.zygote_pid:
                     await sandbox._ask(op="adopt", descriptor=theirs)
                 else:
@@ -269,16 +268,16 @@ class NamespaceSandbox:
             self.send(ours), sandbox.receive(theirs), return_exceptions=True
         )
         failures = [each for each in done if isinstance(each, BaseException)]
-        # each of the two fails with the other; what the working copy is to blame for says why
+        # each of the two fails with the other; an error of the working copy is the cause
         for failure in sorted(failures, key=lambda e: not isinstance(e, ValueError)):
             raise failure
 
     async def send(self, over: socket.socket) -> None:
-        """The working copy, as `tree.send` has it."""
+        """Send the working copy, in the format of `tree.send`."""
         await self._copy("send", over)
 
     async def receive(self, over: socket.socket) -> None:
-        """The same, into one in which nothing is yet."""
+        """Receive a working copy, into one that is still empty."""
         await self._copy("receive", over)
 
     async def _copy(self, op: str, over: socket.socket) -> None:
@@ -293,7 +292,7 @@ class NamespaceSandbox:
         self._pool.ended(self)
 
     def abandon(self) -> None:
-        """Does not wait for its end."""
+        """Close it without waiting for its end."""
         self._pool.forget(self)
         self._close_processes()
         self._close_way_out()
@@ -319,7 +318,7 @@ class NamespaceSandbox:
             try:
                 if descriptor is not None:
                     await self._link.send_descriptor(descriptor)
-                    descriptor.close()  # or its end would not be seen at the other one
+                    descriptor.close()  # otherwise the other side would not see its end
                 patience_s = max(REPLY_TIMEOUT_S, self._pool.reply_timeout_s)
                 answer = await self._link.answer(self._link.send(request), working_s + patience_s)
             finally:
@@ -329,7 +328,8 @@ class NamespaceSandbox:
             return answer
 
     def _check(self) -> None:
-        """What a sandbox says that was stopped, or its command's time, may be due to that."""
+        """Raise if the sandbox answered too late: it may have been stopped, and its answer, or that
+        its command ran out of time, may be due to that."""
         if self._late_s >= self._pool.reply_timeout_s:
             raise RolloutFailure(f"sandbox: its answer came {self._late_s:.0f} s late")
 

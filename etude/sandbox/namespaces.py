@@ -1,9 +1,9 @@
 """Sandboxes in Linux namespaces: the host's side.
 
 `NamespaceSandboxPool` starts one `zygote` process; every sandbox is a fork of it and answers over a
-socket of its own (`namespace_sandbox`). All of them live in one event loop, without threads. Needs
-no daemon, no package and no privilege: an ordinary user's kernel permits it, unless the system has
-turned it off.
+socket of its own (`namespace_sandbox`). All of them are served by one event loop, without threads.
+No daemon, package or privilege is needed: kernels allow this to ordinary users, unless the system
+has turned it off.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from etude.sandbox.tree import Tree
 from etude.sandbox.walls import Walls
 
 _ZYGOTES = 6
-"""So many in a row may be silent when a sandbox is wanted."""
+"""Number of silent zygotes in a row after which opening a sandbox fails."""
 _END_S = 2.0
-"""For a zygote to end by itself. The launcher of a run gives its controller a little more."""
+"""Seconds for a zygote to end by itself. The launcher of a run gives its controller a little
+more."""
 _FULL_S = 0.005
-"""Until a zygote is asked again whose socket is full."""
+"""Seconds until a zygote with a full socket is asked again."""
 _OPENING = 32
-"""Sandboxes in the making at once. More would only wait in the zygote's queue."""
+"""Sandboxes that are started at the same time. More would only wait in the zygote's queue."""
 SPARES = 4
-"""For whoever opens one after the other, or a few at once. Each is 2 MiB."""
+"""Spare sandboxes for callers that open one after the other, or a few at once. Each takes 2 MiB."""
 _BOOT = (
     "import socket, sys; sys.path.append(sys.argv[1]); from etude.sandbox.zygote import main; "
     "sys.path.pop(); "
@@ -73,9 +74,9 @@ class NamespaceSandboxPool:
         outside: Outside = _NO_LOG,
         spares: int = 0,
     ) -> None:
-        """Raises EtudeError with the call that was refused, where the kernel does not let us.
-        `reply_timeout_s`: a zygote that does not answer for so long is replaced, and a sandbox that
-        does not has failed. `spares`: sandboxes that are made ahead of being wanted (`spares`)."""
+        """Raises EtudeError with the call that the kernel refused. `reply_timeout_s`: seconds
+        without an answer after which a zygote is replaced, and a sandbox has failed. `spares`:
+        number of sandboxes that are made in advance (`spares`)."""
         self.reply_timeout_s = reply_timeout_s
         check_walled(mounts)
         self._mounts = mounts
@@ -87,7 +88,7 @@ class NamespaceSandboxPool:
         self._sandboxes: set[NamespaceSandbox] = set()
         self._numbers = itertools.count(1)
         self._replaced: list[subprocess.Popen[bytes]] = []
-        self._owed_s = 0.0  # by a zygote that was replaced for its silence, until that is told
+        self._owed_s = 0.0  # by a zygote that was replaced for its silence, until reported
         self._opening = asyncio.Semaphore(_OPENING)
         self._closed = False
         self._swept = time.monotonic()
@@ -96,15 +97,15 @@ class NamespaceSandboxPool:
 
     def _launch(self) -> None:
         self._control, theirs = socket.socketpair()
-        # when the zygote was asked for a sign of life that it still owes
+        # when the zygote was asked for the sign of life that it still owes
         self._asked: float | None = None
-        # The zygote mounts its root over this directory in a mount namespace of its own, and lets
-        # go of it.
+        # In a mount namespace of its own, the zygote mounts its root over this directory, and then
+        # detaches from it.
         with theirs, tempfile.TemporaryDirectory(prefix=mountpoint_prefix()) as mountpoint:
             self._zygote = subprocess.Popen(
                 _zygote_argv(theirs.fileno(), mountpoint, self._shown()),
                 pass_fds=[theirs.fileno()],
-                # what is not bound at its start, every fork would have to look up for itself
+                # otherwise every fork would have to bind symbols itself
                 env={"PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -123,7 +124,7 @@ class NamespaceSandboxPool:
                 "has no walls, for code that you trust"
             )
         self.walls = Walls(**said["walls"])
-        with contextlib.suppress(ConnectionError):  # it was killed, which is noticed when it counts
+        with contextlib.suppress(ConnectionError):  # a killed zygote is noticed when it is needed
             self._control.send(f"+{self._spares}\n".encode())
 
     def _shown(self) -> dict[str, Any]:
@@ -143,12 +144,12 @@ class NamespaceSandboxPool:
 
     @property
     def tier(self) -> Tier:
-        """Less than its name where the calls of what runs in there cannot be filtered."""
+        """Weaker than its name if the system calls of commands cannot be filtered."""
         return "namespaces" if self.walls.seccomp else "process"
 
     def check(self, spec: SandboxSpec) -> None:
         Hosts.parse(spec.network)
-        # names that harnesses use would give away a machine that is to look lived in
+        # names that harnesses use would give away a machine that is to look lived-in
         workdirs = () if self._image and self._image.user else WORKDIRS
         gives = given_within_walls(spec, workdirs) | {"network"}
         check_spec(spec, backend="namespaces", gives=gives, limits=self.walls.limits)
@@ -176,8 +177,9 @@ class NamespaceSandboxPool:
             await sandbox.close()
 
     async def open_empty(self, spec: SandboxSpec) -> NamespaceSandbox:
-        """One for the files of another that was opened by the same spec, and is compared with what
-        that began with. The caller fills it, calls its `serve`, and closes it."""
+        """Open a sandbox for the files of another one with the same spec; its diff is against the
+        files that the other one started with. The caller fills it, calls its `serve`, and closes
+        it."""
         self.check(spec)
         size = spec.limits.disk_bytes or COPY_BYTES
         added = await opening_tree(spec, max_bytes=size, max_entries=files_in(size))
@@ -188,7 +190,7 @@ class NamespaceSandboxPool:
 
     async def _open_template(self) -> NamespaceSandbox | None:
         """The sandbox that holds the working copy of the image, frozen, for all others; None if
-        there is nothing in it. One that died with its zygote is made again."""
+        that working copy is empty. One that died with its zygote is replaced."""
         if not (work := self._working_copy()):
             return None
         async with self._making_template:
@@ -209,8 +211,8 @@ class NamespaceSandboxPool:
     async def start(
         self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None = None
     ) -> NamespaceSandbox:
-        """A sandbox with an empty working copy, which the caller closes. `like`: one that it may
-        share files with."""
+        """A sandbox with an empty working copy, which the caller closes. `like`: a sandbox that it
+        may share files with."""
         async with self._opening:
             if self._closed:
                 raise RolloutFailure("sandbox: the pool is closed")
@@ -231,7 +233,7 @@ class NamespaceSandboxPool:
     async def _ask_for_one(
         self, spec: SandboxSpec, before: Tree, like: NamespaceSandbox | None
     ) -> NamespaceSandbox | None:
-        """None if the zygote is silent."""
+        """Ask the zygote for a sandbox; None if the zygote is silent."""
         number = next(self._numbers)
         limits = spec.limits
         wanted = {
@@ -262,20 +264,20 @@ class NamespaceSandboxPool:
         return sandbox
 
     def _bounds(self, limits: Limits) -> list[int]:
-        """As a sandbox takes them (`guest.Guest`)."""
+        """The limits in the order in which `guest.Guest` takes them."""
         if limits == Limits():
             return []
         size = limits.disk_bytes or COPY_BYTES
         processes = limits.processes or MAX_PROCESSES
         memory = limits.memory_bytes or PROCESS_BYTES
-        if self.walls.cgroup:  # which counts what is held, and not what is only mapped
+        if self.walls.cgroup:  # which counts memory that is used, not only mapped
             memory = max(memory, PROCESS_BYTES)
-        # the first process of the sandbox is one of its user's, too
+        # the first process of the sandbox belongs to the same user
         return [size, files_in(size), processes + 1, memory]
 
     async def _ask(self, line: bytes, its_end: int) -> bool:
-        """False if the zygote does not read. What it is told when many sandboxes end at once fills
-        its socket, until it has tidied up."""
+        """Send a line and a descriptor; False if the zygote does not read. If many sandboxes end at
+        once, the messages about them fill its socket until it has tidied up."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self.reply_timeout_s
         while loop.time() < until:
@@ -286,8 +288,8 @@ class NamespaceSandboxPool:
         return False
 
     def _replace(self) -> None:
-        """Another zygote. One that is only silent ends by itself when it wakes: it sees that its
-        socket has ended."""
+        """Start another zygote. A silent one ends by itself when it wakes and sees that its socket
+        is closed."""
         self._control.close()
         self._replaced = [
             zygote for zygote in (*self._replaced, self._zygote) if zygote.poll() is None
@@ -295,13 +297,13 @@ class NamespaceSandboxPool:
         self._launch()
 
     def owing(self) -> dict[str, float]:
-        """To be called again and again: the zygote is asked for a sign of life each time, and has
-        given it by the next."""
+        """Seconds that the zygote and the sandboxes owe an answer. To be called periodically: each
+        call asks the zygote for a sign of life, and reads the previous one."""
         now = asyncio.get_running_loop().time()
         if time.monotonic() - self._swept >= SWEEP_S:
             self._swept = time.monotonic()
             sweep()
-        # It has said nothing; or it is dead, and will be replaced when one is needed.
+        # It is silent; or it is dead, and is replaced when one is needed.
         with contextlib.suppress(BlockingIOError, ConnectionError):
             if self._asked is not None:
                 self._control.recv(1)
@@ -318,7 +320,7 @@ class NamespaceSandboxPool:
         self._sandboxes.discard(sandbox)
 
     def ended(self, sandbox: NamespaceSandbox) -> None:
-        """Its zygote may tidy up after it, or will when it ends."""
+        """Tell the zygote to tidy up after a sandbox. A dead one has done so."""
         with contextlib.suppress(OSError):
             self._control.send(f"-{sandbox.number}\n".encode())
 
@@ -329,7 +331,7 @@ class NamespaceSandboxPool:
         self._control.close()
         for zygote in (self._zygote, *self._replaced):
             try:
-                zygote.wait(_END_S)  # it waits for nothing but the end of that socket
+                zygote.wait(_END_S)  # it only waits for that socket to close
             except subprocess.TimeoutExpired:
                 zygote.kill()
                 zygote.wait()
@@ -345,7 +347,7 @@ def _zygote_argv(control: int, mountpoint: str, shown: dict[str, Any]) -> list[s
 
 
 def _first_line(control: socket.socket, timeout_s: float) -> dict[str, Any]:
-    """Empty if it died before it said a word."""
+    """The zygote's first message; empty if it died before it sent one."""
     control.settimeout(timeout_s)
     with control.makefile("r") as lines:
         line = lines.readline()

@@ -1,9 +1,9 @@
 """The first process of a machine that was not built for it, such as a container: it opens a sandbox
-in namespaces when the host asks, and serves it over its standard input and output (`machine` has
-the lines, `nested_caller` the host's end).
+in namespaces for the host, and serves it over its standard input and output (`machine` has the
+lines, `nested_caller` the host's end).
 
-The machine is one wall, and within it stand all those of `namespaces`. Its files leave it, and get
-into another one, as streams that are read and written like a process. Standard library only.
+The machine is one wall, and inside it are all the walls of `namespaces`. Files get out of it, and
+into another machine, as streams that are read and written like a process. Standard library only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from etude.sandbox.served import ServedSandbox, lasting
 from etude.sandbox.spec import from_message
 
 PATIENCE_S = 600.0
-"""It is for the host to say when an answer is late: in here everything may take many times as
-long."""
+"""The host decides when an answer is late: in here, everything may take many times as long."""
 _TEMPORARY = "/tmp"
 _CHUNK = 1 << 20
 _OWN = {
@@ -40,16 +39,16 @@ _OWN = {
     *("tmp", "mnt", "boot"),
     *(path.strip("/") for path in (WORK, *LINKS)),
 }
-"""Names in the root that are shown in any case, or are a sandbox's own."""
+"""Names in the root that are always shown, or that a sandbox has for itself."""
 _MEMORY_LIMITS = (
     "/sys/fs/cgroup/memory.max",
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
-"""Of both kinds of cgroups, as a container sees its own."""
+"""Files of both versions of cgroups, as a container sees its own."""
 
 
 class NestedMachine(Machine):
-    """One sandbox of a pool."""
+    """The server of one sandbox of a pool."""
 
     def __init__(self, pool: NamespaceSandboxPool) -> None:
         super().__init__()
@@ -74,8 +73,8 @@ class NestedMachine(Machine):
         return self._served.adopt(_Copying(ours, self._served.sandbox.send(theirs)))
 
     async def _receive(self, told: dict[str, Any]) -> int:
-        """The number of a process that makes a sandbox of its input, and has ended when that can be
-        used."""
+        """The number of a process that makes a sandbox of its input, and ends when the sandbox is
+        ready."""
         sandbox = await self._pool.open_empty(from_message(told))
         self._served = ServedSandbox(sandbox)
         ours, theirs = socket.socketpair()
@@ -88,7 +87,7 @@ async def _fill(sandbox: NamespaceSandbox, source: socket.socket) -> None:
 
 
 class _Copying:
-    """A `core.sandbox.Process`: the files of a sandbox on their way."""
+    """A `core.sandbox.Process` that copies the files of a sandbox."""
 
     def __init__(self, ours: socket.socket, work: Coroutine[Any, Any, None]) -> None:
         self._ours = ours
@@ -99,7 +98,7 @@ class _Copying:
         return await asyncio.get_running_loop().sock_recv(self._ours, _CHUNK)
 
     async def write(self, data: bytes) -> None:
-        with contextlib.suppress(ConnectionError):  # why it is not read any more, `wait` says
+        with contextlib.suppress(ConnectionError):  # `wait` raises the reason
             if data:
                 await asyncio.get_running_loop().sock_sendall(self._ours, data)
             else:
@@ -116,17 +115,19 @@ class _Copying:
 
 
 def _image_here() -> ImageView:
-    """What this machine was started with, as an image: its programs and packages, all directories
-    that a sandbox has not for itself, and its working directory as the working copy.
+    """The file system that this machine was started with, as an image: its programs and packages,
+    all directories that a sandbox does not have for itself, and its working directory as the
+    working copy.
 
-    Not as a layer, which cannot be had of a root that others have mounted something on."""
+    It is not a layer, since a root with mounts on it cannot be one.
+    """
     work = Path.cwd() if Path.cwd() != Path("/") else None
     others = [each for each in sorted(Path("/").iterdir()) if each.name not in _OWN]
     shown = [str(each) for each in others if each.is_dir() and not each.is_symlink()]
     return ImageView(
         layers=(),
         system=False,
-        # those that commands, an ordinary user's, may read
+        # directories that commands, run by an ordinary user, may read
         mounts=tuple(Mount(each, each) for each in shown if os.stat(each).st_mode & 0o005 == 0o005),
         hostname="localhost",
         user="",
@@ -137,7 +138,7 @@ def _image_here() -> ImageView:
 
 
 def _memory_bytes() -> int | None:
-    """What all processes of this machine may hold together; None: no limit is known."""
+    """Memory that all processes of this machine may hold together; None: no known limit."""
     for path in _MEMORY_LIMITS:
         with contextlib.suppress(OSError, ValueError):
             return int(Path(path).read_text())
@@ -158,9 +159,9 @@ async def _run(told: dict[str, Any]) -> None:
 
 
 def main(told: str) -> None:
-    """`told`: as JSON, `mounts`, pairs of where a directory of the host is in here and where
-    sandboxes are to show it; `image`, whether they are to show the system of this machine whole;
-    `probe`, whether it is only asked what can be had."""
+    """Serve the machine. `told`, as JSON: `mounts`, pairs of the path of a host's directory in this
+    machine and its path in sandboxes; `image`, true if sandboxes show the whole system of this
+    machine; `probe`, true to only report what this machine can provide."""
     asyncio.run(_run(json.loads(told)))
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The host's end of a machine that has a sandbox in namespaces in it (`nested`)."""
+"""The host's end of a machine that contains a sandbox in namespaces (`nested`)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ with open(sys.argv[1], "wb") as file:
         left -= file.write(data)
 """
 _OWN_BYTES = 128 * MIB
-"""What the first processes take beside what a sandbox may."""
+"""Memory for the first processes, in addition to the sandbox's own."""
 
 
 def python_arguments(program: str, *, sent_bytes: int = 0, **told: Any) -> list[str]:
-    """For a Python that becomes the first process of a machine. `program`: where this package is in
-    there; `sent_bytes`: as much of its input is the package, to be put there first; `told`: as
-    `nested.main` takes it."""
+    """Arguments of a Python that becomes the first process of a machine. `program`: path of this
+    package in the machine; `sent_bytes`: length of the package if it comes first in the input and
+    is to be written there; `told`: as `nested.main` takes it."""
     start = [_RECEIVE + _START] if sent_bytes else [_START]
     size = [str(sent_bytes)] if sent_bytes else []
     return ["-B", "-s", "-S", "-P", "-X", "utf8", "-c", *start, program, json.dumps(told), *size]
@@ -53,24 +53,24 @@ def machine_bytes(limits: Limits) -> int:
 
 
 def limits_within(limits: Limits) -> Limits:
-    """What is left of them in a machine that is held to processors and memory as a whole: a
-    process in there may map more than that."""
+    """The limits for a sandbox in a machine that itself limits processors and memory: a process in
+    there may map more than that."""
     if limits.memory_bytes is not None:
         limits = replace(limits, memory_bytes=max(limits.memory_bytes, PROCESS_BYTES))
     return replace(limits, cpus=None)
 
 
 class NestedPool(Protocol):
-    """What such a machine needs of its pool."""
+    """The pool of such a machine, as far as the machine needs it."""
 
     reply_timeout_s: float
     machines: Machines[NestedCaller, None]
 
     def machine(self, spec: SandboxSpec) -> NestedCaller:
-        """One that is not started yet."""
+        """A machine that is not started yet."""
 
     def inner(self, spec: SandboxSpec) -> SandboxSpec:
-        """What is left for the sandbox in there, of what the machine itself does not hold."""
+        """The part of a spec that is left to the sandbox in the machine."""
 
 
 class NestedCaller(ABC):
@@ -88,7 +88,7 @@ class NestedCaller(ABC):
 
     @abstractmethod
     async def end(self) -> None:
-        """Leave nothing of it, however far it came."""
+        """Remove everything of the machine, however far its start came."""
 
     async def start(self) -> None:
         self._lines = await self.connect()
@@ -99,7 +99,7 @@ class NestedCaller(ABC):
         return await self._lines.call(operation, told, working_s + self._pool.reply_timeout_s)
 
     async def tell_spec(self, operation: str) -> Any:
-        """Ask for what takes the spec, and for services the time that they may take."""
+        """Call an operation that takes the spec, with additional time for services to start."""
         size = self._spec.limits.disk_bytes or COPY_BYTES
         inner = self._pool.inner(self._spec)
         told = await to_message(inner, max_bytes=size, max_entries=files_in(size))
@@ -113,7 +113,7 @@ class NestedCaller(ABC):
             into = CalledProcess(machine, await machine.tell_spec("receive"))
             while data := await source.read():
                 await into.write(data)
-            await source.wait()  # it says why it broke off
+            await source.wait()  # raises the reason if it stopped early
             await into.write(b"")
             await into.wait()
         except BaseException:
@@ -127,13 +127,13 @@ class NestedCaller(ABC):
         self._closed = True
         self._pool.machines.forget(self)
         if self._lines is not None:
-            self._lines.close()  # the end of its input is its end
+            self._lines.close()  # the machine ends when its input does
         await self.end()
 
 
 @contextlib.asynccontextmanager
 async def open_nested(pool: NestedPool, spec: SandboxSpec) -> AsyncIterator[CalledSandbox]:
-    """A sandbox in a machine of its own; both are closed on every way out."""
+    """Open a sandbox in a machine of its own; both are closed in any case."""
     machine = await _started(pool, spec)
     sandbox = CalledSandbox(machine)
     try:

@@ -1,5 +1,5 @@
-"""What goes out of commands and into them: pipes, terminals, and the end of what was said. Standard
-library only: this runs in the first process of a sandbox."""
+"""Output and input of commands: pipes, terminals, and the tail of an output. Standard library only:
+this runs in the first process of a sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_TERMINALS = 16
 
 
 class Tail:
-    """The last of what comes out of a pipe; the rest is read and forgotten."""
+    """The tail of a pipe's output; the rest is read and forgotten."""
 
     def __init__(self, pipe: int, limit: int) -> None:
         self._pipe = pipe
@@ -29,7 +29,7 @@ class Tail:
         return self._pipe
 
     def read(self) -> bool:
-        """False if there is no more at the moment."""
+        """Read more; False if there is none at the moment."""
         try:
             data = os.read(self._pipe, 1 << 16)
         except BlockingIOError:
@@ -38,23 +38,23 @@ class Tail:
         return bool(data)
 
     def rest(self) -> bytes:
-        """All of it, once nobody is left who writes."""
+        """The whole tail, once all writers are gone."""
         while self.read():
             pass
         return self._kept
 
 
 def open_pipes() -> tuple[int, int, int, int]:
-    """Standard input and output of a process, and the host's ends of both. What nobody reads fills
-    the pipe, and then the process waits."""
+    """Standard input and output of a process, and the host's ends of both. If the host does not
+    read, the pipe fills up, and the process blocks."""
     source, into = os.pipe()
     out_of, output = os.pipe()
     return source, output, out_of, into
 
 
 def open_terminal() -> tuple[int, int, int]:
-    """The same as a terminal of this sandbox alone, whose other end is one."""
-    if not os.path.exists(f"{TERMINALS}/ptmx"):  # most never need it, and it is much of the kernel
+    """The same three ends with a terminal of this sandbox alone: its master is the host's end."""
+    if not os.path.exists(f"{TERMINALS}/ptmx"):  # rarely needed, and large in the kernel
         options = f"newinstance,ptmxmode=0666,mode=0600,max={_MAX_TERMINALS}"
         flags = kernel.MS_NOSUID | kernel.MS_NOEXEC
         kernel.mount("devpts", TERMINALS, "devpts", flags, options)

@@ -1,5 +1,5 @@
-"""The process that something belongs to which may outlive it, told by a mark in its name. Standard
-library only: this runs in the zygote."""
+"""Marks in the names of files and cgroups that may outlive their process; they tell which process
+is the owner. Standard library only: this runs in the zygote."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import os
 
 
 def owner_mark() -> str:
-    """This process, in the names of what it may leave behind: its number, and the namespace in
-    which that is one. Containers that share files, processes or cgroups with us count their own."""
+    """Mark of this process: its number, and the PID namespace that the number belongs to.
+    Containers that share files, processes or cgroups with us count their own processes."""
     return f"{os.getpid()}-{_namespace()}-"
 
 
 def owner_of(mark: str) -> int | None:
-    """The process that a name with this mark at its beginning belongs to; None if there is no mark,
-    or one of a namespace whose processes we cannot tell."""
+    """The process that a name with this mark at its beginning belongs to. None if there is no mark,
+    or if it is of a namespace whose processes we cannot see."""
     pid, _, rest = mark.partition("-")
     here = pid.isdigit() and rest.startswith(f"{_namespace()}-")
     return int(pid) if here else None
 
 
 def is_abandoned(mark: str) -> bool:
-    """Whether the owner of what has this mark is known to be gone."""
+    """True if the owner of this mark is known to be gone."""
     owner = owner_of(mark)
     return owner is not None and not os.path.exists(f"/proc/{owner}")
 

@@ -77,13 +77,14 @@ def open_sandbox_pool(
     outside: Outside = _QUIET,
     budget: Need | None = None,
 ) -> SandboxPool:
-    """Opens a trial sandbox before it returns; raises EtudeError where this machine cannot. Never
-    picks a weaker isolation than it was asked for. The caller closes the pool.
+    """Open a pool, after a trial sandbox; raises EtudeError if this machine cannot hold one. The
+    isolation is never weaker than the one asked for. The caller closes the pool.
 
     `mounts`: directories of the host, as `sandbox.mounts` of a run's file names them. `limits` and
-    `image`: of sandboxes whose task does not say otherwise. `hosts`: URLs of machines that they are
-    to be on instead of this one, with mounts of their own at the same places. `outside`: the
-    network, for those whose task names hosts. `budget`: of all sandboxes together."""
+    `image`: defaults for tasks that do not set their own. `hosts`: URLs of machines on which
+    sandboxes are opened instead of here; they have mounts of their own at the same places.
+    `outside`: the network, for tasks that name hosts. `budget`: limit for all sandboxes together.
+    """
     pool: SandboxPool
     if hosts:
         from etude.sandbox.remote import TOKEN_VARIABLE, RemoteSandboxPool
@@ -108,8 +109,8 @@ def open_sandbox_pool(
 
 
 class _DefaultPool:
-    """A `core.sandbox.SandboxPool` whose sandboxes have these limits and this image, where tasks
-    name none."""
+    """A `core.sandbox.SandboxPool` that gives sandboxes these limits and this image if their task
+    sets none."""
 
     def __init__(self, pool: SandboxPool, default: SandboxSpec) -> None:
         self._pool = pool
@@ -137,7 +138,7 @@ class _DefaultPool:
 
 
 def check_tier(pool: SandboxPool, lowest: Tier) -> None:
-    """Raise EtudeError if sandboxes of this pool hold less."""
+    """Raise EtudeError if the sandboxes of this pool are of a weaker tier."""
     if TIERS.index(pool.tier) < TIERS.index(lowest):
         raise EtudeError(
             f"the sandboxes of this machine hold no more than tier {pool.tier}, and "

@@ -1,8 +1,8 @@
 """Sandboxes without isolation: `isolation = "process"`.
 
-A temporary directory and ordinary processes of the same user. What runs in it can read this
-machine, reach the network, and leave processes behind if it means to. Only for code that you trust,
-on machines whose kernel refuses namespaces.
+A sandbox is a temporary directory with ordinary processes of the same user. They can read this
+machine, reach the network, and leave processes behind on purpose. Use it only for code that you
+trust, on machines whose kernel refuses namespaces.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _COPY_BYTES = 1 << 30
 _COPY_FILES = 100_000
 """The largest working copy that is opened, forked or compared."""
 _LOOKS = 500
-"""So often it is looked whether processes that were killed are gone."""
+"""Number of checks that killed processes are gone."""
 _SHIM = """
 import ctypes, fcntl, os, signal, sys, termios
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its host
@@ -59,7 +59,8 @@ except OSError as e:
     print(f"{sys.argv[3]}: {e.strerror}", file=sys.stderr, flush=True)
 os._exit(127)
 """
-"""What a process in the background is first: Python 3.11 cannot do this between fork and exec."""
+"""Program that a background process runs first: Python 3.11 cannot do this between fork and
+exec."""
 
 
 class ProcessSandboxPool:
@@ -92,7 +93,7 @@ class ProcessSandboxPool:
             await sandbox.close()
 
     def owing(self) -> dict[str, float]:
-        """There is no process between us and the commands."""
+        """Nothing: there is no process between us and the commands."""
         return {}
 
     async def close(self) -> None:
@@ -111,9 +112,9 @@ class ProcessSandbox:
         programs: Sequence[str] = (),
         root: Path | None = None,
     ) -> None:
-        """`opened`: where it is found as long as it is open. `before`: what the working copy is
-        compared with. `programs`: directories that are searched before all others. `root`: the
-        working copy; None: a directory made for it."""
+        """`opened`: the set that contains it while it is open. `before`: the tree that the working
+        copy is compared with. `programs`: directories that are searched before all others. `root`:
+        the working copy; None: a new directory."""
         self._root = root or Path(tempfile.mkdtemp(prefix="etude-")).resolve()
         self._opened = opened
         self._opened.add(self)
@@ -218,16 +219,16 @@ class ProcessSandbox:
         return {**plain, **self._env, **(env or {})}
 
     def _launched(self, argv: Sequence[str]) -> list[str]:
-        """What is executed to run this."""
+        """The command line that is executed for this one."""
         return self._with_python(argv)
 
     def _launched_beside(self, argv: Sequence[str], pty: bool) -> list[str]:
-        """The same for a process in the background."""
+        """The command line for a process in the background."""
         shim = [sys.executable, "-I", "-S", "-c", _SHIM, str(os.getpid()), "pty" if pty else ""]
         return [*shim, *self._with_python(argv)]
 
     def _with_python(self, argv: Sequence[str]) -> list[str]:
-        """`python` is ours, unless a mount may have one."""
+        """Replace `python` by our own, unless a mount may have one."""
         ours = argv[0] in ("python", "python3") and not self._programs
         return [*([sys.executable, "-s", "-B"] if ours else [argv[0]]), *argv[1:]]
 
@@ -338,7 +339,7 @@ class ProcessSandbox:
         self._closed = True
         self._opened.discard(self)
         await self._kill_all()
-        # not `shutil.rmtree`, which a thousand nested directories end
+        # not `shutil.rmtree`, which fails on a thousand nested directories
         removing = await asyncio.create_subprocess_exec("rm", "-rf", "--", str(self._root))
         await removing.wait()
 
@@ -355,7 +356,7 @@ class ProcessSandbox:
 
 
 def _write(target: Path, content: bytes) -> None:
-    # without O_NONBLOCK a named pipe would hold this process for ever
+    # without O_NONBLOCK a named pipe would block this process for ever
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     descriptor = os.open(target, flags, 0o644)
     with open(descriptor, "wb") as file:
@@ -375,7 +376,7 @@ def _receive(source: int, root: str) -> None:
 
 
 class OrdinaryProcess:
-    """A `core.sandbox.Process`, with the processes below it as far as they can be found."""
+    """A `core.sandbox.Process`, with its descendants as far as they can be found."""
 
     def __init__(
         self,
@@ -391,7 +392,7 @@ class OrdinaryProcess:
 
     async def _end(self) -> int:
         code = await self._process.wait()
-        _kill(self._process.pid)  # what it leaves behind in its group
+        _kill(self._process.pid)  # processes that it leaves behind in its group
         self._streams.finish()
         self._forget(self)
         return code
@@ -418,7 +419,7 @@ class OrdinaryProcess:
             await asyncio.shield(self._ended)
 
     def close(self) -> None:
-        """From now on, its end is that of the sandbox."""
+        """Make calls fail from now on; the process ends with its sandbox."""
         self._closed = True
 
     def _check(self) -> None:
@@ -427,14 +428,14 @@ class OrdinaryProcess:
 
 
 def _kill(pid: int) -> None:
-    """A process, and the group that it leads if it does."""
+    """Kill a process, and its group if it leads one."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def _below(pid: int) -> list[int]:
-    """The processes that descend from this one by living parents."""
+    """The descendants of this process by living parents."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -447,7 +448,7 @@ def _below(pid: int) -> list[int]:
 
 
 def _strays(root: Path) -> list[int]:
-    """The processes that have this working copy as their home, or are in it."""
+    """The processes that have this working copy as their home, or their working directory in it."""
     home = os.fsencode(f"HOME={root}")
     found = []
     for entry in Path("/proc").glob("[0-9]*"):

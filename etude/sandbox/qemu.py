@@ -1,8 +1,8 @@
-"""QEMU: how a virtual machine is started, and how it is spoken to while it runs.
+"""QEMU: starting a virtual machine, and controlling it while it runs.
 
-A machine has a processor, memory, read-only disks and one port with two ends, of which we hold
-the other; no network, no shared directory, no display. QEMU is a process without rights, for which
-most calls are refused (its own seccomp filter), and ends with the one who started it.
+A machine has processors, memory, read-only disks and one port, with its other end at the host; it
+has no network, no shared directory and no display. QEMU is a process without privileges, for which
+most system calls are refused (its own seccomp filter), and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _PACKAGES = {
 _KERNEL_PACKAGE = "linux-image-cloud-arm64" if _ARM else "linux-image-cloud-amd64"
 _KVM = "/dev/kvm"
 _BOOT_S: dict[Accelerator, float] = {"kvm": 15.0, "tcg": 300.0}
-"""Until a guest says that it is up. Hardware takes a second; where the calls work and guests do
-not boot, it would be for ever."""
+"""Seconds until a guest must be up. With hardware support it takes a second; on machines where KVM
+can be called but guests do not boot, the wait would never end."""
 _LEAST_MIB = 256
 _REFUSED = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 _LOOK_S = 0.005
 _UNLIMITED = 1 << 40
-"""Bytes a second of a state that is written to a file."""
+"""Bytes per second at which a state is written to a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What machines are made of here."""
+    """The parts that all machines here have in common."""
 
     program: str
     kernel: Kernel
@@ -55,7 +55,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """Of one machine."""
+    """Memory and processors of one machine."""
 
     memory_mib: int
     processors: int
@@ -63,22 +63,22 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A machine that was stopped: its devices, and its memory in a file of its own or, if there is
-    none, in the same."""
+    """A stopped machine: its devices, and its memory in a file of its own or, if `memory` is None,
+    in the same file."""
 
     state: Path
     memory: Path | None
 
 
 def missing_packages() -> list[str]:
-    """Of Debian, that machines need and that are not installed here."""
+    """Debian packages that machines need and that are not installed here."""
     packages = [package for name, package in _PACKAGES.items() if shutil.which(name) is None]
     return packages + ([] if find_kernel() else [_KERNEL_PACKAGE])
 
 
 def find_engine() -> Engine:
-    """Raises EtudeError where something is missing, or no guest boots. Whether KVM can be used is
-    known only when one has booted with it."""
+    """Raises EtudeError if something is missing, or if no guest boots. KVM counts as usable only
+    once a guest has booted with it."""
     if missing := missing_packages():
         raise EtudeError(
             f"isolation vm needs what is not installed: apt install {' '.join(missing)}"
@@ -111,7 +111,7 @@ def _probe(program: str, kernel: Kernel) -> Accelerator:
 
 
 def _booted(engine: Engine, initramfs: Path) -> str:
-    """What was said by a machine that only boots, and by QEMU."""
+    """Output of a machine that only boots, and of QEMU."""
     argv = [
         *_walled_in(),
         *_plain(engine, Hardware(memory_mib=_LEAST_MIB, processors=1)),
@@ -136,28 +136,29 @@ def machine_argv(
     memory: Path | None,
     boots: bool,
 ) -> list[str]:
-    """A machine that starts from nothing, with its memory in this file, or one that waits for its
-    state and has a copy of that file to itself. `port` and `monitor`: descriptors of sockets."""
+    """Command line of a machine. It either boots, with its memory in this file, or waits for a
+    saved state and works on a private copy of that file. `port` and `monitor`: descriptors of
+    sockets."""
     serial = ("-serial", f"file:{files.console}") if boots else ("-serial", "null")
     return [
         *_common(engine, hardware, files.disks, port, monitor),
         *_memory(hardware, memory, shared=boots),
         *serial,
         *(() if boots else ("-incoming", "defer")),
-        # not read again by one that is restored, but part of what a machine is
+        # a restored machine does not read these again, but they are part of its hardware
         *_boot(engine, files.initramfs, ""),
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Of a pool, for all of its machines."""
+    """The files of a pool, for all of its machines."""
 
     disks: Mapping[str, int]
-    """By serial number, descriptors that are open for reading."""
+    """Descriptors that are open for reading, by serial number."""
     initramfs: Path
     console: Path
-    """What the kernel of one that boots says."""
+    """File for the kernel's messages of a booting machine."""
 
 
 def _walled_in() -> list[str]:
@@ -166,7 +167,7 @@ def _walled_in() -> list[str]:
 
 def _plain(engine: Engine, hardware: Hardware) -> list[str]:
     machine = "virt" if _ARM else "microvm,x-option-roms=off"
-    # software keeps what it translated: 1 GiB if it may
+    # emulation caches translated code: up to 1 GiB by default
     accelerator = "kvm" if engine.accelerator == "kvm" else "tcg,tb-size=64"
     processor = "host" if engine.accelerator == "kvm" else "max"
     return [
@@ -214,15 +215,15 @@ def _boot(engine: Engine, initramfs: Path, words: str) -> list[str]:
         said.append("console=ttyAMA0")
     else:
         said += ["console=ttyS0", "reboot=t"]
-        if engine.accelerator == "tcg":  # which has no clock to measure the processor's by
+        if engine.accelerator == "tcg":  # which has no clock to calibrate the processor's by
             said += ["no_timer_check", "tsc=reliable", "tsc_early_khz=2100000", "lpj=4200000"]
     kernel = ("-kernel", engine.kernel.path, "-initrd", str(initramfs))
     return [*kernel, "-append", " ".join(word for word in said if word)]
 
 
 class Monitor:
-    """The way to QEMU itself (QMP). Its calls wait, for milliseconds as a rule: they are made in a
-    thread."""
+    """Connection to QEMU itself (QMP). Its calls block, usually for milliseconds, so they are made
+    in a thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -234,7 +235,7 @@ class Monitor:
         self._ask("qmp_capabilities")
 
     def save(self, state: Path, *, memory_too: bool) -> None:
-        """Stop the machine and write down what it is."""
+        """Stop the machine and write its state."""
         self._ask("stop")
         self._ignore_memory(not memory_too)
         self._ask("migrate-set-parameters", **{"max-bandwidth": _UNLIMITED})
@@ -247,7 +248,7 @@ class Monitor:
             time.sleep(_LOOK_S)
 
     def load(self, state: Path, *, memory_too: bool) -> None:
-        """Become the machine that was saved, and go on."""
+        """Load a saved state into this machine, and continue."""
         self._ignore_memory(not memory_too)
         with state.open("rb") as file:
             self._ask("getfd", file.fileno(), fdname="state")
@@ -273,7 +274,7 @@ class Monitor:
             raise RolloutFailure(f"sandbox: QEMU does not answer: {e}") from e
 
     def _answer(self, key: str) -> Any:
-        """The next line that is one; the rest are events."""
+        """The next line that has this key; the other lines are events."""
         while line := self._lines.readline():
             said = json.loads(line)
             if "error" in said:

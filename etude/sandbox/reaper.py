@@ -1,10 +1,10 @@
-"""What sandboxes leave behind, if anything: found by what can be seen of them, not by what we
-remember.
+"""Search for leftovers of sandboxes, by their visible traces on the machine, not by our own
+records.
 
-Every process of a pool ends when its socket to the owner ends, however the owner died. Only one
-that was stopped does not notice, and a directory stays that was to be removed after a moment. So
-every pool sweeps the machine for what belongs to owners that are gone: when it is opened, and once
-in a while as long as it lives.
+Every process of a pool ends when its socket to the owner closes, however the owner died. The
+exceptions are a stopped process, which does not notice, and a directory that was to be removed a
+moment later. So every pool sweeps the machine for leftovers of dead owners: when it is opened, and
+periodically while it lives.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from etude.sandbox.owners import is_abandoned, owner_mark, owner_of
 from etude.sandbox.zygote import OWN_IDS
 
 SWEEP_S = 60.0
-"""Between two looks: half of the time within which nothing may be left."""
+"""Seconds between two sweeps: half of the time within which nothing may be left."""
 _MARK = re.compile(rb"/etude-(\d+-\d+-)\w+\0")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def mountpoint_prefix() -> str:
-    """Of the directory that a zygote of this process begins with. It stays in the command line of
-    all processes of its sandboxes that are ours."""
+    """Prefix of the mountpoint directories of this process's zygotes. It stays in the command lines
+    of all trusted processes of its sandboxes."""
     return f"etude-{owner_mark()}"
 
 
 def sweep() -> int:
-    """Kill what owners left that are gone, and remove their directories; how much it was."""
+    """Kill processes of dead owners, and remove their directories. Return the number of both."""
     found = 0
     for pid in [pid for pid, mark in _marked() if is_abandoned(mark)]:
         with contextlib.suppress(PermissionError):
@@ -51,8 +51,8 @@ def sweep() -> int:
 
 @dataclass(slots=True)
 class Footprint:
-    """What pools of some owners have on this machine, remembered while they live: afterwards it can
-    be proven that nothing of it is there."""
+    """Everything that pools of some owners have on this machine, recorded while they live:
+    afterwards, `left` can prove that all of it is gone."""
 
     directory: Path
     """The temporary files of these owners, and of nobody else."""
@@ -61,7 +61,7 @@ class Footprint:
     own_users: set[int] = field(default_factory=set)
 
     def look(self, owners: set[int]) -> list[int]:
-        """Remember what there is now; the processes of sandboxes among it."""
+        """Record the current state. Return the processes of sandboxes."""
         self.owners |= owners
         host = os.readlink("/proc/self/ns/user")
         seen: list[int] = []
@@ -72,7 +72,7 @@ class Footprint:
                 if _parent_of(pid) == owner:
                     self.zygotes.add(pid)
                     continue
-                # a fork of the zygote is on its way there for a moment
+                # a fork of the zygote that is not a sandbox yet
                 if os.readlink(f"/proc/{pid}/ns/user") == host:
                     continue
                 if (user := os.stat(f"/proc/{pid}").st_uid) in OWN_IDS:
@@ -81,7 +81,7 @@ class Footprint:
         return seen
 
     def left(self) -> dict[str, int]:
-        """Of each kind, what is still there."""
+        """Number of leftovers of each kind."""
         processes = self._processes()
         mounts = Path("/proc/self/mountinfo").read_text()
         kinds = {
@@ -106,8 +106,8 @@ class Footprint:
         }
 
     def _processes(self) -> set[int]:
-        """Ours by their command line, what descends from them, and whatever has the user of one of
-        our sandboxes. Namespaces would not do: their numbers are given again."""
+        """Processes with our mark in their command line, their descendants, and processes with the
+        user of one of our sandboxes. Namespaces would not do: the kernel reuses their numbers."""
         found = {pid for pid, mark in _marked() if owner_of(mark) in self.owners}
         parents = {pid: parent for pid in _pids() if (parent := _parent_of(pid)) is not None}
         more = found

@@ -25,13 +25,13 @@ T = TypeVar("T")
 TOKEN_VARIABLE = "ETUDE_SANDBOX_TOKEN"
 _RENEW_S = LEASE_S / 6
 _FULL_S = 600.0
-"""So long a sandbox is asked for at hosts that are full."""
+"""Seconds for which a sandbox is requested from hosts that are full."""
 _ROOM_S = 1.0
 _PROBE_S = 10.0
 
 
 class RemoteSandboxPool:
-    """A `core.sandbox.SandboxPool` of the sandboxes of hosts."""
+    """A `core.sandbox.SandboxPool` of sandboxes on other hosts."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class RemoteSandboxPool:
         token: str | None = None,
         reply_timeout_s: float = REPLY_TIMEOUT_S,
     ) -> None:
-        """`places`: where sandboxes must show directories of their host. Raises EtudeError for a
-        host that does not answer, does not show them, or has none of this isolation."""
+        """`places`: paths at which sandboxes must show directories of their host. Raises EtudeError
+        if a host does not answer, does not show them, or has no sandboxes of this isolation."""
         self._headers = {"X-API-Key": token} if token else {}
         self._isolation = isolation
         self.reply_timeout_s = reply_timeout_s
@@ -83,7 +83,8 @@ class RemoteSandboxPool:
         return tier
 
     def check(self, spec: SandboxSpec) -> None:
-        """What a host gives it says itself, when a sandbox is opened."""
+        """Check only the variables: a host refuses what it cannot provide when a sandbox is
+        opened."""
         check_env(spec.env)
 
     @contextlib.asynccontextmanager
@@ -98,7 +99,7 @@ class RemoteSandboxPool:
             await sandbox.close()
 
     async def _open(self, body: dict[str, Any]) -> CalledSandbox:
-        """At the host that has the fewest of ours."""
+        """Open a sandbox at the host with the fewest of ours."""
         host = min(self._hosts, key=lambda each: each.wanted)
         host.wanted += 1
         try:
@@ -108,7 +109,7 @@ class RemoteSandboxPool:
             host.wanted -= 1
 
     def adopt(self, host: _Host, name: str) -> CalledSandbox:
-        """A sandbox of that host, whose lease is renewed from now on."""
+        """A sandbox of that host, with its lease renewed from now on."""
         host.names.add(name)
         host.wanted += 1
         if self._renewing is None:
@@ -186,13 +187,13 @@ class _Host:
         self.url = url
         self.names: set[str] = set()
         self.wanted = 0
-        """Sandboxes of ours that are open there or about to be."""
+        """Number of our sandboxes that are open there or about to be."""
         self.asked: float | None = None
-        """When it was asked to renew leases, if it owes the answer."""
+        """Time of the request to renew leases that the host has not answered yet."""
 
 
 class _Full(RolloutFailure):
-    """No sandbox more at this host, for now."""
+    """This host has no room for another sandbox at the moment."""
 
 
 class _RemoteCaller:
@@ -219,7 +220,7 @@ class _RemoteCaller:
 
 
 async def _once_there_is_room(attempt: Callable[[], Awaitable[T]]) -> T:
-    """RolloutFailure if there is none for too long."""
+    """Repeat an attempt until there is room. RolloutFailure if that takes too long."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + _FULL_S
     while True:
@@ -251,7 +252,7 @@ def _message(content: bytes, otherwise: object) -> str:
 
 
 def _field(content: bytes, name: str) -> Any:
-    """None if what was sent is not of a sandbox host, or has no such field."""
+    """A field of a host's answer; None if it is absent, or if the answer is not from a host."""
     try:
         return json.loads(content).get(name)
     except (ValueError, AttributeError):

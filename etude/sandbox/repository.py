@@ -1,8 +1,8 @@
 """A commit of a git repository as a tree of files, without its history.
 
-The repository may be anyone's. Its objects are read by two commands of git that only read objects,
-from a git directory of our own: no configuration, hook, filter, attribute or replacement of the
-repository has any effect, nothing is fetched, and no program but git is run.
+The repository need not be trusted. Its objects are read by two git commands that only read objects,
+with a git directory of our own: the repository's configuration, hooks, filters, attributes and
+replacements have no effect, nothing is fetched, and no program but git runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SUBMODULE = 0o160000
 
 
 def repository_at(path: str | Path, ref: str = "HEAD") -> Repository:
-    """The git repository that a path of this machine lies in, at the commit that a branch, a tag or
-    an abbreviated id means now."""
+    """The git repository that contains a path of this machine, at the commit that a branch, a tag
+    or an abbreviated id currently refers to."""
     if not Path(path).is_dir():
         raise EtudeError(f"repository {path}: there is no such folder: name one that git knows")
     asked = {
@@ -54,8 +54,8 @@ def repository_at(path: str | Path, ref: str = "HEAD") -> Repository:
 
 
 def read_texts(repository: Repository) -> dict[str, str]:
-    """The text files of a commit: path -> content, sorted. For `Environment.tasks`, which may be
-    called from anywhere: it waits."""
+    """The text files of a commit: path -> content, sorted. It blocks, and may be called with or
+    without an event loop running, as in `Environment.tasks`."""
     texts: dict[str, str] = {}
     for path, (mode, content) in sorted(read_whole(repository).items()):
         with contextlib.suppress(UnicodeDecodeError):
@@ -65,7 +65,7 @@ def read_texts(repository: Repository) -> dict[str, str]:
 
 
 def read_whole(repository: Repository) -> dict[str, Entry]:
-    """`read_commit`, for callers who wait."""
+    """Blocking form of `read_commit`."""
     with ThreadPoolExecutor(1) as thread:
         reading = read_commit(repository, max_bytes=1 << 30, max_entries=100_000)
         return thread.submit(asyncio.run, reading).result()
@@ -74,8 +74,8 @@ def read_whole(repository: Repository) -> dict[str, Entry]:
 async def read_commit(
     repository: Repository, *, max_bytes: int, max_entries: int
 ) -> dict[str, Entry]:
-    """Its files and links; the places of submodules stay empty. EtudeError if there is no such
-    commit, or if it is too large to be a working copy."""
+    """Its files and links; the directories of submodules stay empty. EtudeError if there is no such
+    commit, or if it is too large for a working copy."""
     name = f"repository {repository.url} at {repository.commit}"
     if not re.fullmatch(r"[0-9a-f]{40}", repository.commit):
         raise EtudeError(f"{name}: give the commit by its full id, 40 lower-case hex digits")
@@ -104,7 +104,7 @@ async def read_commit(
 
 
 def _objects(url: str) -> Path:
-    """Where the objects of a local repository are."""
+    """Directory with the objects of a local repository."""
     parts = urlsplit(url)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
         raise EtudeError(
@@ -160,14 +160,14 @@ class _Git:
 
 
 def _quoted(path: Path) -> str:
-    """In a list of directories with colons between them."""
+    """A path, quoted for a colon-separated list of directories."""
     escaped = str(path).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 def _parse_listing(listing: bytes, name: str) -> dict[str, tuple[int, str, int]]:
-    """Path -> mode, blob and size. A tree is whatever its author wrote: a path that git itself
-    would refuse is refused."""
+    """Path -> mode, blob and size. The author of a tree can write any path into it, so paths that
+    git itself would refuse are refused here."""
     found: dict[str, tuple[int, str, int]] = {}
     for line in listing.split(b"\0")[:-1]:
         described, _, raw = line.partition(b"\t")
@@ -191,7 +191,8 @@ def _parse_listing(listing: bytes, name: str) -> dict[str, tuple[int, str, int]]
 
 
 def _parse_blobs(answer: bytes, name: str) -> list[bytes]:
-    """What `cat-file --batch` says: a line with id, kind and size, the content, a newline."""
+    """Contents in the output of `cat-file --batch`: per object, a line with id, kind and size, the
+    content, and a newline."""
     blobs: list[bytes] = []
     at = 0
     while at < len(answer):

@@ -1,7 +1,7 @@
 """The one root directory that all sandboxes of a zygote share, read-only.
 
-Either the programs of this machine and a Python, nothing of the host's /etc, /home, /var or /sys;
-or the system of an image, whose layers lie below what a sandbox has for itself (overlayfs).
+It shows either the programs of this machine and a Python, but nothing of the host's /etc, /home,
+/var or /sys; or the system of an image, with its layers below the sandbox's own files (overlayfs).
 Standard library only: this runs in the zygote.
 """
 
@@ -28,19 +28,19 @@ _NOBODY = "user"
 
 
 class Shown(NamedTuple):
-    """What a root is made of."""
+    """The parts of a root."""
 
     mounts: list[tuple[str, str]]
-    """Directories of the host, and their places in a sandbox."""
+    """Directories of the host, and their paths in a sandbox."""
     layers: list[str]
-    """Those of an image, from the lowest on."""
+    """Layers of an image, from the lowest on."""
     system: bool
-    """Whether they are a whole system."""
+    """True if the layers are a complete system."""
     hostname: str
     user: str
-    """Empty: one without a home."""
+    """Empty: a user without a home."""
     packages: bool = False
-    """Whether what is installed beside the Python of this machine belongs to it."""
+    """True if the packages of this machine's Python belong to the image."""
 
 
 def build_root(root: str, shown: Shown) -> None:
@@ -49,10 +49,10 @@ def build_root(root: str, shown: Shown) -> None:
         _build_system(root, shown)
     else:
         _build_from_host(root, shown)
-    # The kernel lets a user namespace mount a /proc of its own only where an unobstructed one is in
-    # sight. Every sandbox covers this one before anything foreign runs.
+    # The kernel lets a user namespace mount its own /proc only if an unobstructed one is visible.
+    # Every sandbox covers this one before it runs anything untrusted.
     kernel.bind("/proc", f"{root}/proc")
-    # a remount forgets what it is not told again
+    # a remount drops flags that are not given again
     flags = kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("none", root, None, kernel.MS_REMOUNT | kernel.MS_BIND | flags)
 
@@ -66,7 +66,7 @@ def _build_from_host(root: str, shown: Shown) -> None:
     if not f"{sys.base_prefix}/".startswith("/usr/"):
         _show(sys.base_prefix, root)
     if shown.packages:
-        PROGRAMS.append("/usr/local/bin")  # the Python with the packages is meant
+        PROGRAMS.append("/usr/local/bin")  # commands should find the Python with the packages
     else:
         _hide_packages(root)
     for name in _ETC:
@@ -81,7 +81,7 @@ def _build_from_host(root: str, shown: Shown) -> None:
 
 
 def _build_system(root: str, shown: Shown) -> None:
-    """What a sandbox has for itself is the uppermost layer, and lies below the mount of all."""
+    """Mount the image's layers, with the sandbox's own files as the uppermost layer."""
     _own_places(root, shown)
     for number, (_, target) in enumerate(shown.mounts):
         os.makedirs(f"{root}/mnt/{number}" if _covered(target) else root + target, exist_ok=True)
@@ -93,7 +93,7 @@ def _build_system(root: str, shown: Shown) -> None:
         os.close(layer)
     _show_devices(root)
     _show_mounts(root, shown.mounts)
-    # programs of the system are meant, and its Python, not the one that this process runs on
+    # commands should find programs and the Python of the system, not the one that runs this process
     PROGRAMS.append("/usr/local/bin")
 
 
@@ -126,8 +126,8 @@ def _own_places(root: str, shown: Shown) -> None:
 
 
 def _others(layers: list[str], name: str) -> str:
-    """The accounts of an image beside that of commands. Whoever made it is a stranger: a link would
-    lead to a file of this machine."""
+    """The accounts of an image, other than that of commands. The image is not trusted: following a
+    link could lead to a file of this machine."""
     for layer in reversed(layers):
         with contextlib.suppress(OSError):
             etc = os.open(f"{layer}/etc", os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -147,8 +147,8 @@ def _show_devices(root: str) -> None:
 
 
 def _show_mounts(root: str, mounts: list[tuple[str, str]]) -> None:
-    """What every sandbox shows of the host. Each has a /tmp of its own, and binds again what it
-    covers with that."""
+    """Show the mounts of the pool. Every sandbox has its own /tmp, and binds mounts below it
+    again."""
     for number, (source, target) in enumerate(mounts):
         if _covered(target):
             COVERED.append((f"/mnt/{number}", target))
@@ -163,7 +163,7 @@ def _covered(target: str) -> bool:
 
 
 def _show(path: str, root: str, place: str = "") -> None:
-    """Bind a file or directory of the host to the same place under the new root, or to another,
+    """Bind a file or directory of the host to the same path under the new root, or to `place`,
     read-only."""
     target = root + (place or path)
     os.makedirs(target if os.path.isdir(path) else os.path.dirname(target), exist_ok=True)
@@ -174,12 +174,12 @@ def _show(path: str, root: str, place: str = "") -> None:
 
 
 def _hide_packages(root: str) -> None:
-    """Cover what is installed beside any Python in there, this program included: a sandbox has the
+    """Cover the packages of every Python in the root, this program included: a sandbox has only the
     standard library."""
     for prefix in {"/usr", "/usr/local", sys.base_prefix}:
         for path in glob.glob(f"{prefix}/lib*/python*/*-packages"):
-            # A link may lead to another one of these, or out of what is shown. A place covered
-            # twice is no harm.
+            # A link may lead to another one of these, or to a path that is not shown. It does no
+            # harm to cover a directory twice.
             if os.path.isdir(target := root + os.path.realpath(path)):
                 kernel.mount(
                     "tmpfs", target, "tmpfs", kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV

@@ -1,7 +1,7 @@
-"""A sandbox by messages: the side that has it.
+"""A sandbox that is used by messages: the side that holds it.
 
-A message is the name of an operation and what it is told, as JSON; contents are in base64. `called`
-has the other side: a host serves sandboxes this way over HTTP, and the first process of a machine
+A message is JSON with the name of an operation and its arguments; contents are in base64. `called`
+has the other side. A host serves sandboxes this way over HTTP, and the first process of a machine
 of its own (`machine`) over its standard streams. Standard library only.
 """
 
@@ -19,21 +19,21 @@ from etude.sandbox.link import decoded, encoded
 
 T = TypeVar("T")
 TOLD = (FileNotFoundError, ValueError, EtudeError, RolloutFailure)
-"""Errors that are an answer; any other is a mistake of ours."""
+"""Errors that are passed on as an answer; any other one is a bug."""
 LOOK_S = 20.0
-"""So long the other side is kept waiting for news of a process before it is told that there is
-none: whoever waits knows that we live."""
+"""Seconds after which a request about a process is answered with "nothing yet", which tells the
+caller that this side is alive."""
 
 
 def failure(error: BaseException) -> list[str]:
-    """An error as a message has it."""
+    """An error in the form that messages have for it."""
     kind = next(each for each in TOLD if isinstance(error, each))
     return [kind.__name__, str(error)]
 
 
 class ServedSandbox:
-    """One sandbox and its processes. `fork` and `close` are the transport's business: both change
-    which sandboxes there are."""
+    """One sandbox and its processes. `fork` and `close` are left to the transport, since they
+    create and remove sandboxes."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -54,7 +54,7 @@ class ServedSandbox:
         }
 
     async def answer(self, operation: str, told: dict[str, Any]) -> Any:
-        """Raises one of TOLD, or ValueError for what is no operation."""
+        """Raises one of TOLD; ValueError for an unknown operation."""
         if operation not in self._operations:
             raise ValueError(f"there is no operation {operation!r}")
         return await self._operations[operation](**told)
@@ -67,7 +67,7 @@ class ServedSandbox:
         return self.adopt(await self.sandbox.start(**told))
 
     def adopt(self, process: Process) -> int:
-        """The number that a process is asked for by."""
+        """Register a process. Return the number that later requests name it by."""
         number = next(self._numbers)
         self._processes[number] = _ServedProcess(process)
         return number
@@ -110,8 +110,8 @@ class ServedSandbox:
 
 
 class _ServedProcess:
-    """What was asked about it outlives the one who asked: output that came too late for them is
-    what the next one gets."""
+    """A process with its pending requests, which outlive their caller: output that arrives too late
+    for one caller goes to the next."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -119,7 +119,7 @@ class _ServedProcess:
         self._waiting: asyncio.Task[int] | None = None
 
     async def read(self) -> bytes | None:
-        """None if there is none yet."""
+        """Read output; None if there is none yet."""
         self._reading = self._reading or lasting(self.process.read())
         done, _ = await asyncio.wait({self._reading}, timeout=LOOK_S)
         if not done:
@@ -134,8 +134,7 @@ class _ServedProcess:
 
 
 def lasting(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """A task that outlives the one who asked; when nobody asks again, nobody is told why it
-    failed."""
+    """A task that outlives its caller. If nobody awaits it again, its failure is not logged."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     return task

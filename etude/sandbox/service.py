@@ -1,9 +1,9 @@
-"""Machines of a service elsewhere, each for one sandbox in namespaces (`nested`): what all such
-services have in common, whatever their API.
+"""Machines of a remote service, each for one sandbox in namespaces (`nested`): the part that all
+such services have in common, whatever their API.
 
-A machine is asked for, waits for room, and lives as long as its lease is renewed, so that nothing
-of an owner that was killed remains. In it one process of ours is started, whose input and output
-the service carries.
+A machine is requested, waits for room, and lives as long as its lease is renewed, so nothing of a
+killed owner remains. One process of ours is started in it, and the service forwards its input and
+output.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from etude.sandbox.machines import Machines
 from etude.sandbox.nested_caller import NestedCaller, open_nested
 
 PROGRAM = "/run/etude/program.zip"
-"""The place of this package in a machine, under /run, which commands do not see."""
+"""Path of this package in a machine, under /run, which commands do not see."""
 FULL_S = 600.0
-"""How long to wait for a machine at a service that has no room."""
+"""Seconds to wait for a machine at a service that has no room."""
 _RENEW_S = LEASE_S / 6
 _ROOM_S = 1.0
 _IDLE_S = 1.0
-"""How long an idle connection is kept. It must be shorter than the service keeps it (most: 5 s or
+"""Seconds for which an idle connection is kept. They must be fewer than the service's (most: 5 s or
 more): a request on a connection that is just being closed is lost, and must not be repeated."""
 _INPUT_BYTES = 1 << 18
-"""The size of one message to the process, at most."""
+"""Largest size of one message to the process."""
 _WORDS_CHARS = 500
 _STARTING = 16
-"""Machines that are created at once: the service creates them, not this machine."""
+"""Machines that are created at the same time: the service creates them, not this machine."""
 
 Send = Callable[[bytes], Awaitable[None]]
 
@@ -52,10 +52,10 @@ class NoRoom(RolloutFailure):
 
 
 class ServicePool(ABC):
-    """A sandbox pool (`core.sandbox.SandboxPool`) on machines of a service, one a sandbox."""
+    """A sandbox pool (`core.sandbox.SandboxPool`) on machines of a service, one per sandbox."""
 
     tier: Tier = "namespaces"
-    """The isolation within a machine; that of the machine itself is the service's."""
+    """The isolation within a machine; that of the machine itself is up to the service."""
 
     def __init__(self, kind: str, reply_timeout_s: float) -> None:
         self.reply_timeout_s = reply_timeout_s
@@ -86,8 +86,8 @@ class ServicePool(ABC):
         return self._session
 
     async def ask(self, method: str, url: str, headers: Mapping[str, str], **more: Any) -> Any:
-        """What the service answers, as JSON has it. RolloutFailure, with its words, if it
-        refuses."""
+        """Send a request and return the JSON of the answer. RolloutFailure, with the service's
+        message, if it refuses."""
         timeout = aiohttp.ClientTimeout(total=self.reply_timeout_s)
         try:
             async with self.session.request(
@@ -123,11 +123,11 @@ class ServiceMachine(NestedCaller):
 
     @abstractmethod
     async def create(self) -> None:
-        """Ask for the machine. NoRoom, if it is to be asked for again."""
+        """Request the machine. NoRoom if the request is to be repeated."""
 
     @abstractmethod
     async def renew(self) -> None:
-        """Make its lease last for LEASE_S from now."""
+        """Extend the lease to LEASE_S from now."""
 
     @abstractmethod
     async def prepare(self) -> None:
@@ -135,14 +135,15 @@ class ServiceMachine(NestedCaller):
 
     @abstractmethod
     async def converse(self, started: asyncio.Future[Send]) -> None:
-        """Start the process, say what sends it input, and `hear` it until it has ended."""
+        """Start the process, set `started` to a function that sends it input, and `hear` its output
+        until it has ended."""
 
     @abstractmethod
     async def delete(self) -> None:
         """End the machine at once, as far as it was created."""
 
     def hear(self, output: bytes = b"", errors: bytes = b"") -> None:
-        """What the process says. Only the end of its errors is kept."""
+        """Take output of the process. Only the end of its errors is kept."""
         self._answers.feed_data(output)
         self._words = (self._words + errors.decode(errors="replace"))[-_WORDS_CHARS:]
 
@@ -179,7 +180,7 @@ class ServiceMachine(NestedCaller):
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
-            with contextlib.suppress(RolloutFailure):  # it is tried again while the lease lasts
+            with contextlib.suppress(RolloutFailure):  # retried while the lease lasts
                 await self.renew()
 
     async def _converse(self, started: asyncio.Future[Send]) -> None:
@@ -200,8 +201,8 @@ class ServiceMachine(NestedCaller):
 
 
 class _Messages:
-    """`lines.Requests`: what is written goes in messages, one after the other. Whoever gives up
-    waiting for that takes nothing away from others, nor out of the middle."""
+    """`lines.Requests` that sends its data as messages, one after the other. A caller that gives up
+    waiting does not cut a message off, nor lose the data of others."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -212,7 +213,7 @@ class _Messages:
         self._waiting += data
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send_all())
-            # its failure need not be of interest to anybody
+            # marks a failure as retrieved, since perhaps nobody waits for it
             self._sending.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _send_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Services of a sandbox: started beside the agent, and looked at until they are up."""
+"""Services of a sandbox: started before the agent, and checked until they are up."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _PORT_ANSWERS = 'import socket; socket.create_connection(("127.0.0.1", {port}), 
 
 
 async def start_services(sandbox: Sandbox, services: Sequence[Service]) -> list[asyncio.Task[None]]:
-    """One after the other, so that a service may need those before it. The tasks read what they
-    say, which would hold them up if nobody did, and end with the sandbox. RolloutFailure for one
-    that does not come up."""
+    """Start services one after the other, so that a service may need those before it. The returned
+    tasks read their output, since a full pipe would block them, and end with the sandbox.
+    RolloutFailure if a service does not come up."""
     reading: list[asyncio.Task[None]] = []
     try:
         for service in services:
@@ -33,7 +33,7 @@ async def start_services(sandbox: Sandbox, services: Sequence[Service]) -> list[
 
 
 async def listen(process: Process, words: bytearray) -> None:
-    """Read what it says to its end, and keep the last of it."""
+    """Read the output of a process to its end, and keep the last part of it."""
     try:
         while said := await process.read():
             words += said

@@ -1,12 +1,12 @@
-"""A spare: a sandbox that is nobody's yet.
+"""Spares: sandboxes that are made in advance and belong to nobody yet.
 
-Its cgroup, its namespaces and its first process are there, and every wall that is the same for all.
-What differs it is told when somebody wants a sandbox: its limits, the socket that it answers on,
-and whose user it is, if not its own. From then on it is that sandbox, to its end; none ever comes
-back.
+The cgroup, the namespaces, the first process and every wall that is the same for all sandboxes
+exist already. The rest is sent when somebody wants a sandbox: its limits, the socket that it
+answers on, and its user, if that is another one. From then on the spare is that sandbox until its
+end; it is never reused.
 
-The kernel waits before it moves a process into a cgroup or raises a network device, 10 ms and more
-where little else goes on. A spare has these waits behind it. Standard library only.
+The kernel waits before it moves a process into a cgroup or raises a network device: 10 ms and more
+on a quiet machine. A spare has these waits behind it. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ _NAMESPACES = (
     kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET
     | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 )  # fmt: skip
-"""All but that of cgroups, which begins with the last one that is entered."""
+"""All but the cgroup namespace, whose root is the cgroup that is entered last."""
 _LINKS = 2
-"""Descriptors that a spare is given at most: its link, and a cgroup that it has yet to enter."""
+"""Most descriptors that a spare receives: its link, and a cgroup that it has yet to enter."""
 
 
 class Ids(NamedTuple):
-    """Of the host."""
+    """User and group IDs of the host."""
 
     user: int
     group: int
 
 
 class Spare:
-    """One, as the zygote sees it."""
+    """One spare, as the zygote sees it."""
 
     def __init__(self, name: str, ids: Ids, way: socket.socket) -> None:
-        """`name`: of its cgroup. `ids`: who has made its namespaces, and is in there unless it is
-        said otherwise. `way`: to its first process, which ends with it."""
+        """`name`: of its cgroup. `ids`: the user that made its namespaces, and that commands run as
+        unless `name_user` sets another. `way`: socket to its first process, which ends when this is
+        closed."""
         self.name = name
         self.ids = ids
         self._way = way
@@ -57,7 +58,8 @@ class Spare:
         return self._process is not None
 
     def hear(self) -> str:
-        """Empty if it is up now; otherwise why it never will be, or is no more."""
+        """Receive its report. Empty if it is up now; otherwise the reason why it never will be, or
+        has ended."""
         words, descriptors, _, _ = socket.recv_fds(self._way, 1 << 10, 1)
         if not descriptors:
             return words.decode() or "the first process of a sandbox ended without a word"
@@ -65,19 +67,20 @@ class Spare:
         return ""
 
     def name_user(self, ids: Ids) -> None:
-        """Another one than its own, of one that is up."""
+        """Give a spare that is up another user than its own."""
         _map_guest(f"/proc/self/fd/{self._process}", ids)
 
     def give(
         self, link: socket.socket, cgroup: Sequence[int], *, named: bool, bounds: Sequence[int]
     ) -> None:
-        """Make it the sandbox of whoever holds the other end of `link`. `cgroup`: what it has yet
-        to enter. `named`: whether its user is. `bounds`: as `guest.serve` takes them."""
+        """Turn it into the sandbox of the holder of the other end of `link`. `cgroup`: descriptors
+        that it has yet to enter. `named`: True if its user is set already. `bounds`: as
+        `guest.serve` takes them."""
         told = " ".join(str(int(each)) for each in (named, *bounds))
         socket.send_fds(self._way, [told.encode()], [link.fileno(), *cgroup])
 
     def close(self) -> None:
-        """It ends with this, unless it was given to somebody."""
+        """Close the socket, which ends the spare unless it was given away."""
         self._way.close()
         if self._process is not None:
             os.close(self._process)
@@ -86,8 +89,8 @@ class Spare:
 def be_spare(
     way: socket.socket, name: str, ids: Ids, cgroups: Cgroups | None, *, lived_in: bool
 ) -> NoReturn:
-    """Make one of this fork of the zygote. It forks once more: only a child is process 1 in a new
-    namespace. `lived_in`: whether it is to look like a machine that was started days ago."""
+    """Turn this fork of the zygote into a spare. It forks once more, since only a child is process
+    1 of a new namespace. `lived_in`: make it look like a machine that was started days ago."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     refused, process = "", []
     try:
@@ -117,13 +120,13 @@ def be_spare(
 
 
 def _wait(way: socket.socket, words: str, process: list[int]) -> tuple[bytes, list[int]]:
-    """What the zygote gives, or nothing if it has ended."""
+    """Wait for the zygote's message; no descriptors if the zygote has ended."""
     try:
         socket.send_fds(way, [words.encode()], process)
         told, descriptors, _, _ = socket.recv_fds(way, 1 << 10, _LINKS)
     except ConnectionError:
-        # It has closed its side without having read ours, which the kernel says once, before it
-        # gives what was sent.
+        # The zygote has closed its side without reading our message. The kernel reports that once,
+        # before it delivers the data that was sent.
         told, descriptors, _, _ = socket.recv_fds(way, 1 << 10, _LINKS)
     for descriptor in (way.detach(), *process):
         os.close(descriptor)
@@ -131,15 +134,16 @@ def _wait(way: socket.socket, words: str, process: list[int]) -> tuple[bytes, li
 
 
 def _become(user: int, group: int) -> None:
-    """User 0 of the host is never inside, under whatever name: it owns /proc/sys and is exempt from
-    limits. Nor has it made the namespaces: what is used in there counts as its maker's, too."""
+    """Change to a user other than the host's root. Root must never be inside: it owns /proc/sys and
+    is exempt from limits, under any name. Nor may it make the namespaces: what is used in one
+    counts for its maker, too."""
     os.setresgid(group, group, group)
     os.setresuid(user, user, user)
     kernel.own_proc_entry()
 
 
 def _become_sandbox(ids: Ids, cgroup: Sequence[int], *, named: bool) -> str:
-    """Empty, or the call that the kernel refused."""
+    """Turn this spare into a sandbox. Empty, or the call that the kernel refused."""
     try:
         for entry in cgroup:
             os.write(entry, b"0")
@@ -155,8 +159,8 @@ def _become_sandbox(ids: Ids, cgroup: Sequence[int], *, named: bool) -> str:
 
 
 def _been_up(number: int) -> None:
-    """Children of this process are born into a time of their own. `number`: anything, so that
-    sandboxes differ."""
+    """Give the children of this process a clock that started days ago. `number`: any number, which
+    makes sandboxes differ."""
     kernel.unshare(kernel.CLONE_NEWTIME)
     kernel.put("/proc/self/timens_offsets", f"boottime {_DAY_S + number * 7919 % (20 * _DAY_S)} 0")
 
@@ -166,8 +170,8 @@ def _map_guest(process: str, ids: Ids) -> None:
 
 
 def map_ids(process: str, inside: Ids, outside: Ids) -> None:
-    """The one user and the one group of the user namespace that a process is in. `process`: its
-    directory in /proc."""
+    """Set the only user and group in the user namespace of a process. `process`: its directory in
+    /proc."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inside.user} {outside.user} 1"),

@@ -1,4 +1,5 @@
-"""What a backend can give of a spec. The rest is refused by name, before anything is opened."""
+"""Checks that a backend can provide a spec. Anything else is refused by name, before a sandbox is
+opened."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from etude.sandbox.repository import read_commit
 from etude.sandbox.tree import FILE, Entry, Tree
 
 USER = "user"
-"""What commands are called in a sandbox with walls."""
+"""Name of the user in a sandbox with walls."""
 
 
 def check_spec(
     spec: SandboxSpec, *, backend: str, gives: Collection[str], limits: Collection[str] = ()
 ) -> None:
-    """Raise EtudeError for the first part that is asked for and not among those that the backend
-    gives. `files` and `env` are given by all."""
+    """Raise EtudeError that names the parts of the spec that the backend does not provide. All
+    backends provide `files` and `env`."""
     asked = [
         field.name
         for field in fields(SandboxSpec)
@@ -46,7 +47,7 @@ def check_spec(
 
 
 def given_within_walls(spec: SandboxSpec, workdirs: Collection[str] = WORKDIRS) -> set[str]:
-    """The parts that every sandbox with walls of its own gives, as far as this spec goes."""
+    """The parts of this spec that every sandbox with its own walls provides."""
     gives = {"repository"}
     if spec.user == USER:
         gives.add("user")
@@ -60,8 +61,8 @@ def given_within_walls(spec: SandboxSpec, workdirs: Collection[str] = WORKDIRS) 
 def check_machine(
     spec: SandboxSpec, *, backend: str, limits: Collection[str], gives: Collection[str] = ()
 ) -> None:
-    """The same for a backend that has a machine for each sandbox. `gives`: beside what is given
-    within walls."""
+    """Check a spec for a backend with one machine per sandbox. `gives`: parts that it provides in
+    addition to those of `given_within_walls`."""
     check_spec(spec, backend=backend, gives=given_within_walls(spec) | set(gives), limits=limits)
     if (spec.limits.memory_bytes or LEAST_MEMORY_BYTES) < LEAST_MEMORY_BYTES:
         raise EtudeError(f"limits.memory_bytes must be at least {LEAST_MEMORY_BYTES}")
@@ -69,13 +70,13 @@ def check_machine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpackedSpec(SandboxSpec):
-    """A spec whose repository and files were read where they are, which is elsewhere."""
+    """A spec whose repository and files were read on another machine."""
 
     tree: Tree = field(default_factory=dict)
 
 
 async def to_message(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -> dict[str, Any]:
-    """A spec for another machine, as JSON has it."""
+    """A spec as JSON, for another machine."""
     tree = await opening_tree(spec, max_bytes=max_bytes, max_entries=max_entries)
     told = asdict(replace(spec, files={}, repository=None))
     del told["files"], told["repository"]
@@ -83,7 +84,7 @@ async def to_message(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -> 
 
 
 def from_message(told: Mapping[str, Any]) -> UnpackedSpec:
-    """ValueError for what is no such message."""
+    """The spec in such a message. ValueError if it is malformed."""
     try:
         tree = {inside(path): Entry(*each) for path, each in decoded(told["tree"]).items() if each}
         services = [
@@ -102,7 +103,7 @@ def from_message(told: Mapping[str, Any]) -> UnpackedSpec:
 
 
 async def opening_tree(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -> Tree:
-    """What the working copy holds at first: the repository, and the files over it."""
+    """The initial content of the working copy: the repository, and the files over it."""
     found: dict[str, Entry] = dict(spec.tree) if isinstance(spec, UnpackedSpec) else {}
     if spec.repository:
         found = await read_commit(spec.repository, max_bytes=max_bytes, max_entries=max_entries)

@@ -1,7 +1,7 @@
-"""Output and input of a process that goes on in the background: the host's side.
+"""Output and input of a background process: the host's side.
 
-There is no buffer here: what nobody reads stays in the pipe or the terminal, and when that is full,
-the process waits.
+There is no buffer here: output that nobody reads stays in the pipe or the terminal, and when that
+is full, the process blocks.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Callable
 
 _CHUNK = 1 << 16
 _REST_BYTES = 1 << 20
-"""The largest pipe that an ordinary user may make of one."""
-_END_OF_INPUT = b"\x04"  # typed at a terminal
+"""The largest pipe that an ordinary user may make."""
+_END_OF_INPUT = b"\x04"  # as typed at a terminal
 
 
 class Streams:
-    """The descriptors of one process, which belong to this object from now on."""
+    """The descriptors of one process, which this object owns from now on."""
 
     def __init__(self, output: int, source: int, *, terminal: bool) -> None:
         self._output = output
         self._source = source
         self._terminal = terminal
         self._open = {output, source}
-        self._rest = b""  # what was left to read when the process ended
+        self._rest = b""  # output that was unread when the process ended
         self._reading = asyncio.Lock()
         self._writing = asyncio.Lock()
         self._waiting: set[asyncio.Future[None]] = set()
@@ -45,14 +45,14 @@ class Streams:
             return b""
 
     async def readable(self) -> None:
-        """Takes nothing, so nothing is lost with a reader that is cancelled."""
+        """Wait for output. It is not consumed, so a cancelled reader loses nothing."""
         async with self._reading:
             if self._output in self._open:
                 loop = asyncio.get_running_loop()
                 await self._ready(self._output, loop.add_reader, loop.remove_reader)
 
     async def write(self, data: bytes) -> None:
-        """What nothing will read any more is dropped."""
+        """Write input; data that no process will read any more is dropped."""
         async with self._writing:
             if not data and not self._terminal:
                 self._shut(self._source)
@@ -79,11 +79,11 @@ class Streams:
             await future
         finally:
             self._waiting.discard(future)
-            if descriptor in self._open:  # else its number may be someone else's by now
+            if descriptor in self._open:  # otherwise its number may be reused by now
                 remove(descriptor)
 
     def finish(self) -> None:
-        """The process has ended: keep what it left unread, and none of the descriptors."""
+        """Close the descriptors of a process that has ended, and keep its unread output."""
         with contextlib.suppress(OSError):
             while self._output in self._open and len(self._rest) <= _REST_BYTES:
                 if not (data := os.read(self._output, _CHUNK)):

@@ -1,9 +1,9 @@
-"""The system calls that no command may make, as a filter that the kernel runs in front of every
-call (seccomp).
+"""System calls that commands must not make, as a filter that the kernel runs before every call
+(seccomp).
 
-Refused is what keeps memory outside of every limit, what outlives or reaches past a process, and
-what is a large part of the kernel to attack and of no use to code and its tests. The rest is left
-alone, so that ordinary programs just run. Standard library only.
+The filter refuses calls that keep memory outside of every limit, that outlive or reach beyond a
+process, or that expose a large part of the kernel and are of no use to code and its tests. All
+others are allowed, so that ordinary programs run. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ import struct
 from collections.abc import Iterable
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Where the numbers below are known, with the kernel's name for the machine in a filter."""
+"""Machines whose numbers are known below, with the kernel's constant for each in a filter."""
 _SOCKET = (41, 198)
 _SOCKETPAIR = (53, 199)
 _KEYCTL = (250, 219)
 _IOCTL = (16, 29)
 _REFUSED_IOCTLS = {"TIOCSTI": 0x5412, "TIOCLINUX": 0x541C, "TIOCSETD": 0x5423}
-"""Of terminals: typing for others, the console, and other line disciplines."""
+"""Terminal requests: typing for others, the console, and other line disciplines."""
 _FCNTL = (72, 25)
 _REFUSED_FCNTLS = {"F_SETPIPE_SZ": 1031}
-"""The kernel refuses it too, to a user whose pipes have taken enough; this one's have not yet."""
+"""The kernel itself refuses it only once a user's pipes have taken too much memory; the user of a
+sandbox has not reached that."""
 _SETSOCKOPT = (54, 208)
 _IGNORED_OPTIONS = {"SO_SNDBUF": socket.SO_SNDBUF, "SO_RCVBUF": socket.SO_RCVBUF}
-"""Memory of the kernel, megabytes a socket. What is too much of it the kernel cuts down without a
-word; here, all of it."""
+"""Buffers in kernel memory, megabytes per socket. The kernel silently caps values that are too
+large; here all values are ignored."""
 _SHMGET = (29, 194)
 _SHM_BYTES = 4096
-"""PostgreSQL marks its directory as taken with a segment of 56 bytes. No larger ones: memory that
-no process has is outside of a process's limits. A namespace has at most 4,096 segments, 16 MiB."""
+"""PostgreSQL marks its directory as taken with a segment of 56 bytes. Larger ones are refused:
+memory that belongs to no process is outside of its limits. A namespace has at most 4,096 segments,
+16 MiB."""
 _REFUSED = {
-    "io_setup": (206, 0),  # of these, one machine has so many
+    "io_setup": (206, 0),  # limited for the machine as a whole
     "semget": (64, 190),
     "msgget": (68, 186),
     "ptrace": (101, 117),
@@ -53,18 +55,17 @@ _REFUSED = {
 }
 # 16: AF_NETLINK, with which libc lists interfaces
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)
-"""All of these end at the walls of the network namespace; others (AF_VSOCK) do not know that there
-is one."""
+"""All of these are confined by the network namespace; others (AF_VSOCK) are not."""
 
 _NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
 _UPPER = 4
-"""Places in what a filter reads of a call. An argument's lower half, which both machines have
-first, and how far behind it the upper one is."""
+"""Offsets in the data that a filter reads of a call. An argument's offset is that of its lower
+half, which comes first on both machines; the upper half follows at `_UPPER`."""
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _IGNORE, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x00050000 | errno.EPERM, 0x80000000
 _X32 = 0x40000000
-"""Numbers from here on are a second table for the same calls on x86_64; the other machine has none
-so high."""
+"""Numbers from here on are a second table for the same calls on x86_64; the other machine has no
+such numbers."""
 
 
 def number_of_keyctl(machine: str) -> int | None:
@@ -72,12 +73,12 @@ def number_of_keyctl(machine: str) -> int | None:
 
 
 def program(machine: str) -> bytes | None:
-    """The filter, or None for a machine whose numbers are not in the table: there the other walls
-    stand alone."""
+    """The filter, or None for a machine whose numbers are not in the table: there, sandboxes have
+    only the other walls."""
     if machine not in _MACHINES:
         return None
-    # Another machine's calls (those of 32 bits on x86_64) have other numbers, which would pass for
-    # harmless ones.
+    # Another architecture's calls (those of 32 bits on x86_64) have other numbers, which would pass
+    # for harmless ones.
     steps = [
         _step(_LOAD, _MACHINE),
         _step(_IF_EQUAL, _MACHINES[machine], yes=1),
@@ -130,5 +131,5 @@ def _column(numbers: tuple[int, int], machine: str) -> int:
 
 
 def _step(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
-    """One instruction; a comparison skips as many of the next ones as `yes` or `no` says."""
+    """One instruction. A comparison skips `yes` or `no` of the next instructions."""
     return struct.pack("=HBBI", code, yes, no, value)

@@ -1,7 +1,7 @@
-"""Tells: what gives away that a machine is a sandbox, and that nobody lives there.
+"""Tells: signs that a machine is a sandbox, and that nobody lives there.
 
-A command in the sandbox says what can be seen; which of it is a tell is decided here. A score is
-the share of tells that were not found.
+A command in the sandbox reports what can be seen there; this module decides which of it is a tell.
+The score is the share of tells that were not found.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Seen = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """One thing that gives a machine away."""
+    """One sign that gives a machine away."""
 
     name: str
     seen: str
@@ -50,7 +50,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was looked at, and what was found."""
+    """Number of tells that were looked for, and those that were found."""
 
     looked: int
     tells: Sequence[Tell]
@@ -116,7 +116,7 @@ def parse(output: str) -> dict[str, str]:
 
 
 def judge(seen: Seen) -> Report:
-    """Pure: what is a tell in what was seen."""
+    """Find the tells in a report. Pure."""
     names = re.findall(r"^say (\w+)", _LOOK, re.MULTILINE)
     whole = {name: seen.get(name, "") for name in names}
     found = [

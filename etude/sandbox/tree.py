@@ -1,8 +1,8 @@
-"""The files of a working copy, read from where an agent may be changing them at the same time.
+"""The files of a working copy, read while an agent may be changing them.
 
-Nothing in it is trusted: links are read, never followed; pipes and sockets are never opened for
-long enough to wait; names need not be UTF-8 (they are strings as `os.fsdecode` makes them); what
-vanishes meanwhile has not been there. Standard library only: this runs on both sides of the wall.
+Nothing in it is trusted. Links are read, never followed; opening a pipe or socket never blocks;
+names need not be UTF-8 (they are strings as `os.fsdecode` makes them); a file that vanishes
+meanwhile is treated as absent. Standard library only: this runs on both sides of the wall.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 FILE, EXECUTABLE, LINK = 0o100644, 0o100755, 0o120000
-"""Modes, as git writes them. What is none of these keeps the mode that the system gives it."""
+"""Modes, as git writes them. Entries of other kinds keep the mode that the system gives them."""
 CHANGES_BYTES = 4 << 20
-"""So much content of changed files is shown in a diff, all together."""
+"""Total content of changed files that a diff shows."""
 
 _CHUNK = 1 << 20
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EXDEV, errno.ENXIO, errno.EINVAL}
-"""What opening says to something that is not there any more, or is something else by now."""
+"""Errors of opening a path that does not exist any more, or that is something else by now."""
 
 Open = Callable[[str, int], int]
 """Opens a path of the working copy with these flags, without leaving it."""
 
 
 class Entry(NamedTuple):
-    """One file or link. `content` is where a link leads; None: too large to look at, unreadable, or
+    """One file or link. `content` of a link is its target; None: too large to read, unreadable, or
     neither a file nor a link."""
 
     mode: int
@@ -45,7 +45,7 @@ Known = tuple[int, int, str]
 
 
 def known(tree: Tree) -> dict[str, Known]:
-    """Enough of a tree to find out what has changed since."""
+    """Enough of a tree to find out later what has changed."""
     return {
         path: (mode, len(content), hashlib.sha256(content).hexdigest())
         for path, (mode, content) in tree.items()
@@ -54,7 +54,7 @@ def known(tree: Tree) -> dict[str, Known]:
 
 
 def matches(path: str, only: Collection[str], without: Collection[str]) -> bool:
-    """Whether a path matches a pattern of `only`, and none of `without`. A star matches slashes."""
+    """True if a path matches a pattern of `only`, and none of `without`. A star matches slashes."""
     return any(fnmatchcase(path, each) for each in only) and not any(
         fnmatchcase(path, each) for each in without
     )
@@ -69,8 +69,8 @@ def patch(
     only: Collection[str] = ("*",),
     without: Collection[str] = (),
 ) -> dict[str, tuple[int, bytes] | None]:
-    """The same, but whole, of the paths that match. ValueError if there is more of it. Special
-    files have no part in it."""
+    """All changes of matching paths, with their full content. ValueError if they are too large.
+    Special files are left out."""
     found: dict[str, tuple[int, bytes] | None] = {}
     changed = changes(
         opener,
@@ -97,7 +97,7 @@ def changes(
     max_bytes: int = CHANGES_BYTES,
     wanted: Callable[[str], bool] = lambda path: True,
 ) -> dict[str, Entry | None]:
-    """What is not as it was: path -> how it is now, or None where nothing is any more."""
+    """The entries that differ from `before`: path -> current entry, or None if it was deleted."""
     left = max_bytes
     gone = set(before)
     changed: dict[str, Entry | None] = {}
@@ -136,7 +136,7 @@ def _look(directory: int, path: str, status: os.stat_result, limit: int) -> Entr
             with _open_file(directory, name) as file:
                 content = file.read(limit + 1)
             return Entry(mode, content if len(content) <= limit else None)
-    except OSError:  # it is something else by now, or may not be read
+    except OSError:  # it is something else by now, or not readable
         pass
     return Entry(mode, None)
 
@@ -150,7 +150,8 @@ def _open_file(directory: int, name: str) -> io.BufferedReader:
 
 
 def _walk(opener: Open, max_entries: int) -> Iterator[tuple[str, int, os.stat_result]]:
-    """All below, each with a descriptor of its directory. ValueError if there is too much of it."""
+    """Everything below, each with a descriptor of its directory. ValueError if there are too many
+    entries."""
     count = 0
     pending = ["."]
     while pending:
@@ -171,7 +172,7 @@ def _walk(opener: Open, max_entries: int) -> Iterator[tuple[str, int, os.stat_re
                     status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                except OSError as e:  # marks of the file system that the agent has put there
+                except OSError as e:  # file system attributes that the agent has set there
                     raise ValueError(f"{name} cannot be read: {e.strerror}") from e
                 inner = name if path == "." else f"{path}/{name}"
                 yield inner, directory, status
@@ -182,8 +183,8 @@ def _walk(opener: Open, max_entries: int) -> Iterator[tuple[str, int, os.stat_re
 
 
 def make_parents(root: str, path: str) -> None:
-    """The directories that lead to a path below `root`. One after the other, and not as
-    `os.makedirs` does it: a thousand nested ones end that, and its process."""
+    """Make the directories that lead to a path below `root`, in a loop: `os.makedirs` recurses, and
+    a thousand nested ones would crash the process."""
     parent = os.path.dirname(path)
     if not parent or os.path.isdir(f"{root}/{parent}"):
         return
@@ -195,10 +196,11 @@ def make_parents(root: str, path: str) -> None:
 
 
 def apply(root: str, changed: Mapping[str, tuple[int, bytes] | None]) -> None:
-    """Make what `patch` found in another working copy so in this one, in which nothing runs."""
+    """Apply the changes that `patch` found in another working copy to this one, in which nothing
+    runs."""
     base = os.open(root, os.O_PATH | os.O_DIRECTORY)
     try:
-        # what was deleted first: a directory may have become a file, and a file a directory
+        # deletions first: a directory may have become a file, and a file a directory
         for path, entry in sorted(changed.items(), key=lambda item: item[1] is not None):
             try:
                 _apply_entry(base, path, entry)
@@ -237,7 +239,7 @@ def _enter(directory: int, name: str) -> int:
 
 
 def _remove(directory: int, name: str) -> None:
-    """Also a directory, if there is nothing in it but directories."""
+    """Remove a file, or a directory that contains nothing but directories."""
     try:
         os.unlink(name, dir_fd=directory)
     except FileNotFoundError:
@@ -273,9 +275,9 @@ def _put(directory: int, name: str, mode: int, content: bytes) -> None:
 
 
 def send(opener: Open, to: int, *, max_bytes: int, max_entries: int) -> None:
-    """The whole of it with modes and times, into a socket or pipe: for each entry a line of JSON
-    and the bytes that it has, holes left out; then an empty line. ValueError if that is more than
-    `max_bytes`."""
+    """Write the whole working copy, with modes and times, into a socket or pipe: for each entry a
+    line of JSON and its bytes, with holes left out; then an empty line. ValueError if it has more
+    than `max_bytes`."""
     with open(to, "wb", closefd=False) as out:
         for path, directory, status in _walk(opener, max_entries):
             try:
@@ -292,7 +294,7 @@ def send(opener: Open, to: int, *, max_bytes: int, max_entries: int) -> None:
 def _send_entry(
     out: io.BufferedWriter, path: str, directory: int, status: os.stat_result, left: int
 ) -> int:
-    """The number of bytes that it has."""
+    """Send one entry. Return the number of its bytes."""
     name = os.path.basename(path)
     head = {"path": path, "mode": status.st_mode, "time": status.st_mtime_ns}
     if stat.S_ISLNK(status.st_mode):
@@ -314,12 +316,12 @@ def _send_entry(
 
 
 def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """Where there is something in a file: offset and length."""
+    """Offset and length of the parts of a file that are not holes."""
     at = 0
     while at < size:
         try:
             start = os.lseek(file, at, os.SEEK_DATA)
-        except OSError:  # nothing but a hole up to its end
+        except OSError:  # a hole up to the end
             return
         at = min(os.lseek(file, start, os.SEEK_HOLE), size)
         yield start, at - start
@@ -328,15 +330,15 @@ def _extents(file: int, size: int) -> Iterator[tuple[int, int]]:
 def _send_bytes(to: int, file: int, offset: int, length: int) -> None:
     while length:
         sent = os.sendfile(to, file, offset, min(length, _CHUNK))
-        if sent == 0:  # somebody has made it shorter meanwhile
+        if sent == 0:  # the file has become shorter meanwhile
             sent = os.write(to, bytes(min(length, _CHUNK)))
         offset += sent
         length -= sent
 
 
 def receive(source: int, root: str) -> None:
-    """What `send` sent, into an empty directory in which nothing runs yet. EOFError if it ends too
-    early."""
+    """Read the output of `send` into an empty directory in which nothing runs yet. EOFError if it
+    ends too early."""
     base = os.open(root, os.O_PATH | os.O_DIRECTORY)
     directories = []
     with open(source, "rb", closefd=False) as stream:
@@ -354,7 +356,7 @@ def receive(source: int, root: str) -> None:
                 os.mkfifo(path, stat.S_IMODE(mode), dir_fd=base)
             elif stat.S_ISREG(mode):
                 _receive_file(stream, head, base)
-    for head in reversed(directories):  # last, since a file that is added changes them
+    for head in reversed(directories):  # last, since adding files changes their times
         _restore(head["path"], head, base)
     os.close(base)
 

@@ -1,8 +1,9 @@
-"""Sandboxes with a machine of their own: a virtual one of QEMU, and in it a sandbox in namespaces.
+"""Sandboxes with a machine of their own: a virtual machine of QEMU that contains a sandbox in
+namespaces.
 
-A machine boots once for each size. When its first process (`vm_guest`) is up, it is saved: its
-memory is a file, of which every later machine has a private copy, page by page as it writes. A fork
-is a machine that was saved as it ran, memory, processes and services included.
+One machine of each size boots. When its first process (`vm_guest`) is up, it is saved: its memory
+is a file, which every later machine maps privately, copying each page that it writes. A fork is a
+running machine that was saved, including memory, processes and services.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from etude.sandbox.spec import check_machine, to_message
 from etude.sandbox.vm_boot import build_disks, cache, keep_template, write_initramfs
 
 _BOOT_S = 600.0
-"""For a machine that is emulated, on a host that is full."""
+"""Seconds for a machine that is emulated, on a busy host."""
 _SYSTEM_BYTES = 192 * MIB
-"""What the kernel of a machine and its first processes take beside what a sandbox may."""
+"""Memory for a machine's kernel and first processes, in addition to the sandbox's own."""
 _LIMITS = ("cpus", "memory_bytes", "disk_bytes", "processes")
 
 
@@ -48,8 +49,8 @@ class VmSandboxPool:
     def __init__(
         self, reply_timeout_s: float = REPLY_TIMEOUT_S, mounts: Sequence[Mount] = ()
     ) -> None:
-        """Raises EtudeError where something is missing, or no machine boots. The first one on a
-        machine takes minutes: it makes a disk of the programs that are installed."""
+        """Raises EtudeError if something is missing, or if no machine boots. The first pool on a
+        machine takes minutes: it makes a disk of the installed programs."""
         self.engine = find_engine()
         check_walled(mounts)
         self.reply_timeout_s = reply_timeout_s
@@ -84,8 +85,8 @@ class VmSandboxPool:
             await sandbox.close()
 
     async def _make_template(self, hardware: Hardware) -> Snapshot:
-        """One that is up, and has nothing in it yet. It is kept for later pools, since it takes
-        much longer to boot than to be restored."""
+        """Boot an empty machine and save it. It is kept for later pools, since booting takes much
+        longer than restoring."""
         key = sha256(f"{self._what_boots} {hardware}".encode()).hexdigest()[:32]
         kept = cache() / f"template-{key}"
         if not kept.exists():
@@ -114,7 +115,8 @@ class VmSandboxPool:
 
 
 class _Machine:
-    """A `called.Caller`: one process of QEMU, the lines to what runs in it, and its monitor."""
+    """A `called.Caller`: one process of QEMU, the lines to the first process in it, and its
+    monitor."""
 
     def __init__(self, pool: VmSandboxPool, hardware: Hardware) -> None:
         self._pool = pool
@@ -125,7 +127,7 @@ class _Machine:
         self._saving = asyncio.Lock()
 
     async def boot(self, snapshot: Snapshot) -> None:
-        """From nothing, with its memory in the file of what it will be."""
+        """Boot, with the memory in the file of the future snapshot."""
         await self._start(snapshot.memory, boots=True)
         try:
             await self._hello(_BOOT_S)
@@ -176,7 +178,7 @@ class _Machine:
         return said.decode(errors="replace").strip()[-500:] or "nothing"
 
     async def _hello(self, patience_s: float) -> None:
-        """It has another time, and other chances, than those that it was saved with."""
+        """Send the current time and random bytes: a restored machine has those of its snapshot."""
         assert self._lines is not None
         chance = base64.b64encode(os.urandom(64)).decode()
         await self._lines.call("hello", {"now": time.time(), "chance": chance}, patience_s)
@@ -186,13 +188,13 @@ class _Machine:
         return await self._lines.call(operation, told, working_s + self._pool.reply_timeout_s)
 
     async def save(self, snapshot: Snapshot) -> None:
-        """It stands still afterwards."""
+        """Save the machine, which stands still afterwards."""
         assert self._monitor is not None
         memory_too = snapshot.memory is None
         await asyncio.to_thread(self._monitor.save, snapshot.state, memory_too=memory_too)
 
     async def fork(self) -> CalledSandbox:
-        """With all that runs in there."""
+        """Fork the machine with everything that runs in it."""
         assert self._monitor is not None
         snapshot = Snapshot(self._pool.machines.place("fork"), None)
         try:

@@ -1,9 +1,9 @@
-"""What a virtual machine is started with: a kernel, the first file system (initramfs), and a disk
-with the programs of this machine.
+"""Boot files of a virtual machine: a kernel, the first file system (initramfs), and a disk with the
+programs of this machine.
 
 The kernel is one that Debian installed, with the few modules that a machine needs. The disk is a
-squashfs of what sandboxes show; it is made once for each state of those directories and kept, since
-it is as large as they are.
+squashfs of the directories that sandboxes show. It is made once for each state of those directories
+and kept, since it is as large as they are.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from etude.sandbox.bundle import copy_program
 from etude.sandbox.mounts import Mount
 
 PROBE = "etude.probe"
-"""On the kernel's command line: only say that it is up, and end."""
+"""On the kernel's command line: only report that the machine is up, and power off."""
 UP = "etude is up"
 SYSTEM, MOUNTS = "system", "mounts"
 """The disks of a machine, by their serial numbers."""
 MOUNTED = "/mnt"
-"""Where the second one is, in a machine."""
+"""Mount point of the second disk in a machine."""
 _PROGRAM = "/run/program"
 _PYTHON = ("-B", "-s", "-S", "-P", "-X", "utf8", "-c")
 _START = (
@@ -78,7 +78,7 @@ exec switch_root /root COMMAND
 
 
 def cache() -> Path:
-    """Where disks are kept, and what was found out about this machine."""
+    """Directory of disks, templates, and the results of probing this machine."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     place = Path(base) / "etude" / "vm"
     place.mkdir(parents=True, exist_ok=True)
@@ -87,14 +87,13 @@ def cache() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One that is installed here, and its modules."""
+    """An installed kernel, and its modules."""
 
     path: str
     modules: str
 
     def module_files(self) -> list[str]:
-        """What has to be loaded, in order. FileNotFoundError if one is neither there nor in the
-        kernel itself."""
+        """The modules to load, in order. FileNotFoundError if one is neither there nor built in."""
         built_in = {_module_name(line) for line in _lines(f"{self.modules}/modules.builtin")}
         needs: dict[str, list[str]] = {}
         for line in _lines(f"{self.modules}/modules.dep"):
@@ -110,8 +109,8 @@ class Kernel:
 
 
 def find_kernel() -> Kernel | None:
-    """The newest that is installed here, can be read and has what a machine needs; one made for
-    virtual machines before others."""
+    """The newest installed kernel that is readable and has what a machine needs; kernels for
+    virtual machines come first."""
     found = []
     for path in glob.glob("/boot/vmlinuz-*"):
         version = path.removeprefix("/boot/vmlinuz-")
@@ -124,7 +123,7 @@ def find_kernel() -> Kernel | None:
 
 
 def write_initramfs(target: Path, kernel: Kernel, mounts: Sequence[Mount]) -> None:
-    """The program of the guest, busybox and modules."""
+    """Write the guest's program, busybox and modules into an initramfs."""
     python = getattr(sys, "_base_executable", sys.executable)
     places = [word for source, target in mounts for word in (MOUNTED + source, target)]
     argv = [python, *_PYTHON, _START, _PROGRAM, *places]
@@ -134,7 +133,7 @@ def write_initramfs(target: Path, kernel: Kernel, mounts: Sequence[Mount]) -> No
     with target.open("wb") as file, tempfile.TemporaryDirectory() as directory:
         for name in ("bin", "dev", "proc", "sys", "root", "modules"):
             _add(file, name, stat.S_IFDIR | 0o755)
-        # what the kernel itself opens before anything is mounted
+        # the kernel itself opens this before anything is mounted
         _add(file, "dev/console", stat.S_IFCHR | 0o600, device=(5, 1))
         _add(file, "init", stat.S_IFREG | 0o755, init.encode())
         busybox = shutil.which("busybox")
@@ -148,7 +147,7 @@ def write_initramfs(target: Path, kernel: Kernel, mounts: Sequence[Mount]) -> No
         order = "\n".join(_module_name(path) for path in files)
         _add(file, "modules/order", stat.S_IFREG | 0o644, order.encode())
         copy_program(Path(directory, "program"))
-        for source in list(Path(directory).rglob("*.py")):  # in there it would take seconds
+        for source in list(Path(directory).rglob("*.py")):  # in the guest it would take seconds
             unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
             named = f"/run/{source.relative_to(directory)}"
             py_compile.compile(str(source), dfile=named, invalidation_mode=unchecked)
@@ -169,7 +168,7 @@ def _add(
     content: bytes = b"",
     device: tuple[int, int] = (0, 0),
 ) -> None:
-    """An entry as the kernel reads it (cpio, "newc")."""
+    """Add an entry in the format that the kernel reads (cpio, "newc")."""
     path = name.encode() + b"\0"
     fields = (0, mode, 0, 0, 1, 0, len(content), 0, 0, *device, len(path), 0)
     head = b"070701" + b"".join(b"%08X" % value for value in fields) + path
@@ -193,8 +192,8 @@ def _lines(path: str) -> list[str]:
 
 
 def build_disks(mounts: Sequence[Mount]) -> dict[str, Path]:
-    """File systems by name: the programs of this machine, and these directories if there are any.
-    They are there already if nothing of them has changed; of others, the newest few are kept."""
+    """Disks by name: the programs of this machine, and the mounts if there are any. A disk is
+    reused if none of its files has changed; the newest few are kept."""
     sources = [name for name in (*_SYSTEM, *_ETC) if os.path.lexists(f"/{name}")]
     prefix = sys.base_prefix
     if not f"{prefix}/".startswith("/usr/"):
@@ -217,18 +216,19 @@ def _disk(sources: Sequence[str], hidden: Sequence[str]) -> Path:
 
 
 def _hidden() -> list[str]:
-    """The packages of any Python in there, which no sandbox shows."""
+    """The packages of every Python, which no sandbox shows, and other directories to leave out."""
     prefixes = sorted({"/usr", "/usr/local", sys.base_prefix})
     found = [path for each in prefixes for path in glob.glob(f"{each}/lib*/python*/*-packages")]
     return [*(path for path in found if not os.path.islink(path)), *_LEFT_OUT]
 
 
 def _digest(roots: Sequence[str], hidden: Sequence[str]) -> str:
-    """Of names, sizes, modes and times: the contents of gigabytes would take too long."""
+    """Digest of names, sizes, modes and times: reading gigabytes of contents would take too
+    long."""
     pruned = [word for path in hidden for word in ("-path", f"/{path}", "-prune", "-o")]
     argv = ["find", *roots, *pruned, "-printf", "%p %s %T@ %m %l\\n"]
     found = subprocess.run(argv, capture_output=True, check=False).stdout
-    # in an order of its own: that of directories changes when they are copied
+    # sorted, since the order of directories changes when they are copied
     told = "\n".join([*roots, *hidden]).encode() + b"\n".join(sorted(found.splitlines()))
     return hashlib.sha256(told).hexdigest()
 
@@ -260,7 +260,8 @@ def _write_disk(disk: Path, sources: Sequence[str], hidden: Sequence[str]) -> No
 
 @contextlib.contextmanager
 def _written_whole(path: Path) -> Iterator[Path]:
-    """Only one is written at a time, and one that was killed left this."""
+    """A path that is renamed to `path` once complete. Only one process writes at a time, so an
+    existing file was left by one that was killed."""
     unfinished = path.with_name("unfinished")
     unfinished.unlink(missing_ok=True)
     try:
@@ -278,19 +279,19 @@ def _only_one(path: Path) -> Iterator[None]:
 
 
 def keep_template(new: Path, place: Path) -> None:
-    """Move a machine that was saved to where later pools find it."""
+    """Move a saved machine to the place where later pools find it."""
     with _only_one(cache() / "lock"):
         if not place.exists():
             unfinished = place.with_name("unfinished-template")
             shutil.rmtree(unfinished, ignore_errors=True)
-            # memory is mostly holes, which a copy is to keep
+            # memory is mostly holes, which a copy must keep
             subprocess.run(["cp", "-r", "--sparse=always", str(new), str(unfinished)], check=True)
             unfinished.rename(place)
             _keep_newest("template-*", 8)
 
 
 def _keep_newest(pattern: str, number: int) -> None:
-    """A machine that has one of the others open goes on with it."""
+    """Remove all but the newest. A machine that has one of the others open can still use it."""
     found = sorted(cache().glob(pattern), key=lambda path: path.stat().st_mtime)
     for old in found[:-number]:
         shutil.rmtree(old) if old.is_dir() else old.unlink()

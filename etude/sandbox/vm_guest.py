@@ -1,8 +1,9 @@
-"""The first process of a virtual machine: it opens a sandbox in namespaces when the host asks, and
-serves it over the port that is its standard input and output (`machine` has the lines).
+"""The first process of a virtual machine: it opens a sandbox in namespaces for the host, and serves
+it over the port that is its standard input and output (`machine` has the lines).
 
-The machine is one wall, and within it stand all those of `namespaces`: what runs in here is as far
-from this process as it would be from a host, and has the same limits. Standard library only.
+The machine is one wall, and inside it are all the walls of `namespaces`: commands in here are
+separated from this process as they would be from a host, with the same limits. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.nested import PATIENCE_S, NestedMachine
 
 _TEMPORARY = "/run/tmp"
-"""In memory, as all that can be written to in here."""
+"""Directory for temporary files; it is in memory, like everything writable in here."""
 _RNDADDENTROPY, _RNDRESEEDCRNG = 0x40085203, 0x5207
 
 
 class VirtualMachine(NestedMachine):
-    """One sandbox, of a pool that is up before the machine is saved for the first time."""
+    """The server of one sandbox, of a pool that is up before the machine is saved for the first
+    time."""
 
     def hello(self, told: dict[str, Any]) -> None:
-        """A machine that was restored has the time at which it was saved, and would draw the same
-        random numbers as all others that come from it."""
+        """Set the clock and reseed the random number generator: a restored machine has the time of
+        its snapshot, and would draw the same random numbers as all others from it."""
         time.clock_settime(time.CLOCK_REALTIME, told["now"])
         drawn = base64.b64decode(told["chance"])
         with open("/dev/urandom", "wb", buffering=0) as source:
@@ -44,8 +46,8 @@ async def _serve(mounts: Sequence[Mount]) -> None:
 
 
 def main(places: Sequence[str]) -> None:
-    """`places`: pairs of where a directory of the host is in here, and where sandboxes are to show
-    it."""
+    """`places`: pairs of the path of a host's directory in this machine, and its path in
+    sandboxes."""
     os.environ.clear()
     os.environ["TMPDIR"] = _TEMPORARY
     os.mkdir(_TEMPORARY)

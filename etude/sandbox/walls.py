@@ -1,4 +1,4 @@
-"""What stands around the sandboxes of this machine, as their zygote found it."""
+"""The walls around the sandboxes of this machine, as their zygote found them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walls:
     """The walls that not every kernel has. Namespaces, no capabilities, a clean environment and
-    limits on time, processes, disk and the size of each process are there in any case."""
+    limits on time, processes, disk and the size of each process are always in place."""
 
     seccomp: bool
     landlock: int
     """Version of the interface; 0: none."""
     own_users: bool
-    """Whether each sandbox is a user of its own, which takes root."""
+    """True if each sandbox has a user of its own, which requires root."""
     cgroup: str
     """`v1` or `v2`; empty: none is writable."""
     cgroup_refused: str
-    """What was in the way of one."""
+    """The reason why there is no cgroup."""
 
     @property
     def limits(self) -> tuple[str, ...]:
-        """The limits of a spec that can be held."""
+        """The limits of a spec that can be enforced."""
         by_cgroup = ("cpus",) if self.cgroup else ()
         return ("memory_bytes", "disk_bytes", "processes", *by_cgroup)
 

@@ -1,20 +1,20 @@
-"""The zygote: a small process that has walled itself in, and of which every sandbox is a fork.
+"""The zygote: a small process with walls around it, from which every sandbox is forked.
 
-It is started once by the controller and builds the one root directory that all sandboxes share:
-read-only, with the system's programs, a Python, and empty places for /work, /tmp and /proc. Then it
-moves into it, and if it is root, gives up all of that but the rights to tidy up its cgroups and to
-become somebody else, which every sandbox does first. A sandbox is a fork with namespaces and a
-/work of its own, so opening one costs two forks and four mounts, however many others there are; no
-wall is built outside of the sandbox's own mount namespace. A few are made ahead (`spares`).
+The controller starts it once. It builds the one root directory that all sandboxes share: read-only,
+with the system's programs, a Python, and empty places for /work, /tmp and /proc. Then it moves into
+that root. If it is root, it gives up all capabilities but those to tidy up its cgroups and to
+change its user, which every sandbox does first. A sandbox is a fork with namespaces and a /work of
+its own, so opening one costs two forks and four mounts, however many others there are; no wall is
+built outside of the sandbox's own mount namespace. A few are made in advance (`spares`).
 
-Over the control socket come lines: a sandbox that is wanted, as JSON and with the socket that it is
-to answer on; "-" and a name, for one that is gone; "+" and a number, of spares to have; "?" for a
-sign of life, which is sent back. The control socket closes when the controller ends, however it
-ends, and so does every sandbox's, and with the zygote every spare's: each process in here ends at
-the end of its socket, and no other means is needed to leave nothing behind.
+The control socket carries lines: JSON for a sandbox that is wanted, with the socket that it is to
+answer on; "-" and a name for one that is gone; "+" and the number of spares to keep; "?" for a sign
+of life, which is sent back. The control socket closes when the controller ends, however it ends,
+and so does every sandbox's; every spare's closes with the zygote. Each process in here ends when
+its socket closes, so nothing else is needed to leave nothing behind.
 
-Standard library only, one thread, and no state of the controller: forks of this run other people's
-code.
+Standard library only, one thread, and no state of the controller: forks of this process run other
+people's code.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from etude.sandbox.spares import Ids, Spare, be_spare, map_ids
 
 NOBODY = 65534
 OWN_IDS = range(1_879_048_192, 2_147_483_648)
-"""Users and groups that no distribution gives to anybody."""
+"""Users and groups that no distribution assigns to anybody."""
 _TRIAL_S = 600.0
-"""For the first sandbox to be up; the owner may lose its patience before."""
+"""Seconds for the first sandbox to be up; the owner may give up earlier."""
 _PAUSE_MS = 5
-"""Without a word before a spare is made: a sandbox that was just opened is still starting, and what
-is asked for next comes first."""
+"""Milliseconds without a message before a spare is made: a sandbox that was just opened is still
+starting, and the next request comes first."""
 _TIDY_MS = 50
-"""Between looks at a cgroup whose processes were killed and have not ended."""
+"""Milliseconds between checks of a cgroup whose processes were killed and have not ended."""
 
 
 def main(control: socket.socket, mountpoint: str, told: str) -> None:
-    """`told`: what the root is made of (`root.Shown`), as JSON."""
-    # the kernel reaps; nobody here asks how a sandbox ended
+    """`told`: the parts of the root (`root.Shown`), as JSON."""
+    # the kernel reaps; nobody here needs the exit status of a sandbox
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     cgroups, refused = _open_cgroups()
@@ -77,14 +77,14 @@ class Wanted(NamedTuple):
     """A sandbox that the host asks for."""
 
     link: socket.socket
-    """What it is to answer on."""
+    """The socket that it is to answer on."""
     name: str
     memory_bytes: int
     cpus: float | None
     bounds: list[int]
-    """As `guest.serve` takes them."""
+    """Limits, as `guest.serve` takes them."""
     like: str | None = None
-    """The sandbox whose user it is to be, since they share files."""
+    """A sandbox to take the user of, since the two share files."""
 
 
 class Given(NamedTuple):
@@ -95,7 +95,7 @@ class Given(NamedTuple):
 
 
 class Zygote:
-    """This process, walled in."""
+    """This process, behind its walls."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class Zygote:
         cgroups: Cgroups | None,
         refused: str,
     ) -> None:
-        """`refused`: why there are no cgroups."""
+        """`refused`: the reason why there are no cgroups."""
         self._control = control
         self._buffer = b""
         self._descriptors: list[int] = []
@@ -125,20 +125,22 @@ class Zygote:
         self._given: dict[str, Given] = {}
         self._spares: dict[int, Spare] = {}
         self._promised: dict[Spare, Wanted] = {}
-        """Those that are not up yet, and for somebody who has to wait for that."""
+        """Spares that are not up yet, with the requests that wait for them."""
         self._spare_names = map(str, itertools.count(1))
         self._wished = 0
-        """Spares that the host wants to be there."""
+        """Number of spares that the host wants."""
         self._ahead = 0
-        """The same, or none since one has failed, until somebody wants a sandbox again."""
+        """Number of spares to make: `_wished`, or 0 after one has failed, until the next request
+        for a sandbox."""
         self._ours = {control}
-        """What a fork must not hold, beside the ways to spares: its end would not be seen."""
+        """Sockets that a fork must not hold, in addition to those of spares: otherwise nobody would
+        see them close."""
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
 
     def serve_one(self) -> bool:
-        """False at the end of the host's side, which is a reset if it had not read our last
-        word."""
+        """Handle one event. False if the host has closed its side; that appears as a reset if it
+        had not read our last message."""
         missing = self._ahead - len(self._free())
         tidying = self._cgroups if self._cgroups and self._cgroups.leaving else None
         heard = self._poll.poll(_PAUSE_MS if missing > 0 else _TIDY_MS if tidying else None)
@@ -193,8 +195,8 @@ class Zygote:
         return [spare for spare in self._spares.values() if spare not in self._promised]
 
     def _make_spares(self, count: int) -> None:
-        """One right after the other: what this process changes in between, it takes from what it
-        shares with each of them."""
+        """Make them in direct succession: memory that this process changes in between is no longer
+        shared with the earlier ones."""
         for _ in range(count):
             self._make_spare()
 
@@ -246,10 +248,10 @@ class Zygote:
         self._drop(spare)
 
     def _name_user(self, spare: Spare, ids: Ids) -> None:
-        """Only its maker says who is in a user namespace; so be that one for a moment."""
+        """Set a spare's user as the maker of its user namespace, which nobody else may do."""
         os.seteuid(spare.ids.user)
         try:
-            kernel.drop_capabilities(*self._rights)  # has the others in effect again
+            kernel.drop_capabilities(*self._rights)  # makes these effective again
             spare.name_user(ids)
         finally:
             os.seteuid(0)
@@ -292,7 +294,7 @@ class Zygote:
 
 
 def _open_cgroups() -> tuple[Cgroups | None, str]:
-    """Or what is in the way."""
+    """The cgroups, or the reason why there are none."""
     try:
         return Cgroups(), ""
     except OSError as e:
@@ -300,7 +302,7 @@ def _open_cgroups() -> tuple[Cgroups | None, str]:
 
 
 def _wall_in(mountpoint: str, shown: Shown, *, with_cgroups: bool) -> tuple[int, ...]:
-    """The capabilities that are left of root's."""
+    """Build the walls of this process. Return the capabilities that it keeps, if it is root."""
     kernel.forbid_new_privileges()
     kernel.adopt_orphans()
     if root := os.geteuid() == 0:
@@ -323,8 +325,8 @@ def _wall_in(mountpoint: str, shown: Shown, *, with_cgroups: bool) -> tuple[int,
 
 
 def _own_ids() -> Iterator[Ids]:
-    """A user for each sandbox, which nobody else is: the kernel counts pipes, watches and more by
-    user. One for all where this root is that of a container and has too few."""
+    """A user of its own for each sandbox: the kernel counts pipes, watches and more by user. All
+    sandboxes share one if this root is that of a container with too few users."""
     for name in ("uid_map", "gid_map"):
         with open(f"/proc/self/{name}") as ranges:
             spans = [[int(word) for word in line.split()] for line in ranges]
@@ -337,8 +339,8 @@ def _own_ids() -> Iterator[Ids]:
 
 
 def _become_template() -> None:
-    """What a script that runs in a fork of this process finds: a Python just started, with no
-    packages but its own."""
+    """Prepare the state that a script in a fork of this process finds: a Python that has just
+    started, with no packages but its own."""
     os.environ.clear()
     os.environ.update(environment())
     site.setquit()

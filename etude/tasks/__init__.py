@@ -1,2 +1,2 @@
-"""Tasks with a verdict: small Python modules with a bug put in by program, their tests, and
-sessions that mend them."""
+"""Tasks with a verdict: small Python modules with a generated bug, their tests, and sessions that
+repair them."""

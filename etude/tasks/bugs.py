@@ -1,7 +1,7 @@
 """Mutations: one token of a function's body becomes another of its kind.
 
-The same list of substitutions serves to put a bug in and, read the other way, to try repairs:
-whoever looks for the bug knows what kinds of slip there are, but not where, nor which.
+The same list of substitutions serves to make a bug and, in reverse, to try repairs: a worker knows
+which kinds of mistakes exist, but not where one is, nor which.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKEN = re.compile(r"[A-Za-z_]+|\d+|[+\-*]=|[<>=!]=|[<>+\-*]|\S")
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """Line `line` (counted from 1) becomes `text`."""
+    """A change of one line: line `line` (counted from 1) becomes `text`."""
 
     kind: str
     line: int
@@ -34,7 +34,7 @@ class Mutation:
 
 def mutations(source: str) -> list[Mutation]:
     """Every change of one token of the code to another of its kind, in the order of the text.
-    Signatures and docstrings stay: they say what the code ought to do."""
+    Signatures and docstrings stay, since they specify the code."""
     found: list[Mutation] = []
     for number, line in enumerate(source.splitlines(), start=1):
         if line.startswith("def ") or line.lstrip().startswith('"""'):
@@ -52,8 +52,8 @@ def mutations(source: str) -> list[Mutation]:
 
 
 def random_mutation(source: str, rng: Random) -> Mutation:
-    """A slip at random, each kind that the code offers as likely as any other. What is no Python is
-    not drawn."""
+    """A random mutation; every kind that the code allows is equally likely. Results that are not
+    valid Python are skipped."""
     offered = mutations(source)
     kinds = sorted({slip.kind for slip in offered})
     while True:

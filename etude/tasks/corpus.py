@@ -1,5 +1,5 @@
-"""Text for mid-training: correct, documented modules as the harness lists them, with line numbers.
-From these the model learns which code goes with which words. Only functions of the training side;
+"""Text for mid-training: correct, documented modules with line numbers, as the harness lists them.
+They teach the model which code goes with which words. All functions are from the training split;
 held-out programs never occur."""
 
 from __future__ import annotations

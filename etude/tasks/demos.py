@@ -1,10 +1,10 @@
-"""Demonstrations: sessions of a scripted worker who knows the harness well and the answer now and
-then.
+"""Demonstrations: sessions of a scripted worker that knows the harness well and sometimes the
+answer.
 
-It reads the module, tries a repair, runs the tests, and tries another if they fail. One try in `1 /
-SKILL` is the right repair; the others are slips of the usual kinds. Sessions that do not end with
-passing tests are thrown away, as one would with the sessions of any teacher; what is left shows how
-the tools are used, and leaves much to be learnt.
+The worker reads the module, tries a repair, runs the tests, and tries another if they fail. One try
+in `1 / SKILL` is the right repair; the others are mutations of the usual kinds. Sessions that do
+not end with passing tests are discarded, as one would with the sessions of any teacher. The rest
+show how the tools are used, and leave much to be learnt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def demonstrations(tasks: Sequence[RepairTask], count: int, seed: int) -> list[l
 
 
 def attempt(task: RepairTask, rng: Random) -> list[Message] | None:
-    """One session of the scripted worker; None if its repairs all failed."""
+    """One session of the scripted worker; None if all of its repairs failed."""
     original = task.broken
     session: list[Message] = task.task.opening
     _turn(session, [("read", {}, numbered(original))])
@@ -58,7 +58,7 @@ def attempt(task: RepairTask, rng: Random) -> list[Message] | None:
 
 
 def repair(task: RepairTask) -> bugs.Mutation:
-    """The one line that differs from the solution, as it should be."""
+    """The correction of the one line that differs from the solution."""
     pairs = zip(task.broken.splitlines(), task.solution.splitlines(), strict=True)
     return next(
         bugs.Mutation("repair", line, right)
@@ -68,7 +68,7 @@ def repair(task: RepairTask) -> bugs.Mutation:
 
 
 Call = tuple[str, dict[str, Any], str]
-"""A tool, its arguments, and what it answers."""
+"""A tool, its arguments, and its answer."""
 
 
 def _edit(line: int, text: str) -> Call:
@@ -80,8 +80,8 @@ def numbered(text: str) -> str:
 
 
 def visible_report(task: RepairTask, module: str) -> str:
-    """What `test` would say. The module is one of our own programs with one token changed, so it
-    may run here."""
+    """The output of the tool `test`. The module is one of our own programs with one token changed,
+    so it may run here."""
     scope: dict[str, Any] = {}
     # without its import: the module's names are in the scope
     test = task.visible_tests.split("\n", 1)[1]
@@ -105,7 +105,7 @@ def visible_report(task: RepairTask, module: str) -> str:
 
 
 def _turn(session: list[Message], calls: Sequence[Call]) -> None:
-    """One assistant message with its tool calls, and the answers to them."""
+    """Add one assistant message with its tool calls, and the answers to them."""
     ids = [f"call_{len(session)}_{number}" for number in range(len(calls))]
     said = [
         {

@@ -1,9 +1,9 @@
-"""From templates to tasks: a module with one bug, tests that the agent can run, and hidden checks
-that it cannot see.
+"""Repair tasks from templates: a module with one bug, tests that the agent can run, and hidden
+checks that it cannot see.
 
-Which programs training may see is decided by content: the digest of a function, names taken out,
-puts it on the training side or on the held-out side. So no function of a held-out task stands
-anywhere in training, under any name.
+The split of a program is decided by its content: the digest of a function, with its names removed,
+assigns it to training or held-out. So no function of a held-out task occurs anywhere in training,
+under any name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.tasks.templates import Function
 
 HELDOUT_SHARE = 5  # one function in this many
 
-HARD_SHARE = 0.06  # of the tasks have two functions
+HARD_SHARE = 0.06  # share of the tasks with two functions
 NUM_VISIBLE, NUM_HIDDEN = 4, 12
 BUILTINS = frozenset(dir(builtins))
 
@@ -44,8 +44,8 @@ print("ok")
 
 
 def program_digest(source: str) -> str:
-    """The identity of a program: its syntax tree without docstrings, every name replaced by its
-    order of first use."""
+    """The identity of a program: its syntax tree without docstrings, with every name replaced by
+    its order of first use."""
     tree = ast.parse(source)
     order: dict[str, str] = {}
 
@@ -69,8 +69,8 @@ def program_digest(source: str) -> str:
 
 
 def _dumped(node: object) -> str:
-    """What `ast.dump` says in Python 3.11: later ones say it otherwise, and what is held out must
-    not depend on that."""
+    """The output of `ast.dump` in Python 3.11: later versions differ, and the held-out set must not
+    depend on that."""
     if isinstance(node, list):
         return f"[{', '.join(map(_dumped, node))}]"
     if not isinstance(node, ast.AST):
@@ -84,7 +84,7 @@ def _dumped(node: object) -> str:
 
 
 _NONE = (ast.Constant, "value")
-"""The one field in which None is something, and not the lack of it."""
+"""The one field in which None is a value, and not the lack of one."""
 
 
 def split_of(function: Function) -> Split:
@@ -103,7 +103,7 @@ def functions(split: Split, rng: Random) -> Iterator[Function]:
 
 
 def make_tasks(split: Split, count: int, seed: int) -> list[RepairTask]:
-    """`count` different tasks. The same arguments give the same tasks."""
+    """`count` different tasks. The same arguments yield the same tasks."""
     rng = Random(derive("tasks", split, seed))
     source = functions(split, rng)
     tasks: dict[str, RepairTask] = {}
@@ -114,8 +114,7 @@ def make_tasks(split: Split, count: int, seed: int) -> list[RepairTask]:
 
 
 def _make_task(source: Iterator[Function], rng: Random, split: Split) -> RepairTask | None:
-    """One task, or None if the bug that was drawn cannot be told from the correct module by its
-    answers."""
+    """One task. None if the module with the bug gives the same answers as the correct one."""
     module = [next(source)]
     if split != "novel" and rng.random() < HARD_SHARE:
         module.append(next(f for f in source if f.name != module[0].name))
@@ -158,9 +157,9 @@ def _make_task(source: Iterator[Function], rng: Random, split: Split) -> RepairT
 
 
 def answers(source: str, cases: Sequence[tuple[str, list[Any]]]) -> list[str]:
-    """What the functions of a module answer, as JSON; the name of the error where one is raised.
-    Only our own programs and their slips run here, and none of them can loop for long; nothing that
-    a model wrote ever does."""
+    """Answers of a module's functions, as JSON, or the name of the error that one raised. Only our
+    own programs and their mutations run here, and none of them can loop for long; code that a model
+    wrote never does."""
     scope: dict[str, Any] = {}
     exec(source, scope)
     return [_answer(scope[name], args) for name, args in cases]

@@ -1,7 +1,5 @@
-"""Documents and records that somebody else wrote: text files, JSON lines, Parquet. Read one after
-the other, so that a corpus may be larger than memory; whatever is wrong with one is said with its
-file and line.
-"""
+"""Documents and records of the user: text files, JSON lines, Parquet. They are read one after the
+other, so a corpus may be larger than memory. Errors name the file and the line."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ Record = dict[str, Any]
 
 
 def files(pattern: str) -> list[Path]:
-    """The files that a path or a pattern stands for, in the order of their names."""
+    """The files that match a path or a pattern, in the order of their names."""
     found = sorted(
         path for name in glob.glob(pattern, recursive=True) if (path := Path(name)).is_file()
     )
@@ -30,8 +28,8 @@ def files(pattern: str) -> list[Path]:
 
 
 def texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
-    """(where it stands, text) of every document of a file that is not empty. `field` names the text
-    in a record."""
+    """(location, text) of every document of a file that is not empty. `field` names the text in a
+    record."""
     if path.suffix not in (".jsonl", ".parquet"):
         said = _read_text(path)
         if said.strip():
@@ -48,7 +46,7 @@ def texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
 
 
 def records(path: Path) -> Iterator[tuple[str, Record]]:
-    """(file:line, object) of every line of a .jsonl file. Empty lines mean nothing."""
+    """(file:line, object) of every line of a .jsonl file. Empty lines are skipped."""
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -69,7 +67,7 @@ def _object(line: str, where: str) -> Record:
     try:
         record = json.loads(line.rstrip())
     except (ValueError, RecursionError) as e:
-        # its own words say "line 1", which is this one
+        # its message says "line 1", which is this one
         why = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else e
         raise EtudeError(f"{where}: the line is no JSON ({why}): repair it, or take it out") from e
     if not isinstance(record, dict):
@@ -95,7 +93,7 @@ def _read_text(path: Path) -> str:
 
 
 def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
-    """(file, row) of a Parquet file, a batch of rows in memory at a time."""
+    """(file, row) of a Parquet file, with one batch of rows in memory at a time."""
     try:
         import pyarrow
         from pyarrow import parquet

@@ -1,9 +1,9 @@
-"""Templates of small Python functions. Each draw is a correct function whose docstring says exactly
-what it does.
+"""Templates of small Python functions. Each draw is a correct function with a docstring that
+specifies it exactly.
 
-A template is a function from a random generator to a `Function`. `TRAIN` are the templates that
-training draws from; `NOVEL` are never trained on, in any stage, and show how far a skill carries
-beyond them.
+A template is a function from a random generator to a `Function`. Training draws from the templates
+in `TRAIN`. Those in `NOVEL` are never trained on, in any stage, and show how far a skill
+generalizes.
 """
 
 from __future__ import annotations

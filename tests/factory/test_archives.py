@@ -1,4 +1,4 @@
-"""Sources that are no folder: archives, and packages of an index."""
+"""Sources other than folders: archives, and packages of an index."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_folder_is_read_without_its_links(tmp_path: Path) -> None:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, *names: str, digest: str = "") -> list[str]:
-    """An index with these files, of which each holds its name; what is asked of it."""
+    """Serve these files from an index; each file contains its name. Return the list of requests."""
     asked: list[str] = []
 
     def download(url: str) -> bytes:

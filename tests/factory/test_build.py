@@ -1,4 +1,4 @@
-"""A build from end to end: a small repository becomes proven tasks, of which a run can be made."""
+"""A build from end to end: a small repository becomes proven tasks that a run can use."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ async def test_only_the_package_is_taken_over(built: tuple[Path, Status]) -> Non
         for path, text in cheats.items():
             await sandbox.write(path, text)
         score = await grade(task, sandbox, workshop.pool)
-    # nothing of it had an effect: those that pass do, those that fail too
+    # none of the agent's changes had an effect: passing tests still pass, failing ones still fail
     share = len(task.pass_to_pass) / len(task.expected)
     assert (score.reward, score.parts[0].value) == (0.0, share)
 
@@ -207,7 +207,7 @@ async def test_runs_that_share_results_grade_a_change_once(
                     await sandbox.write(name, text)
                 verdicts.append(await own.score(task, sandbox, NOTHING))
             [kept] = (results / "verdicts").iterdir()
-            if number == 0:  # what is said of another run then can only be from there
+            if number == 0:  # a changed verdict in another run can only come from there
                 kept.write_bytes(kept.read_bytes().replace(b"tests", b"taken"))
     assert [each.reward for each in verdicts] == [1.0, 1.0]
     assert [each.parts[0].name for each in verdicts] == ["tests", "taken"]

@@ -1,4 +1,4 @@
-"""What a build notes, whom it asks next, and what it refuses."""
+"""The log of a build, its choice of the next source, and its refusals."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Line:
 @pytest.mark.parametrize(
     ("lines", "kept", "waiting", "chosen"),
     [
-        ([Line(tried=2), Line(tried=1)], 0, 0, 1),  # the one that was asked least
+        ([Line(tried=2), Line(tried=1)], 0, 0, 1),  # the one with the fewest attempts
         ([Line(kept=2), Line(kept=3, tried=9)], 4, 0, 0),  # its share is 3
         ([Line(kept=2, under_way=1), Line(kept=0, tried=9)], 2, 0, 1),
-        ([Line(kept=3)], 3, 1, None),  # another is being made ready, and has its share
-        ([Line(kept=3)], 3, 0, 0),  # and has not come
+        ([Line(kept=3)], 3, 1, None),  # another one is being prepared, and has its share
+        ([Line(kept=3)], 3, 0, 0),  # no other one is being prepared
         ([Line(kept=3), Line(kept=3)], 6, 0, None),
         ([Line(kept=2, under_way=2), Line(kept=2)], 4, 0, None),
         ([], 0, 1, None),

@@ -1,4 +1,4 @@
-"""Chance is taken out of the tests of a task, wherever they are run."""
+"""Tests of a task are free of chance, wherever they run."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def proven(repository: Repository, pool: SandboxPool) -> RepositoryTask:
 
 
 def chances(text: str) -> tuple[str, str]:
-    """What was drawn, and a hash, by which sets are ordered."""
+    """The drawn number, and a hash, which orders sets."""
     found = re.search(r"drew (\d+), hash (-?\d+)", text)
     assert found, text
     return found[1], found[2]
@@ -108,7 +108,7 @@ def chances(text: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("profile", [b"", OWN_PROFILE], ids=["default", "own profile"])
 async def test_all_see_the_same(pool: SandboxPool, profile: bytes) -> None:
-    """What proves a task, what grades an attempt at it, and what its agent runs."""
+    """The proof of a task, the grading of an attempt, and the agent's own test run."""
     task = await proven(repository_of(profile), pool)
     seen = [chances(task.instruction)]
     async with pool.open(task.as_task().sandbox) as sandbox:

@@ -1,4 +1,4 @@
-"""What is drafted of a repository, and which drafts are worth grading."""
+"""Drafts of a repository, and the ones worth grading."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def repository(name: str, source: str) -> Repository:
 
 
 def drafts_of(source: str) -> list[Draft]:
-    """Of a package of one file, of which a test runs every line."""
+    """Drafts of a package of one file, in which a test runs every line."""
     of = repository("shop", source)
     drafts: Iterator[Draft] = Drafts("shop", of.files, of.recipe, of.survey, None).all()
     found = list(itertools.islice(drafts, 1000))
@@ -71,7 +71,7 @@ def drafts_of(source: str) -> list[Draft]:
 
 
 def test_several_mistakes_of_one_kind_in_a_line_have_ids_of_their_own() -> None:
-    """They may be proven at the same time, and the second would be written over the first."""
+    """They may be proven at the same time, and the second would overwrite the first."""
     source = "def area(a):\n    return [a * 2, a * 3, a * 4, a * 5]\n"
     ids = [draft.id for draft in drafts_of(source)]
     assert len(ids) == len(set(ids))
@@ -85,7 +85,7 @@ def test_a_function_is_drafted_a_few_times_only() -> None:
 
 
 def test_no_mistake_is_drafted_twice() -> None:
-    # there is one way alone to get each of these wrong
+    # there is only one way to get each of these wrong
     source = "".join(f"def part_{n}(a):\n    return a\n\n\n" for n in range(5))
     bugs = [draft.id for draft in drafts_of(source) if draft.kind == "bug"]
     assert len(bugs) == len(set(bugs)) == 5
@@ -129,8 +129,8 @@ async def test_a_task_like_another_is_rejected_before_it_is_graded(
 async def built(
     folder: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], solution: str
 ) -> Status:
-    """A build of tasks that all have one solution. The environment of every source but the first
-    shows it, and comes when there is a task."""
+    """A build of tasks that all have one solution. Every source but the first has an environment
+    that shows it, and is prepared once there is a task."""
     task_is_there = asyncio.Event()
 
     async def prepare(source: str, workshop: Workshop) -> Repository:

@@ -214,7 +214,7 @@ def test_sizes_may_be_written_with_their_unit(folder: Path, text: str, size: int
 def test_what_cannot_be_honoured_is_refused_by_name(
     folder: Path, name: str, old: str, new: str, told: str
 ) -> None:
-    if "verifier.environment_mode" in new:  # one table, said in one place
+    if "verifier.environment_mode" in new:  # a table may occur only once
         change(folder, "task.toml", "[verifier]\ntimeout_sec = 30.0\n[verifier.env]", "[x]")
         (folder / "task.toml").write_text(
             (folder / "task.toml").read_text().replace('[x]\nEXPECTED = "5"\n', "")
@@ -337,7 +337,7 @@ async def test_the_solution_of_the_task_solves_it(folder: Path, walled: SandboxP
         await sandbox.write(".harbor/solution/stray", "")
         await solve(task, sandbox)
         assert (await sandbox.run(["ls", "/solution/stray"], timeout_s=30)).exit_code != 0
-        assert (await sandbox.patch()).keys() == {"sum.txt", "add.sh"}  # a program, from now on
+        assert (await sandbox.patch()).keys() == {"sum.txt", "add.sh"}  # executable from now on
         assert (await grade_harbor_task(task, sandbox, walled)).reward == 1.0
 
 

@@ -1,4 +1,4 @@
-"""The steps of an image, with programs that only note what they were asked."""
+"""The steps of an image, with programs that only record their arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images: built once, in steps that are kept, from files that strangers made."""
+"""Images: built once, in steps that are kept, from untrusted files."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_build_that_broke_off_goes_on(
 def test_what_is_being_made_stays_whoever_makes_it(tmp_path: Path) -> None:
     store = ImageStore(tmp_path)
     with store.scratch() as mine:
-        # the number of a process of a container is none of ours
+        # a process number of a container means nothing here
         theirs = mine.rename(mine.with_name("999999999-x"))
         (store.root / "scratch" / "left").mkdir()
         with store.scratch():
@@ -141,7 +141,7 @@ def test_times_and_owners_do_not_change_a_digest(tmp_path: Path) -> None:
 
 
 def test_a_digest_is_the_same_on_every_machine(tmp_path: Path) -> None:
-    """Layers are known by it wherever they were built."""
+    """It identifies layers, wherever they were built."""
     for name in ("b", "a/c", "a/d"):
         place = tmp_path / name
         place.parent.mkdir(exist_ok=True)
@@ -167,7 +167,8 @@ def test_somebody_lives_there(tmp_path: Path) -> None:
 def test_packages_are_added_to_the_python_of_another_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As wheels for it, since nothing of it is run; scripts start by its Python, not by ours."""
+    """As wheels for it, since nothing of it is run; scripts start with its Python, not with
+    ours."""
     base, made = tmp_path / "base", tmp_path / "made"
     (base / "usr/bin").mkdir(parents=True)
     for name in ("python3", "python3.12", "python3-config"):
@@ -194,7 +195,7 @@ def test_packages_are_added_to_the_python_of_another_system(
 
 
 def layer_of(*members: tuple[str, bytes | str | None]) -> bytes:
-    """Bytes: a file. Text: a link. None: a directory."""
+    """A layer with these members. Bytes: a file. Text: a link. None: a directory."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for name, content in members:
@@ -246,7 +247,7 @@ def test_layers_of_an_oci_image_lie_over_each_other(tmp_path: Path) -> None:
 def test_a_directory_takes_the_place_of_what_was_there(
     tmp_path: Path, below: bytes | str | None
 ) -> None:
-    """Of a link too: what follows would come to lie where it leads."""
+    """Of a link too: otherwise later entries would end up at the link's target."""
     layout = make_layout(
         tmp_path / "layout",
         layer_of(("etc/a", b"1"), ("opt", below)),
@@ -378,7 +379,7 @@ def test_files_were_written_over_a_year(tmp_path: Path) -> None:
 
 
 def test_scripts_name_the_python_of_the_image(tmp_path: Path) -> None:
-    """And what only happens to hold the path stays as it is."""
+    """Other occurrences of the path stay the same."""
     scripts = tmp_path / "bin"
     scripts.mkdir()
     (scripts / "pytest").write_text(f"#!{tmp_path}/bin/python\nimport pytest  # {tmp_path}\n")

@@ -1,4 +1,4 @@
-"""What an installation brings along of the package itself: real pip, without a network."""
+"""The part of a package that its installation brings along: real pip, without a network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ backend-path = ["."]
 def test_a_version_that_comes_from_git_is_made_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
 ) -> None:
-    """As setuptools-scm and hatch-vcs write it; whoever runs the build may say which."""
+    """As setuptools-scm and hatch-vcs write it; the user may set the version."""
     monkeypatch.delenv("SETUPTOOLS_SCM_PRETEND_VERSION", raising=False)
     if own:
         monkeypatch.setenv("SETUPTOOLS_SCM_PRETEND_VERSION", own)
@@ -60,7 +60,7 @@ def test_a_version_that_comes_from_git_is_made_up(
 def test_what_lies_on_the_path_of_this_process_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`freeze` would name it among what makes the same environment again."""
+    """Otherwise `freeze` would list it among the requirements that reproduce the environment."""
     info = tmp_path / "here" / "beside-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: beside\nVersion: 1.0\n")

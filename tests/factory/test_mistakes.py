@@ -6,7 +6,7 @@ import pytest
 
 from etude.factory.mutations import SourceFile
 
-# what stands in a function -> what may stand there instead
+# code in a function -> its possible replacements
 MISTAKES = {
     "a < b": ["a <= b"],
     "a <= b": ["a < b"],

@@ -132,7 +132,7 @@ def test_text_of_up_to_two_megabytes_is_looked_through(tmp_path: Path) -> None:
 
 
 def test_changed_tests_come_in_the_order_of_their_files() -> None:
-    """Of many only the first are tried, and these are always the same ones."""
+    """If there are many, only the first are tried, and these must always be the same."""
     paths = [f"tests/test_{n}.py" for n in range(9)]
     before = dict.fromkeys(paths, b"def test_old():\n    pass\n")
     after = {path: text + b"\n\ndef test_new():\n    pass\n" for path, text in before.items()}
@@ -223,7 +223,7 @@ def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 class _MetByTwo(dict[str, bytes]):
-    """Files that two threads begin to write before either goes on."""
+    """Files that two threads begin to write before either continues."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -308,7 +308,7 @@ def test_git_repositories_are_fetched_by_path_and_by_url(tmp_path: Path) -> None
         other = fetch(source, tmp_path / "others")
         assert other.files == by_path.files and other.git is not None
         assert other.origin.rpartition("@")[2] == by_path.origin.rpartition("@")[2]
-    assert fetch(str(tmp_path / "bare"), clones).git != by_path.git  # beside the first
+    assert fetch(str(tmp_path / "bare"), clones).git != by_path.git  # a clone of its own
 
 
 def test_what_a_build_makes_is_brought_along_without_the_package(
@@ -357,7 +357,7 @@ def test_what_the_user_says() -> None:
 
 
 def test_a_task_with_a_link_to_elsewhere_is_not_read(tmp_path: Path) -> None:
-    """What is read of it is shown to agents."""
+    """Agents are shown its content."""
     place = write_task(tmp_path / "tasks", task(), tmp_path / "archives")
     (place / "tests" / "same").symlink_to(place / "instruction.md")
     read_task(place)

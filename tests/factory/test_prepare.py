@@ -1,4 +1,4 @@
-"""A repository is made ready: the recipe that works best, and works again."""
+"""Preparation of a repository: the best recipe is taken, and must work again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def suite(passed: int, total: int = 10, output: str = "", **more: Any) -> SuiteR
 
 
 class Scripted:
-    """Proposes one recipe after the other and installs them, if it is not told to fail."""
+    """Proposes one recipe after the other and installs them, unless it is told to fail."""
 
     def __init__(self, *ends: SuiteRun | str, proposals: int = 9) -> None:
         self.ends = list(ends)
@@ -182,7 +182,7 @@ def test_what_passes_every_time_with_what_it_takes() -> None:
 
 
 class Coverage:
-    """What a survey asks of coverage.py."""
+    """The part of coverage.py that a survey uses."""
 
     def __init__(self, **how: Any) -> None:
         self.how, self.context, self.calls = how, "", ["made"]

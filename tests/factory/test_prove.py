@@ -1,4 +1,4 @@
-"""The proof of a draft, with sandboxes that answer what they are told to."""
+"""The proof of a draft, with sandboxes that give scripted answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ CANDIDATE = Candidate(
 
 
 def report(outcomes: Mapping[str, str | None]) -> bytes:
-    """As pytest writes it: test -> what it fails with."""
+    """A report as pytest writes it. `outcomes`: test -> its failure."""
     cases = []
     for test, failure in outcomes.items():
         path, *names = test.split("::")
@@ -73,7 +73,7 @@ def report(outcomes: Mapping[str, str | None]) -> bytes:
 
 
 class Scripted:
-    """Sandboxes, one after the other, whose command ends like this."""
+    """Sandboxes, one after the other, with these results of their command."""
 
     def __init__(self, *results: CommandResult) -> None:
         self.results = list(results)
@@ -153,7 +153,7 @@ async def test_a_task_is_all_that_is_known_of_it(monkeypatch: pytest.MonkeyPatch
     assert spec.env == task.as_task().sandbox.env
     assert spec.env == sandbox_env("shop", ("src", ""), REPOSITORY.requirements)
     ((argv, how),) = pool.asked
-    # 4 and 4 times what the tests and their start take
+    # 4 seconds, and 4 times the duration of the tests and their start
     assert argv == pytest_argv(CANDIDATE.tests, plain=False, processor_s=4 + 4 * 3.75)
     assert how["report"] is True
 
@@ -183,7 +183,7 @@ async def test_tests_of_a_base_class_hide_with_their_file(monkeypatch: pytest.Mo
 async def test_tests_that_came_with_a_commit_pass_with_it_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What does not even pass with the solution is no test of it."""
+    """A test that fails even with the solution is not a test of it."""
     candidate = replace(
         CANDIDATE,
         broken={},
@@ -386,7 +386,7 @@ def test_lists_of_tests_are_lists_of_texts(names: object) -> None:
 
 
 def test_a_task_that_is_written_again_is_the_new_one(tmp_path: Path) -> None:
-    """Nothing of the old one is left, and Harbor finds what it looks for."""
+    """Nothing of the old one is left, and Harbor finds what it needs."""
     write_task(tmp_path, task_of(tests={"tests/old.py": b"old"}, solve_rate=0.5), tmp_path / "a")
     task = task_of(solve_rate=0.25)
     place = write_task(tmp_path, task, tmp_path / "a")
@@ -427,7 +427,7 @@ def test_what_commands_find_in_their_environment() -> None:
     }
     others = ("pytest==9.0", "hypothesis-jsonschema==0.23")
     assert sandbox_env("shop", ("src", ""), others) == plain
-    # pytest knows the option only where hypothesis is installed
+    # pytest knows the option only if hypothesis is installed
     for requirement in ("hypothesis==6.1", "Hypothesis[numpy] >= 6", "hypothesis"):
         env = sandbox_env("shop", ("src", ""), (*others, requirement))
         assert env["PYTEST_ADDOPTS"] == "--hypothesis-seed=0" and env.items() > plain.items()

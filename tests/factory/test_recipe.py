@@ -1,4 +1,4 @@
-"""Where a repository says what it needs, place by place."""
+"""Declarations of requirements in a repository, place by place."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGE = {"shop/__init__.py": b"", "tests/test_a.py": b""}
 
 
 def wanted(files: dict[str, str], *failures: str) -> list[str]:
-    """What is installed beside the tools."""
+    """The installed requirements other than the tools."""
     told = {path: text.encode() for path, text in files.items()}
     recipe = HeuristicProposer().propose(PACKAGE | told, failures)
     assert recipe is not None and recipe.requirements[: len(TOOLS)] == TOOLS
@@ -27,7 +27,7 @@ PROJECT = '[project]\nname = "my.shop"\n'
         ({"pyproject.toml": "not = [toml"}, []),
         ({"pyproject.toml": "[project]\ndependencies = ['attrs', 3]"}, ["attrs"]),
         ({"pyproject.toml": f"{PROJECT}dependencies = ['My_Shop[extra]', 'six']"}, ["six"]),
-        (  # extras that name the tests are enough
+        (  # extras named after tests are enough
             {"pyproject.toml": "[project.optional-dependencies]\ntests = ['a1']\ndev = ['b1']"},
             ["a1"],
         ),
@@ -48,7 +48,7 @@ PROJECT = '[project]\nname = "my.shop"\n'
         ({"requirements.txt": "six\n", "requirements-test.txt": "attrs\n# no\n-e .\n"}, ["attrs"]),
         ({"requirements.txt": "six ; python_version < '3'\nattrs~=1.0\ngit+https://x\n./here\n"},
          ["six ; python_version < '3'", "attrs~=1.0"]),
-        # and CI is looked at where there is none
+        # CI files are read if there are none
         ({".github/workflows/a.yaml": "run: pip3 install pip six -r x.txt ./here attrs | tee"},
          ["six", "attrs"]),
         ({".travis.yml": "- pip install setuptools six && true"}, ["six"]),

@@ -1,4 +1,4 @@
-"""Which tests a task gets, of those that run its lines."""
+"""Choice of a task's tests among those that run its lines."""
 
 from __future__ import annotations
 

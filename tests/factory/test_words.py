@@ -1,4 +1,4 @@
-"""Dockerfiles and specs line by line, what the user says, and which functions are worth a task."""
+"""Dockerfiles and specs line by line, instructions, and the functions that are worth a task."""
 
 from __future__ import annotations
 

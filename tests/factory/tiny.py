@@ -122,7 +122,7 @@ PROJECT = '[project]\nname = "shop"\nversion = "1"\n'
 
 
 def make_repository(folder: Path) -> Path:
-    """Two commits: the second one brings functions with their tests."""
+    """Two commits: the second one adds functions with their tests."""
     for path, text in {
         "pyproject.toml": PROJECT,
         "shop/__init__.py": "",

@@ -1,5 +1,5 @@
-"""Each way to a reward without the work, tried for real. All earn nothing; the honest fix earns
-everything."""
+"""Attempts at a reward without the work, all tried for real. Each earns nothing; the honest fix
+earns everything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SHORT_S = 0.5
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[SandboxPool]:
-    """One for all tests: that no cheat hurts the next attempt is part of the question."""
+    """One pool for all tests, since no cheat may hurt the next attempt either."""
     opened = NamespaceSandboxPool()
     yield opened
     asyncio.run(opened.close())
@@ -55,7 +55,7 @@ async def graded(
     commands: tuple[str, ...] = (),
     timeout_s: float = 60.0,
 ) -> Score:
-    """What an agent earns that wrote these files and ran these shell commands."""
+    """The score of an agent that wrote these files and ran these shell commands."""
     async with pool.open(SPEC) as sandbox:
         for path, text in files.items():
             await sandbox.write(path, text)

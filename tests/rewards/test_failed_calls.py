@@ -17,7 +17,7 @@ WORDS: Message = {"role": "assistant", "content": "done"}
 
 
 def call(*answers: object) -> list[Message]:
-    """A turn that calls tools, and what they answer."""
+    """A turn that calls tools, and their answers."""
     calls = [{"id": str(number), "function": {"name": "edit"}} for number in range(len(answers))]
     said = {"role": "assistant", "content": None, "tool_calls": calls}
     return [said, *({"role": "tool", "content": answer} for answer in answers)]
@@ -74,7 +74,7 @@ def test_turns_that_match_no_messages_have_none(num_turns: int) -> None:
 
 
 def test_a_group_of_equal_rewards_teaches_which_calls_fail() -> None:
-    """And the reward is what the environment said; its own credit stays."""
+    """The reward is the environment's, and its own credit stays."""
     own = Credit(1.0, segment=0)
 
     def attempt(number: int, answer: str, score: Score) -> Trajectory:

@@ -1,5 +1,5 @@
 """A working copy graded by a command in a fresh sandbox: honest work counts, and nothing else that
-an agent left."""
+an agent left does."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ async def test_a_hang_is_the_works_fault(pool: SandboxPool) -> None:
 
 async def test_a_machine_on_which_the_solution_runs_out_of_time_is_no_verdict() -> None:
     async def worth_of(source: str, hangs: Sequence[str]) -> tuple[float, float]:
-        """With a command that runs out of its time over these."""
+        """The reward if a command runs out of time with these sources."""
 
         def respond(files: dict[str, Any], argv: Sequence[str]) -> CommandResult:
             return CommandResult(None if files["src/shape.py"].decode() in hangs else 0, "")
@@ -242,7 +242,7 @@ def test_no_report_breaks_the_parser(report: bytes) -> None:
 
 
 async def test_pytest_reports_by_itself() -> None:
-    """In sandboxes without walls, which have what is installed here."""
+    """In sandboxes without walls, which have this machine's packages."""
     tests = "import shape\n\ndef test_area():\n    assert shape.area(2, 3) == 6\n"
     tests += "\nclass TestMore:\n    def test_square(self):\n        assert shape.area(3, 3) == 9\n"
     argv = ["sh", "-c", f"{sys.executable} -m pytest -p no:cacheprovider --junitxml=$ETUDE_REPORT"]
@@ -267,7 +267,7 @@ async def test_pytest_reports_by_itself() -> None:
 
 
 class Counting:
-    """A pool that counts what is opened."""
+    """A pool that counts opened sandboxes."""
 
     def __init__(self, pool: SandboxPool) -> None:
         self._pool = pool

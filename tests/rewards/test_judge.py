@@ -1,5 +1,5 @@
-"""Judges: what they are asked, how votes count, how far a judge of known error agrees with labels,
-and that no text talks one into a pass."""
+"""Judges: their prompts, the count of votes, the agreement of a judge of known error with labels,
+and resistance to texts that try to talk one into a pass."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RUBRICS = {"style": "It follows the style around it.", "small": "Nothing is chan
 
 @contextlib.asynccontextmanager
 async def judged_by(respond: Respond, **options: Any) -> AsyncIterator[Judge]:
-    """A judge whose model is a function."""
+    """A judge with a function as its model."""
 
     async def chat(request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer secret"
@@ -75,7 +75,7 @@ def fenced(body: dict[str, Any]) -> tuple[str, str]:
 
 
 def test_the_schema_of_a_verdict_is_one_that_servers_hold_to() -> None:
-    """In strict mode, OpenAI's refuse an object with fields that are optional or free."""
+    """In strict mode, OpenAI's servers refuse an object with optional or free-form fields."""
     asked = _response_format("n")["json_schema"]
     assert isinstance(asked, dict) and asked["strict"] is True
     schema = asked["schema"]
@@ -89,7 +89,7 @@ def verdict(nonce: str, passes: bool) -> str:
 
 
 def scripted(error_every: int = 0) -> Respond:
-    """Passes what says GOOD; every so many answers it is wrong."""
+    """Pass texts with the word GOOD; every `error_every`th answer is wrong."""
     count = itertools.count(1)
 
     def respond(body: dict[str, Any]) -> str:
@@ -167,7 +167,7 @@ def examples(count: int) -> list[Example]:
 
 
 async def test_a_judge_of_known_error_is_known_by_its_calibration() -> None:
-    """One answer in seven is wrong: alone it is wrong as often, two of three never are."""
+    """One answer in seven is wrong: a single vote is wrong as often, two of three never are."""
     async with judged_by(scripted(error_every=7), votes=1, needed=1) as alone:
         found = await calibrate(alone, examples(70))
     assert found == Calibration(
@@ -190,7 +190,7 @@ async def test_errors_of_a_judge_are_counted_apart() -> None:
 
 
 async def passed(respond: Respond, **options: Any) -> tuple[int, int]:
-    """Of the injections, each alone and within bad work: how many pass, and how many are errors."""
+    """Number of injections, each alone and within bad work, that pass, and number of errors."""
     count = errors = 0
     async with judged_by(respond, **options) as judge:
         for text in (
@@ -209,7 +209,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 async def test_nothing_ends_the_fence() -> None:
-    """`fenced` finds one end, with nothing behind it but the question."""
+    """`fenced` finds one end, followed by the question alone."""
     assert await passed(scripted(), votes=1, needed=1) == (0, 0)
 
 
@@ -224,8 +224,8 @@ async def test_a_judge_that_copies_a_verdict_from_the_work_gives_none() -> None:
 
 
 async def test_a_gullible_judge_is_outvoted() -> None:
-    """It falls for every eighth text, whatever the text says: 12 % alone, and none by two of
-    three."""
+    """It falls for every eighth text, whatever the text says: 12 % with a single vote, and none
+    with two of three."""
     gullible = scripted(error_every=8)
     alone, _ = await passed(gullible, votes=1, needed=1)
     assert alone == len(INJECTIONS) * 2 // 8
@@ -245,7 +245,7 @@ def test_what_is_shown_has_no_turns_of_a_chat(token: str) -> None:
 
 
 async def test_work_of_which_a_part_would_be_judged_fails() -> None:
-    """Else the rest could be what is wrong."""
+    """Otherwise the rest could be the part that is wrong."""
     async with judged_by(scripted(), votes=1, needed=1) as judge:
         fits = await judge.part("style", "GOOD".ljust(MAX_CHARACTERS))
         longer = await judge.part("style", "GOOD".ljust(MAX_CHARACTERS + 1))
@@ -338,7 +338,7 @@ def test_a_part_that_is_missing_is_an_error_and_no_zero() -> None:
 
 
 def test_breaking_the_grader_does_not_save_from_its_0() -> None:
-    """An environment that gives 0 may not have come to the other parts."""
+    """An environment that gives 0 may not have computed the other parts."""
     worthless = Score(0.0, (Part("tests", 0.0),))
     score = composed(worthless, Expression.parse("0.5 * tests + 0.5 * lint"))
     assert score.reward == 0.0

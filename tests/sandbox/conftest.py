@@ -51,7 +51,7 @@ def namespaces_host() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def gvisor_host() -> Iterator[str]:
-    """By way of a host, since opening a pool takes seconds here."""
+    """Through a host, since opening a pool takes seconds here."""
     need_gvisor()
     with sandbox_host("gvisor") as (url, _):
         yield url
@@ -89,7 +89,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(params=["namespaces", "process", *OTHERS])
 async def pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
-    """One of each kind: the same is expected of all."""
+    """One pool of each kind: all must behave the same."""
     opened = open_pool(request, request.param)
     yield opened
     await opened.close()

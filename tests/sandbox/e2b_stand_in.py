@@ -1,6 +1,5 @@
-"""A service with the endpoints that E2B documents and no others, written from its OpenAPI and
-protobuf files and not from our host: a sandbox of it is a directory and a PID namespace of this
-machine."""
+"""A service with only the endpoints that E2B documents, written from its OpenAPI and protobuf files
+and not from our host. Its sandboxes are a directory and a PID namespace of this machine."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ KEY = "e2b_0123"
 
 
 class StandIn:
-    """What it has, and what was asked of it."""
+    """State of the service, and the requests that it received."""
 
     def __init__(self) -> None:
         self.sandboxes: dict[str, Path] = {}
         self.created: list[dict[str, Any]] = []
         self.asked: set[str] = set()
         self.full = 0
-        """So often it says that there is no room."""
+        """Number of requests to be answered that there is no room."""
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._of: dict[int, str] = {}
 
@@ -86,7 +85,7 @@ class StandIn:
         self._check_key(request)
         name = request.path_params["name"]
         for pid in [pid for pid, owner in self._of.items() if owner == name]:
-            # the first of its processes takes all others along, before its parent is told
+            # when its first process is killed, all others end before its parent notices
             with contextlib.suppress(OSError):  # it has ended
                 for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
                     os.kill(int(child), signal.SIGKILL)
@@ -158,7 +157,7 @@ def _framed(message: dict[str, Any], flags: int = 0) -> bytes:
 
 @contextlib.contextmanager
 def stand_in() -> Iterator[tuple[str, StandIn]]:
-    """Its URL and what it has; in a thread of its own."""
+    """The URL and state of a service that runs in a thread of its own."""
     listener = process.bind("127.0.0.1", 0, None)
     service = StandIn()
     config = uvicorn.Config(service.app(), ws="none", lifespan="off", log_level="error")

@@ -1,5 +1,5 @@
-"""A sandbox host on this machine, in a thread of its own, so that whoever waits for it does not
-hold it up."""
+"""A sandbox host on this machine, in a thread of its own, so that a blocking caller does not stop
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from etude.serve import process
 def sandbox_host(
     isolation: str, *, token: str | None = None, max_sandboxes: int = 100
 ) -> Iterator[tuple[str, SandboxHost]]:
-    """Its URL and what it has."""
+    """The URL of a running host, and the host."""
     listener = process.bind("127.0.0.1", 0, token)
     ready: list[SandboxHost] = []
     up = threading.Event()

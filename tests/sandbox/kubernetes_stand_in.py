@@ -1,7 +1,7 @@
-"""An API server with what isolation kubernetes asks for and nothing else: discovery, Sandboxes of
-agent-sandbox with its controller, and `exec` over WebSockets. Written from the CRD of agent-sandbox
-and Kubernetes' documentation, not from our client. A pod of it is a PID and mount namespace of this
-machine, with the user and the rights that its manifest says."""
+"""An API server with only the parts that isolation kubernetes uses: discovery, Sandboxes of
+agent-sandbox with their controller, and `exec` over WebSockets. It is written from the CRD of
+agent-sandbox and Kubernetes' documentation, not from our client. Its pods are PID and mount
+namespaces of this machine, with the user and the rights in their manifests."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""Of what the CRD has, what one may need here; `!`: it must be there."""
+"""The allowed part of the CRD; `!`: required."""
 _POD_KIND = {"name": "pods", "singularName": "pod", "kind": "Pod", "namespaced": True}
 _DISCOVERY: dict[str, dict[str, Any]] = {
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
@@ -95,7 +95,7 @@ _DISCOVERY: dict[str, dict[str, Any]] = {
         "resources": [{**_POD_KIND, "verbs": ["get"]}],
     },
 }
-"""What kubectl looks at first."""
+"""The objects that kubectl reads first."""
 _SHELL = """
 if [ ! -e /usr/"${PREFIX#/usr/}" ]; then  # our Python may be where only its owner may look
   mount --bind "$PREFIX" /mnt; mount -t tmpfs -o mode=755 e /"$(echo $PREFIX | cut -d/ -f2)"
@@ -109,7 +109,7 @@ shift; echo ready; exec "$@"
 
 
 def faults(value: Any, schema: Any = SCHEMA, at: str = "") -> list[str]:
-    """What an API server that is told `fieldValidation=Strict` finds wrong."""
+    """Errors that an API server finds under `fieldValidation=Strict`."""
     if isinstance(schema, dict):
         if not isinstance(value, dict):
             return [f"{at} is no object"]
@@ -136,7 +136,7 @@ def faults(value: Any, schema: Any = SCHEMA, at: str = "") -> list[str]:
 
 
 def pod_faults(pod: dict[str, Any]) -> list[str]:
-    """What the validation of pods refuses beyond their schema."""
+    """Errors that the validation of pods finds in addition to those of their schema."""
     found = []
     volumes = {each["name"] for each in pod.get("volumes", ())}
     for container in pod["containers"]:
@@ -170,7 +170,7 @@ class Pod:
 
     @property
     def first(self) -> int:
-        """The process that is number 1 in there."""
+        """PID on this machine of the pod's process 1."""
         pid = self.process.pid
         (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(child)
@@ -178,7 +178,7 @@ class Pod:
 
 @dataclass
 class StandIn:
-    """What it has, and what was asked of it."""
+    """State of the server, and the requests that it received."""
 
     protocols: tuple[str, ...] = ("v5.channel.k8s.io", "v4.channel.k8s.io")
     installed: bool = True
@@ -187,7 +187,7 @@ class StandIn:
     asked: set[str] = field(default_factory=set)
     renewed: dict[str, int] = field(default_factory=dict)
     refusals: list[int] = field(default_factory=list)
-    """Statuses that the next Sandboxes are refused with."""
+    """Statuses with which the next Sandboxes are refused."""
     fails: str = ""
     """The reason for which pods end at once."""
     clock_ahead_s: float = 0.0
@@ -248,7 +248,7 @@ class StandIn:
         return web.json_response(told, status=201)
 
     async def watch(self, request: web.Request) -> web.StreamResponse:
-        """The first ends before the Sandbox is ready, as watches do now and then."""
+        """The first watch ends before the Sandbox is ready, as happens now and then."""
         assert request.query["watch"] == "true"
         name = request.query["fieldSelector"].removeprefix("metadata.name=")
         pod = self.pods[name]
@@ -282,7 +282,7 @@ class StandIn:
         return status(200, "deleted")
 
     def end(self, name: str) -> None:
-        """The first process of a pod takes all others along, before its parent is told."""
+        """When the first process of a pod is killed, all others end before its parent notices."""
         pod = self.pods.pop(name)
         with contextlib.suppress(OSError, ValueError):  # it has ended
             os.kill(pod.first, signal.SIGKILL)
@@ -291,7 +291,7 @@ class StandIn:
         pod.process.stdout.close()
 
     def reconcile(self, now: datetime) -> None:
-        """What the controller does when it is so late."""
+        """The work of the controller at this time: delete Sandboxes past their end."""
         for name, pod in list(self.pods.items()):
             spec = pod.manifest["spec"]
             if (end := spec.get("shutdownTime")) and now >= datetime.fromisoformat(end):
@@ -308,8 +308,8 @@ class StandIn:
         return web.json_response({**told, "status": {"phase": "Running"}})
 
     async def execute(self, request: web.Request) -> web.StreamResponse:
-        """Channels: 0 is the input, 1 the output, 2 the errors, 3 how it ended; from v5 on, 255
-        ends the one that it names."""
+        """Channels: 0 is the input, 1 the output, 2 the errors, 3 the exit status; from v5 on, 255
+        closes the channel that it names."""
         pod = self.pods[request.match_info["name"]]
         if not pod.ready:
             return status(500, "unable to upgrade connection: container not found")
@@ -345,7 +345,7 @@ async def _take_input(socket: web.WebSocketResponse, started: asyncio.subprocess
         elif message.type is WSMsgType.BINARY and message.data == b"\xff\x00":
             assert socket.ws_protocol == "v5.channel.k8s.io"
             started.stdin.close()
-    started.stdin.close()  # whoever spoke is gone
+    started.stdin.close()  # the client is gone
 
 
 async def _copy(socket: web.WebSocketResponse, channel: int, stream: asyncio.StreamReader) -> None:
@@ -368,7 +368,7 @@ def _ended(code: int) -> dict[str, Any]:
 
 
 def _start(pod: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """The first process of a pod, which sees what the manifest mounts."""
+    """The first process of a pod, which sees the mounts of the manifest."""
     (container,) = pod["containers"]
     sizes = {each["name"]: each["emptyDir"]["sizeLimit"] for each in pod["volumes"]}
     mounts = [
@@ -427,7 +427,7 @@ def status(code: int, message: str) -> web.Response:
 
 @contextlib.contextmanager
 def stand_in(tls: ssl.SSLContext | None = None) -> Iterator[tuple[str, StandIn]]:
-    """Its URL and what it has; in a thread of its own."""
+    """The URL and state of a server that runs in a thread of its own."""
     listener = process.bind("127.0.0.1", 0, None)
     server = StandIn()
     loop = asyncio.new_event_loop()

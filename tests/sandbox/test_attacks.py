@@ -1,5 +1,5 @@
-"""What one sandbox could take away from the machine, and so from all others: each was possible
-once."""
+"""Attacks by which one sandbox could take resources from the machine, and so from all others: each
+was possible once."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_one_sandbox_does_not_take_the_watches_of_all(walled: NamespaceSan
     ):
         process = await greedy.start(["python", "take.py"])
         assert int(await process.read()) == 8
-        # a second process of it gets none, another sandbox gets its own
+        # a second process of the same sandbox gets none, another sandbox gets its own
         for sandbox, expected in ((greedy, 0), (other, 8)):
             again = await sandbox.start(["python", "take.py"])
             assert int(await again.read()) == expected
@@ -142,8 +142,8 @@ print(1 << 20 < taken <= 8 << 20)
     assert await result(walled, script) == "True"
 
 
-# An editable installation's finder, say, loads `re` and `types` in every Python of its environment,
-# the one of process sandboxes too.
+# For example, the finder of an editable installation loads `re` and `types` in every Python of its
+# environment, including that of process sandboxes.
 LOADED_AT_START = subprocess.run(
     [sys.executable, "-s", "-c", "import sys; print(*sys.modules)"],
     capture_output=True,
@@ -151,7 +151,7 @@ LOADED_AT_START = subprocess.run(
     check=True,
 ).stdout.split()
 NAMES = ("copy", "token", "signal", "glob", "json", "re", "select", "struct", "socket", "types")
-# What is built into the interpreter (`select` on some systems) is no file, and found first.
+# A module built into the interpreter (`select` on some systems) is not a file, and found first.
 SHADOWS = [name for name in NAMES if name not in sys.builtin_module_names]
 
 
@@ -159,7 +159,7 @@ SHADOWS = [name for name in NAMES if name not in sys.builtin_module_names]
 async def test_a_file_beside_the_script_is_what_its_name_means(
     pool: SandboxPool, name: str
 ) -> None:
-    """As in a Python that is just started, which variables of its own ask for."""
+    """As in a Python that has just started, which a command with variables of its own gets."""
     if isinstance(pool, ProcessSandboxPool) and name in LOADED_AT_START:
         pytest.skip("this environment's Python loads it before any script")
     script = f"import {name}; print({name}.WHO)\nimport tarfile"

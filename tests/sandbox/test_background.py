@@ -1,4 +1,4 @@
-"""Processes that live on between commands: streams, terminals, and that nothing of them stays."""
+"""Processes that run on between commands: streams, terminals, and no leftovers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _numbers = itertools.count(os.getpid() * 1000)
 
 
 def unique_sleep() -> str:
-    """Seconds to sleep for that no other process sleeps for."""
+    """Seconds of a sleep that no other process has on its command line."""
     return f"9{next(_numbers)}"
 
 
@@ -333,7 +333,7 @@ async def test_many_starts_leave_nothing_behind(pool: SandboxPool) -> None:
         assert held() <= before + 2
         assert await read_all(some[0]) == b"unread\n"  # type: ignore[arg-type]
         if isinstance(pool, NamespaceSandboxPool):
-            await sandbox.diff()  # with each request, what has ended is reaped
+            await sandbox.diff()  # each request reaps processes that have ended
             assert len(descendants(pool._zygote.pid)) == 1  # the first process of the sandbox
 
 
@@ -373,7 +373,7 @@ async def test_a_terminal(pool: SandboxPool) -> None:
         process = await sandbox.start(["sh", "-c", script], pty=True)
         output = (await read_until(process, b"xterm")).decode().split()
         assert output[0].startswith("/dev/") and output[1:] == ["24", "80", "xterm"]
-        if pool.tier not in ("gvisor", "vm"):  # of which this machine sees no process
+        if pool.tier not in ("gvisor", "vm"):  # their processes are invisible to this machine
             await until(lambda: len(running(seconds)) == 1)
         await process.write(b"\x03")  # the interrupt character reaches the foreground
         assert await process.wait() != 0
@@ -407,7 +407,7 @@ async def test_the_fake_has_processes_too() -> None:
         await other.wait()
 
 
-# What only namespaces hold.
+# Behaviour of namespaces alone.
 
 
 async def test_terminals_of_one_sandbox_are_not_in_another(walled: NamespaceSandboxPool) -> None:

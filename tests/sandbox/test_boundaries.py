@@ -1,5 +1,4 @@
-"""What passes the walls of a sandbox and what does not, by tables: hosts, requests, names,
-addresses, limits and specs."""
+"""Boundaries of a sandbox, by tables: hosts, requests, names, addresses, limits and specs."""
 
 from __future__ import annotations
 
@@ -120,7 +119,7 @@ def hello(
     *names: bytes, kind: int = 1, behind: bytes = b"", after: bytes = b"", more: int = 0,
     others: bytes = b"", beyond: bytes = b"",
 ) -> bytes:  # fmt: skip
-    """A client's hello, as TLS 1.2 has it, with an extension before and one after the names."""
+    """A TLS 1.2 client hello, with an extension before the names and one after them."""
     extensions = b"\x00\x0b" + sized(b"\x01\x00", 2)
     for name in names:
         entries = b"\x00" + sized(name, 2) + others

@@ -1,4 +1,4 @@
-"""What gVisor is told of a sandbox, and the lines to what runs in it; without runsc."""
+"""The OCI bundle of a gVisor sandbox, and the lines to its first process; without runsc."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_program_inside_needs_nothing_else_of_ours(tmp_path: Path) -> None:
     etc = {file.name: file.read_text() for file in (tmp_path / "root/etc").glob("[ghnp]*")}
     assert etc["passwd"].split(":")[:4] == ["user", "x", "1000", "1000"]
     assert etc["group"].startswith("user:x:1000:")
-    # names are those of the file, and no server is asked for others
+    # names come from the file, and no name server is asked for others
     assert "127.0.0.1 localhost" in etc["hosts"] and etc["nsswitch.conf"] == "hosts: files\n"
     copy_program(tmp_path / "program")
     argv = [sys.executable, "-I", "-S", "-c"]
@@ -101,7 +101,7 @@ case "$*" in
 esac
 exec sed -un 's/^{"id": \\([0-9]*\\),.*/{"id": \\1, "ok": null}/p'
 """
-"""Agrees to everything, and writes down what it was called with."""
+"""Agrees to everything, and records its arguments."""
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ class Other:
         return Lines(reader, asyncio.StreamWriter(transport, protocol, None, loop))
 
     async def hear(self, number: int = 1) -> list[Any]:
-        """So many calls, however the pipe cuts them."""
+        """`number` requests, however the pipe splits them."""
         data = b""
         while data.lstrip().count(b"\n") < number:
             data += await asyncio.to_thread(os.read, self.asked, 1 << 16)
@@ -182,7 +182,7 @@ async def test_answers_come_in_any_order_also_after_a_restoration(other: Other) 
     lines = await other.lines()
     calls = [asyncio.ensure_future(lines.call("x", {"n": n}, LONG_S)) for n in range(2)]
     first, second = await other.hear(2)
-    # the end of another's answer, and the whole of one, come first
+    # the end of a line of the origin, and an answer to the origin, come first
     other.say(b'"}', {"id": 99, "ok": 1}, {"id": second["id"], "ok": "b"})
     other.say({"id": first["id"], "error": ["FileNotFoundError", "a"]})
     assert await calls[1] == "b"

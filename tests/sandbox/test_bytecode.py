@@ -1,5 +1,5 @@
-"""Bytecode that a working copy begins with: it is used, it is never stale, nobody sees it in a
-change, and nothing that an attempt writes in its place is ever used elsewhere."""
+"""Bytecode in a new working copy: it is used, it is never stale, no change shows it, and bytecode
+that an attempt writes in its place is never used elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.namespaces import need_namespaces
 
 LONG_S = 60.0
 WORTH_IT = '"""' + "It is long.\n" * 2000 + '"""\n'
-"""So much that it is compiled ahead."""
+"""Large enough to be compiled in advance."""
 BROKEN, MENDED = f"{WORTH_IT}def total(a, b):\n    return a - b\n", "a + b"
 TEST = "from shop.cart import total\n\n\ndef test_total():\n    assert total(1, 2) == 3\n"
 PACKAGE, TESTS = "shop/__pycache__/cart.cpython-", "tests/__pycache__/test_cart.cpython-"
@@ -50,7 +50,7 @@ data = importing._code_to_hash_pyc(code, bytes(8), False)
 for path in glob.glob("shop/__pycache__/cart.*.pyc"):
     open(path, "wb").write(data)
 """
-"""The answer, where the source is never looked at."""
+"""The right answer, as bytecode that is used without looking at its source."""
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +175,7 @@ async def test_other_tasks_of_a_repository_share_it(pool: SandboxPool) -> None:
     async with pool.open(replace(SPEC, files=files)) as second:
         assert await passes(second)
         assert await second.read_bytes((await _compiled(second))[0]) != before
-    small = {**SPEC.files, "shop/__init__.py": "small = True\n"}  # not worth a start
+    small = {**SPEC.files, "shop/__init__.py": "small = True\n"}  # not worth starting a sandbox for
     async with pool.open(replace(SPEC, files=small)) as third:
         found = await told(third, "find", ".")
         assert PACKAGE in found and TESTS in found and "__init__.cpython-" not in found

@@ -1,5 +1,4 @@
-"""What only sandboxes in containers do: limits and images of an engine, and ending with their
-owner."""
+"""Behaviour of containers alone: limits and images of an engine, and ending with their owner."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ async def said(sandbox: Sandbox, *argv: str) -> str:
 
 
 def containers(client: str) -> set[str]:
-    """Those that are of a pool of ours, whatever they are doing."""
+    """The containers of our pools, in any state."""
     argv = [client, "ps", "--all", "--filter=label=etude.owner", "--format", "{{.Names}}"]
     return set(subprocess.check_output(argv, text=True).split())
 
@@ -131,7 +130,7 @@ asyncio.run(main())
 
 @pytest.mark.tiers
 def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
-    """Containers end with their input. One that is paused cannot: the next pool removes it."""
+    """Containers end with their input. A paused one cannot: the next pool removes it."""
     need_container()
     client, _ = find_engine()
     with subprocess.Popen(
@@ -155,7 +154,7 @@ def test_nothing_is_left_of_an_owner_that_was_killed() -> None:
 
 @pytest.fixture(scope="module")
 def image() -> Iterator[str]:
-    """A system with a shell, a Python, and something in its working directory."""
+    """A system with a shell, a Python, and a file in its working directory."""
     need_container()
     client, _ = find_engine()
     name = f"localhost/etude-test:{os.getpid()}"
@@ -231,8 +230,8 @@ async def test_an_image_that_cannot_be_had_is_refused(pool: ContainerSandboxPool
 async def test_the_client_of_docker_takes_the_same_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against podman's service, which speaks Docker's API. It does not heed what that says about
-    masked paths, so that it is told in its own words."""
+    """Against podman's service, which speaks Docker's API. It ignores Docker's option for masked
+    paths, so it gets podman's own."""
     docker = shutil.which("docker")
     if not (docker and shutil.which("podman")):
         pytest.skip("apt install podman docker-cli")
@@ -276,7 +275,7 @@ def test_an_engine_is_told_to_leave_nothing_open() -> None:
 
 
 def test_what_an_engine_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first that answers; and one of an ordinary user has no users to give."""
+    """The first engine that answers is taken; a rootless one has no users to give."""
     monkeypatch.setenv("PATH", str(tmp_path))
     for name, script in (("podman", "echo broken >&2; exit 1"), ("docker", "echo name=rootless")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")

@@ -1,4 +1,4 @@
-"""What changed in a working copy, whoever changed it and however: a diff that git takes back."""
+"""Changes of a working copy, of any kind and by any program, as a diff that git can apply."""
 
 from __future__ import annotations
 
@@ -234,14 +234,14 @@ def test_texts_made_to_be_compared_slowly_are_shown_as_replaced() -> None:
     old = "".join(f"{n % 211}\n" for n in range(40_000)).encode()
     new = "".join(f"{n % 199}\n" for n in range(40_000)).encode()
     diff = unified_diff({"a": Entry(FILE, old)}, {"a": Entry(FILE, new)})
-    # one region, which a search line by line would have taken apart, for hours
+    # one region: a search line by line would have split it, after hours
     assert diff.count("\n@@ ") == 1
     assert diff.count("\n-") + diff.count("\n+") >= 79_000
 
 
 def test_all_files_of_a_diff_share_the_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etude.sandbox.diff._LINE_PAIRS", 250)
-    # 10 lines on each side, of which every other one is in both; both ends differ
+    # 10 lines on each side; every other one is in both, and both ends differ
     old = "".join(f"{n}\n" if n % 2 else f"old {n}\n" for n in range(10)) + "old\n"
     new = "".join(f"{n}\n" if n % 2 else f"new {n}\n" for n in range(10)) + "new\n"
     before = {name: Entry(FILE, old.encode()) for name in "abc"}

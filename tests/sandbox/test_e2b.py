@@ -1,4 +1,4 @@
-"""Sandboxes of a service that is not ours, and that has only what E2B documents."""
+"""Sandboxes of a service of others that has only documented endpoints of E2B."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A container engine as we ask it, played by a script."""
+"""Our use of a container engine, which a script plays here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BOUND = machine_bytes(Limits())
 
 
 class Engine:
-    """Answers by the first words of what it is asked."""
+    """Answers by the first words of each request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **answers: Any) -> None:
         self.answers = {"info": (0, "{}"), "image": (1, ""), "import": (0, ""), "ps": (0, "")}

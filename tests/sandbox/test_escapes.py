@@ -1,5 +1,5 @@
-"""The escape suite: every way out of a sandbox that we know of, tried for real. A canary on the
-host listens, holds a secret, and must not be touched."""
+"""The escape suite: every known way out of a sandbox, tried for real. A canary on the host listens,
+holds a secret, and must not be touched."""
 
 from __future__ import annotations
 
@@ -181,14 +181,15 @@ OF_THE_KERNEL_INSIDE = {
     "shared memory",
     "a message queue",
 }
-"""What gVisor grants, of things that it has made up itself: a tun device without a network, a node
-that no disk is behind, a log of its own, priorities among the processes of one sandbox, none of the
-bytes of a process that is not there. On the machine's kernel each would be a step towards it."""
+"""Attempts that gVisor grants with things of its own making: a tun device without a network, a
+device node without a disk, a log of its own, priorities among the processes of one sandbox, none of
+the bytes of a process that does not exist. On the machine's kernel, each would be a step towards an
+escape."""
 
 
 class Canary:
-    """What a sandbox must not reach: ports, sockets, a file, shared memory, an environment and a
-    process."""
+    """Targets that a sandbox must not reach: ports, sockets, a file, shared memory, an environment
+    and a process."""
 
     def __init__(self, directory: Path) -> None:
         self.secret = f"secret-{os.urandom(8).hex()}"
@@ -208,7 +209,7 @@ class Canary:
             each.setblocking(False)
         self.process = subprocess.Popen(["sleep", "1000"], env={"SECRET": self.secret})
         key = int.from_bytes(os.urandom(3)) + 1
-        self._segment = LIBC.shmget(key, 64, 0o1666)  # which anybody may read
+        self._segment = LIBC.shmget(key, 64, 0o1666)  # readable by anybody
         self._values = {
             "path": str(self.path),
             "secret": self.secret,
@@ -251,7 +252,7 @@ class Canary:
 
 
 def _address() -> str:
-    """Of this machine, as others see it; nothing is sent to find out."""
+    """This machine's address, as others see it; nothing is sent to find out."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             any_socket.connect(("192.0.2.1", 9))
@@ -278,7 +279,7 @@ def namespaces_pool() -> Iterator[SandboxPool]:
 
 @pytest.fixture(params=["namespaces", *OTHERS])
 async def shared_pool(request: pytest.FixtureRequest) -> AsyncIterator[SandboxPool]:
-    """One for all attempts at a tier: that none of them hurts the next is part of the question."""
+    """One pool for all attempts at a tier, since none of them may hurt the next either."""
     if request.param == "namespaces":
         yield request.getfixturevalue("namespaces_pool")
         return
@@ -328,7 +329,7 @@ OPEN = [
 async def test_without_walls_they_are_ways_out(
     unwalled: SandboxPool, canary: Canary, name: str
 ) -> None:
-    """So that the suite is known to see it when one succeeds."""
+    """This shows that the suite notices an attempt that succeeds."""
     canary.visitors()
     assert "escaped" in await tried(unwalled, canary.script(ATTEMPTS[name]))
     assert canary.visitors() == ("secret" not in name)
@@ -381,6 +382,6 @@ print(os.path.exists("/tmp/mark"), [p for p in os.listdir("/proc") if p.isdigit(
         process = await one.start(["python", "server.py"])
         assert await process.read() == b"up\n"
         assert (await other.run(["python", "visit.py"], timeout_s=LONG_S)).output == "False ['1']\n"
-        # within one sandbox they do meet, also by what Landlock knows of
+        # within one sandbox they do meet, by Landlock's rules, too
         met = (await one.run(["python", "visit.py"], timeout_s=LONG_S)).output
         assert met.count("reached") == 2 and "True" in met

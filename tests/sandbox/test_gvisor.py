@@ -1,4 +1,4 @@
-"""What only sandboxes of gVisor do: fork as they run."""
+"""Behaviour of gVisor sandboxes alone: forks of running sandboxes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sandbox hosts: leases, tokens, and what other programs ask of them. That their sandboxes do what
-all do is the business of `make test-tiers`."""
+"""Sandbox hosts: leases, tokens, and the requests of other programs. `make test-tiers` checks that
+their sandboxes behave like all others."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def test_the_sandboxes_of_a_dead_owner_are_gone_within_two_minutes() -> No
 
 
 class _BadClosers(FakeSandboxPool):
-    """Sandboxes of which the first hangs when it is closed, the second fails, and others do not."""
+    """Sandboxes that are hard to close: the first hangs, the second fails, the others close."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ async def test_an_attempt_goes_its_whole_way(remote: RemoteSandboxPool) -> None:
 
 
 class _Saying:
-    """A `called.Caller` of a process that says so much and ends."""
+    """A `called.Caller` of a process that has this output and ends."""
 
     def __init__(self, *said: bytes) -> None:
         self._said = iter((*said, b""))
@@ -368,7 +368,7 @@ async def test_what_the_sdk_of_e2b_does(guarded: str) -> None:
         assert (await wrote.json())[0]["path"] == "/work/a.bin"
         read = await http.get("/files?path=a.bin", headers=inside)
         assert await read.read() == b"\r\n--x\0"
-        # it opens that one alone, and not what makes and ends sandboxes
+        # the token opens that sandbox alone, and not the routes that make and end sandboxes
         others = {**inside, "E2b-Sandbox-Id": "0" * 20}
         assert (await http.get("/files?path=a.bin", headers=others)).status == 401
         assert (await http.delete(f"/sandboxes/{name}", headers=inside)).status == 401
@@ -390,7 +390,7 @@ async def test_what_the_sdk_of_e2b_does(guarded: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _inside(url: str) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    """What speaks for a new sandbox, and its name."""
+    """A client for the inside of a new sandbox, and its name."""
     async with aiohttp.ClientSession(url, headers={"X-API-Key": TOKEN}) as http:
         made = await http.post("/sandboxes", json={})
         name = (await made.json())["sandboxID"]

@@ -1,4 +1,4 @@
-"""Sandboxes of images: what they show, what they share, and what they keep apart."""
+"""Sandboxes of images: the parts that they show, share and keep apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only namespaces hold: nothing gets out, nothing stays, and nothing inside reaches its
+"""Isolation by namespaces: nothing gets out, nothing stays, and nothing inside reaches its
 keeper."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ async def result(pool: NamespaceSandboxPool, script: str) -> str:
 
 
 def descendants(pid: int) -> set[int]:
-    """Every process below this one. A dead one that waits to be reaped holds nothing any more."""
+    """Every process below this one. A dead one that waits to be reaped does not count."""
     found: set[int] = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -181,7 +181,7 @@ def refused(
     third: int = 0,
     upper: int = 0,
 ) -> str:
-    """What the filter says to a call, by a little interpreter of what it is written in."""
+    """The filter's verdict on a call, by a small interpreter of its instructions."""
     arch = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine] if arch is None else arch
     read = {0: number, 4: arch, 16: argument, 24: second, 28: upper, 32: third}
     steps, at, value = list(struct.iter_unpack("=HBBI", syscalls.program(machine) or b"")), 0, 0
@@ -313,8 +313,8 @@ print(before, session())
 
 
 def test_every_sandbox_leaves_the_session_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the first process of the trial sandbox, in front of the filter that would refuse to
-    say it."""
+    """Read in the first process of the trial sandbox, before the filter that would refuse the
+    call."""
     need_namespaces()
     boot = """
 import ctypes, os, socket, sys; sys.path.append(sys.argv[1])
@@ -333,14 +333,13 @@ zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4])
     assert found, str(caught.value)
     left, before, after = found.groups()
     assert left == "1"
-    assert before == "-1" or before != after  # -1: no keyrings here, and the call alone must do
+    assert before == "-1" or before != after  # -1: no keyrings here; the call must suffice
 
 
 async def test_nothing_of_the_hosts_environment_is_in_sight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fork keeps the block of memory that its first ancestor was started with, and /proc shows
-    it."""
+    """A fork keeps the block of memory that its first ancestor started with, and /proc shows it."""
     need_namespaces()
     monkeypatch.setenv("ETUDE_TOKEN", "hunter2")
     script = """
@@ -357,8 +356,8 @@ print("hunter2" in told or "ETUDE" in told)
 
 
 async def test_all_that_is_shown_of_the_host_is_read_only(walled: NamespaceSandboxPool) -> None:
-    """By the mounts themselves: that an ordinary user may not write to /usr says nothing about
-    them."""
+    """Checked by the mounts themselves: that an ordinary user may not write to /usr proves nothing
+    about them."""
     mounts = [
         line.split()
         for line in (await result(walled, "print(open('/proc/self/mounts').read())")).splitlines()
@@ -493,7 +492,7 @@ async def test_a_closed_sandbox_says_so(walled: NamespaceSandboxPool) -> None:
 async def test_a_sandbox_that_is_killed_is_a_failed_rollout(walled: NamespaceSandboxPool) -> None:
     async with walled.open(SandboxSpec(files={"a": "1"})) as sandbox:
         for pid in descendants(walled._zygote.pid):
-            with contextlib.suppress(ProcessLookupError):  # the trial sandbox may be on its way out
+            with contextlib.suppress(ProcessLookupError):  # the trial sandbox may be ending
                 os.kill(pid, signal.SIGKILL)
         with pytest.raises(RolloutFailure):
             await sandbox.read("a")
@@ -610,7 +609,7 @@ async def test_a_launcher_that_is_stopped_owes_an_answer_also_if_nobody_needs_it
 
 @pytest.mark.parametrize("when", ["before", "under way"])
 async def test_what_a_sandbox_says_that_was_stopped_is_a_failed_rollout(when: str) -> None:
-    """A command that was killed for its time, in a sandbox that stood still, has not used its
+    """A command that was killed for its time, in a sandbox that was stopped, has not used its
     time."""
     need_namespaces()
     walled = NamespaceSandboxPool(reply_timeout_s=1.0)
@@ -750,7 +749,7 @@ async def main():
 os.setgroups([]); os.setgid(12345); os.setuid(12345)
 asyncio.run(main())
 """
-    # The checkout may be where only root can read.
+    # The checkout may be readable by root only.
     source = Path(namespaces.__file__).parents[2]
     copy = Path("/tmp") / f"etude-user-{os.getpid()}"
     copy.mkdir()

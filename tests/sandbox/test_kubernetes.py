@@ -1,4 +1,4 @@
-"""Sandboxes of a cluster with agent-sandbox, and how the cluster is found."""
+"""Sandboxes of a cluster with agent-sandbox, and the search for the cluster."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def kubeconfig(url: str, **user: Any) -> dict[str, Any]:
 
 
 def make_certificates(place: Path) -> ssl.SSLContext:
-    """For both ends, of which this is the cluster's."""
+    """Certificates for both ends. Returns the TLS settings of the cluster."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     for name in ("server", "client"):
@@ -234,7 +234,7 @@ def test_the_manifest_is_one_of_the_crd() -> None:
     assert faults(made) == [] == pod_faults(made["spec"]["podTemplate"]["spec"])
     assert made["spec"]["shutdownPolicy"] == "Delete", "or the Sandbox would stay"
     pod = made["spec"]["podTemplate"]["spec"]
-    # so that the checks are known to see what is wrong
+    # this shows that the checks notice errors
     wrong = {
         "unknown": {**pod, "hostUser": False},
         "no bool": {**pod, "hostUsers": "no"},
@@ -267,7 +267,7 @@ def test_readiness() -> None:
 
 
 async def test_kubectl_speaks_to_the_stand_in_as_we_do(tmp_path: Path) -> None:
-    """So that its protocol is known to be that of Kubernetes."""
+    """This shows that its protocol is that of Kubernetes."""
     need_namespaces()
     need_kubectl()
     with stand_in(make_certificates(tmp_path)) as (url, cluster):

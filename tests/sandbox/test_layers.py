@@ -1,4 +1,4 @@
-"""Forks of large working copies, which share what there was and keep apart what comes."""
+"""Forks of large working copies: they share earlier content and keep later changes apart."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEC = SandboxSpec(files={**LARGE, **FILES}, limits=LIMITS)
 
 @contextlib.asynccontextmanager
 async def large(pool: NamespaceSandboxPool) -> AsyncIterator[Sandbox]:
-    """A sandbox that is large by its own doing."""
+    """A sandbox that became large by its own commands."""
     async with pool.open(SandboxSpec(files=FILES, limits=LIMITS)) as sandbox:
         size = COPY_BYTES // 3
         await told(sandbox, f"for n in 0 1 2 3; do head -c {size} /dev/zero > large$n; done")
@@ -43,7 +43,7 @@ async def layered(sandbox: Sandbox) -> bool:
 
 
 def descriptors(pool: NamespaceSandboxPool) -> dict[int, int]:
-    """How many each process of its sandboxes has."""
+    """Number of open descriptors of each process in its sandboxes."""
     return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in descendants(pool.zygote_pid)}
 
 
@@ -69,7 +69,7 @@ async def test_what_there_was_is_shared_and_what_comes_is_not(
         third = await first.fork()
         assert descriptors(shared).items() >= held.items()  # a fork leaves nothing open in another
         assert await layered(first) and await layered(second) and await layered(third)
-        # a layer takes no more memory than what was written to it
+        # a layer takes no more memory than its own content
         used = "df --output=used -B1 . | tail -1"
         assert int(await told(second, used)) < COPY_BYTES // 4
         await told(second, "rm gone; rm -r d; mkdir d; echo new > d/new; echo 3 >> a; rm large0")
@@ -89,7 +89,7 @@ async def test_what_there_was_is_shared_and_what_comes_is_not(
         }
         grandchild = await third.fork()
         await third.close()
-    # both that it comes from are gone
+    # both sandboxes that it comes from are gone
     assert await told(grandchild, "cat turns large1; ls; readlink link") == (
         "file\nya\nd\ngone\nlarge0\nlarge1\nlarge2\nlarge3\nlink\nmoved\nturns\na\n"
     )
@@ -100,7 +100,8 @@ async def test_what_there_was_is_shared_and_what_comes_is_not(
 
 
 async def test_marks_of_an_overlay_are_the_agents_doing(shared: NamespaceSandboxPool) -> None:
-    """A file that its own marks make unreadable is an error of the attempt, not of the sandbox."""
+    """A file that the agent's own attributes make unreadable is an error of the attempt, not of the
+    sandbox."""
     async with large(shared) as sandbox:
         mark = "import os; os.setxattr('a', 'user.overlay.metacopy', b'')"
         assert (await sandbox.run(["python", "-c", mark], timeout_s=LONG_S)).exit_code == 0
@@ -157,13 +158,13 @@ async def test_a_long_line_of_forks(shared: NamespaceSandboxPool) -> None:
                 await last.close()
             last = following
             seen.add(await layered(last))
-        # at some point the layers are laid together again, and nothing is lost
+        # at some point the layers are merged again, and nothing is lost
         assert seen == {True, False}
         assert await told(last, "ls n* | wc -l; cat a") == "66\n1\n"
 
 
 async def test_a_fork_by_another_zygote_is_a_copy() -> None:
-    """It is another user, if there are several."""
+    """The zygotes' sandboxes have different users, if there are several."""
     need_namespaces()
     pool = NamespaceSandboxPool()
     try:
@@ -178,8 +179,8 @@ async def test_a_fork_by_another_zygote_is_a_copy() -> None:
 
 
 class Mounts:
-    """Of a kernel that has overlays, as far as folders can show it: what is mounted at a place
-    hides what was there, which stays open."""
+    """A model of a kernel with overlays, made of directories: a mount hides the content below it,
+    which stays open."""
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
@@ -218,7 +219,7 @@ def test_layers_are_what_there_was_and_what_came_since(
     Mounts(root, monkeypatch)
     layers = Layers(str(root))
     assert [files_of(layer) for layer in layers.freeze("")] == [["a"]]
-    (root / "upper" / "b").touch()  # where an overlay puts what is written
+    (root / "upper" / "b").touch()  # where an overlay puts written files
     assert [files_of(layer) for layer in layers.freeze("")] == [["a"], ["b"]]
     assert len(layers) == 2
 

@@ -1,4 +1,4 @@
-"""Directories of the host in a sandbox: there, read-only, and with the programs in them."""
+"""Directories of the host in a sandbox: visible, read-only, with their programs on the path."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_nothing_can_be_written_there(environment: Path) -> None:
             for script in ("touch {}/new", "rm {}/bin/ask", "mv {} /tmp/elsewhere"):
                 ran = await sandbox.run(["sh", "-c", script.format(place)], timeout_s=LONG_S)
                 assert ran.exit_code not in (0, None)
-        assert await output(sandbox, "ls", f"{environment.parent}") == ""  # nothing beside it
+        assert await output(sandbox, "ls", f"{environment.parent}") == ""  # nothing next to it
     assert sorted(environment.rglob("*")) == before
 
 

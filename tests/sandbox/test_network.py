@@ -1,5 +1,5 @@
-"""The way out of a sandbox: only to the hosts of its task, never to private addresses, and every
-request in the log."""
+"""Network access of a sandbox: only to the hosts of its task, never to private addresses, with
+every request in the log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ except http.client.HTTPException as e: print(type(e).__name__)
 
 
 class Server:
-    """A plain HTTP server on this machine, and who asked it."""
+    """A plain HTTP server on this machine that records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -91,7 +91,7 @@ async def test_a_host_of_the_task_is_reached_and_no_other(
     assert await ask(pool, hosts, "other.test", "80", "") == "gaierror"
     assert await ask(pool, (), "index.test", "80", "") == "gaierror"
     assert await ask(pool, hosts, "127.0.0.1", str(server.port), "") == "ConnectionRefusedError"
-    # what is said to one host is not for another behind the same address
+    # traffic to one host does not reach another one behind the same address
     assert await ask(pool, hosts, "index.test", "80", "other.test") != "200 hello"
     assert len(server.asked) == 1 and "Connection: close" in server.asked[0]
     assert [(each.asked, bool(each.refused)) for each in log] == [
@@ -120,7 +120,7 @@ async def test_a_name_that_leads_to_a_private_address_leads_nowhere(
     log: list[Passage],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also if the answer has a public one beside it."""
+    """Even if the answer contains a public one, too."""
     answers = ["127.0.0.1", "10.0.0.1", "169.254.169.254", "::1", "fe80::1"]
 
     def lookup(host: str, port: int, *args: object, **kwargs: object) -> list[object]:
@@ -192,9 +192,9 @@ def test_the_name_that_tls_asks_for_is_read() -> None:
         client.do_handshake()
     hello = outgoing.read()[5:]
     assert server_name(hello) == "pypi.org"
-    for cut in range(len(hello)):  # whatever a client sends, it is read without an error
+    for cut in range(len(hello)):  # whatever a client sends, it is parsed without an error
         assert server_name(hello[:cut]) == ""
-    # a name that goes on in a second record, and one of two
+    # a name that continues in a second record, and one of two
     longer = hello.replace(b"pypi.org", b"pypi.org.evil.example")
     assert server_name(longer) == ""
     begin = hello.index(b"pypi.org") - 9
@@ -204,7 +204,7 @@ def test_the_name_that_tls_asks_for_is_read() -> None:
 
 
 def _with_extension(hello: bytes, extension: bytes) -> bytes:
-    """The same ClientHello with one more at its end."""
+    """The same ClientHello with one more extension at its end."""
     at = 4 + 2 + 32
     at += 1 + hello[at]
     at += 2 + int.from_bytes(hello[at : at + 2])

@@ -1,4 +1,4 @@
-"""The way out of a sandbox, from a socket to a server of one's own in a host's place."""
+"""Network access of a sandbox, from a socket to the user's own server in a host's place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORD = b"\x16\x03\x01" + len(HELLO).to_bytes(2) + HELLO
 
 
 class Way:
-    """A way out for the host a.org, and what came to the server in its place."""
+    """The way to the host a.org, and the data that the server in its place received."""
 
     def __init__(self, port: int, log: list[Passage], came: list[bytes]) -> None:
         self.port = port

@@ -1,4 +1,4 @@
-"""All that an agent changed, whole, from one sandbox to another."""
+"""All changes of an agent, complete, from one sandbox to another."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_a_thousand_nested_directories_are_taken_over(pool: SandboxPool) -
         patch = await sandbox.patch()
         await fresh.apply(patch)
         assert await fresh.read(f"{deep}/f") == "1"
-        # its directories stay, and a file in their place has to push them aside
+        # its directories stay, and a file in their place must replace them
         await fresh.apply(dict.fromkeys(patch))
         await fresh.apply({"d": (FILE, b"now a file")})
         assert await fresh.read("d") == "now a file"

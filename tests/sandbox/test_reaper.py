@@ -1,4 +1,4 @@
-"""What is left of sandboxes whose owner was killed."""
+"""Leftovers of sandboxes with a killed owner."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _reap_what_it_left(owner: subprocess.Popen[bytes], footprint: reaper.Footpri
     owner.kill()
     owner.wait()
     left = footprint.left()
-    # The kernel kills the zygote with its owner, stopped or not, and what is in its namespace
-    # after that: how many are left for the sweep is a matter of time.
+    # The kernel kills the zygote with its owner, stopped or not, and then the processes in its
+    # namespace: how many remain for the sweep is a matter of timing.
     assert left["processes"] <= 4 and left["files"] == 1
     assert reaper.sweep() >= 1
     while footprint.left()["processes"]:  # the kernel takes its time
@@ -109,7 +109,7 @@ def test_a_process_of_a_container_is_not_taken_for_abandoned(
     ]
     monkeypatch.setattr(reaper, "_pids", lambda: [ours.pid, theirs.pid])
     try:
-        reaper.sweep()  # or that of a test beside this one, which sees all processes
+        reaper.sweep()  # or that of a test in parallel, which sees all processes
         assert ours.wait(timeout=60) == -signal.SIGKILL and theirs.poll() is None
     finally:
         for each in (ours, theirs):

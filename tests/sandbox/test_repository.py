@@ -1,4 +1,4 @@
-"""A commit as a working copy: its files, and nothing else of a repository that may be anyone's."""
+"""A commit as a working copy: its files, and nothing else of a repository that is not trusted."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_nothing_of_the_repository_is_executed(repository: tuple[Path, str
 async def test_a_tree_that_leaves_the_working_copy_is_refused(tmp_path: Path, path: str) -> None:
     git(tmp_path, "init", "-q", "--bare")
     blob = git(tmp_path, "hash-object", "-w", "--stdin", stdin=b"x")
-    # as no git would write it: one entry whose name is a path
+    # as git itself would never write it: one entry with a path as its name
     entry = b"100644 " + path.encode() + b"\0" + bytes.fromhex(blob)
     tree = git(tmp_path, "hash-object", "-w", "-t", "tree", "--literally", "--stdin", stdin=entry)
     text = f"tree {tree}\nauthor x <x> 0 +0000\ncommitter x <x> 0 +0000\n\nx\n".encode()

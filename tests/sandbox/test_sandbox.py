@@ -1,4 +1,4 @@
-"""What every kind of sandbox does alike."""
+"""Common behaviour of all kinds of sandboxes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_what_a_backend_cannot_give_is_refused_by_name(
 
 
 async def test_a_limit_that_cannot_be_held_is_refused_by_name() -> None:
-    """Those of namespaces depend on the machine: see test_walls.py."""
+    """The limits of namespaces depend on the machine: see test_walls.py."""
     limits = Limits(disk_bytes=1, processes=1)
     told = r"^process sandboxes cannot give.*: limits.disk_bytes, limits.processes\. "
     with pytest.raises(EtudeError, match=told):
@@ -205,7 +205,7 @@ async def test_temporary_files_may_lie_behind_a_link(
 
 
 async def test_a_program_ends_by_the_signals_that_end_programs(pool: SandboxPool) -> None:
-    """Python ignores a broken pipe, and hands that on."""
+    """Python ignores a broken pipe, and its children inherit that."""
     async with pool.open(SandboxSpec()) as sandbox:
         ran = await sandbox.run(["sh", "-c", "yes | head -n 1"], timeout_s=LONG_S)
         assert ran == CommandResult(0, "y\n")

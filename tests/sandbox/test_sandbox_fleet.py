@@ -33,7 +33,7 @@ def test_no_host_promises_more_than_it_has_and_the_first_comes_first() -> None:
     assert [each.sandbox for each in placed] == numbers[:4]
     assert sorted(each.host for each in placed) == ["h0", "h0", "h1", "h1"]
     small = fleet.want("me", need(0.1), 0.0)
-    assert fleet.place() == []  # it does not pass by those that wait
+    assert fleet.place() == []  # it does not overtake those that wait
     fleet.closed(numbers[0])
     fleet.closed(numbers[1])
     assert [each.sandbox for each in fleet.place()] == [*numbers[4:]]
@@ -65,7 +65,7 @@ def test_so_many_start_at_once() -> None:
     fleet.failed(first[1].sandbox)
     assert [each.sandbox for each in fleet.place()] == [first[1].sandbox]
     assert fleet.counts() == {"waiting": 5, "starting": 4, "up": 1}
-    # what is said of one that was closed meanwhile changes nothing
+    # reports about a sandbox that was closed meanwhile change nothing
     fleet.closed(first[1].sandbox)
     for say in (fleet.failed, fleet.up, fleet.closed):
         say(first[1].sandbox)
@@ -111,7 +111,7 @@ def test_what_can_never_be_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_is_lost_and_nothing_overfull_whatever_happens(seed: int) -> None:
-    """To repeat one: pytest tests/sandbox/test_fleet.py -k "whatever_happens and SEED"."""
+    """To repeat one: pytest tests/sandbox/test_sandbox_fleet.py -k "whatever_happens and SEED"."""
     rng, now = random.Random(seed), 0.0
     fleet = fleet_of(5, starts_at_once=3)
     alive: dict[int, str] = {}

@@ -1,4 +1,4 @@
-"""Servers beside the agent: up before it is, reached by name, gone with the sandbox."""
+"""Services of a sandbox: up before the agent, reached by name, gone with the sandbox."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ async def test_a_service_is_up_and_reached_by_its_name(walled: NamespaceSandboxP
             assert ran.output == f"hello {count}\n"
         names = await sandbox.run(["cat", "/etc/hosts"], timeout_s=LONG_S)
         assert names.output.endswith("127.0.0.1 counter\n") and "localhost" in names.output
-        # a fork has one of its own, which has counted nothing yet
+        # a fork has its own service, which has counted nothing yet
         fork = await sandbox.fork()
         assert (await fork.run(["python", "ask.py"], timeout_s=LONG_S)).output == "hello 1\n"
         await fork.close()
         assert (await sandbox.run(["python", "ask.py"], timeout_s=LONG_S)).output == "hello 3\n"
-        # what an agent leaves for grading has no services any more
+        # once an agent's work is taken for grading, its services are gone
         assert await sandbox.patch() == {}
         gone = await sandbox.run(["python", "ask.py"], timeout_s=LONG_S)
         assert "Connection refused" in gone.output
@@ -121,7 +121,7 @@ async def test_a_database_is_branched(walled: NamespaceSandboxPool) -> None:
 exec {POSTGRES}/postgres -D db {settings}
 """
     psql = (str(POSTGRES / "psql"), "-h", "db", "-U", "user", "-d", "postgres", "-Atqc")
-    # the fork is of one at work: its port answers before its log is read
+    # the fork is of a working database: its port answers before its log is read
     up = (*psql, "select 1")
     service = Service(name="db", argv=("sh", "db.sh"), port=5432, check=up, ready_s=LONG_S)
     limits = Limits(disk_bytes=256 << 20)
@@ -133,7 +133,7 @@ exec {POSTGRES}/postgres -D db {settings}
 
     spec = SandboxSpec(files={"db.sh": start}, services=(service,), limits=limits)
     async with walled.open(spec) as origin:
-        # more than the 16 MiB that a file may have where nothing is said
+        # more than the 16 MiB that a file may have by default
         await sql(origin, "create table t as select n from generate_series(1, 600000) n")
         fork = await origin.fork()
         for number, each in enumerate((origin, fork)):

@@ -1,4 +1,4 @@
-"""Sandboxes that are made ahead of being wanted."""
+"""Sandboxes that are made in advance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def spared() -> AsyncIterator[NamespaceSandboxPool]:
 
 
 async def settled(pool: NamespaceSandboxPool, sandboxes: int = 0) -> set[int]:
-    """The first processes of all sandboxes and spares, once every spare is there."""
+    """The first processes of all sandboxes and spares, once every spare is up."""
     found: set[int] = set()
 
     def all_there() -> bool:
@@ -53,7 +53,7 @@ def is_apart(pid: int) -> bool:
 
 
 def maker_of(pid: int) -> int:
-    """The user who has made its user namespace."""
+    """The user that has made its user namespace."""
     namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY)
     try:
         return struct.unpack("I", fcntl.ioctl(namespace, NS_GET_OWNER_UID, bytes(4)))[0]
@@ -137,7 +137,7 @@ async def test_limits_hold_in_what_was_a_spare(spared: NamespaceSandboxPool) -> 
 async def test_what_is_used_in_a_sandbox_counts_as_nobody_elses(
     spared: NamespaceSandboxPool,
 ) -> None:
-    """The kernel counts it by who is in a user namespace, and by who has made it."""
+    """The kernel counts it for the users in a user namespace, and for the user that has made it."""
     if not spared.walls.own_users:
         pytest.skip("neither an ordinary user nor the root of a container can become others")
     async with large(spared) as origin, spared.open(SandboxSpec()):
@@ -148,7 +148,7 @@ async def test_what_is_used_in_a_sandbox_counts_as_nobody_elses(
         users = {os.stat(f"/proc/{pid}").st_uid for pid in found}
         assert (
             len(users) == len(found) - 1 and 0 not in users
-        )  # a fork is whom it shares files with
+        )  # a fork has the user of the sandbox that it shares files with
         await fork.close()
 
 

@@ -1,4 +1,5 @@
-"""A working copy, read while somebody may be changing it: what counts, up to which size."""
+"""A working copy, read while somebody may be changing it: the entries that count, and their
+limits."""
 
 from __future__ import annotations
 
@@ -68,9 +69,9 @@ def test_only_what_is_not_as_it_was_is_told(copy: Path) -> None:
 def test_what_is_too_large_is_named_without_its_content(copy: Path) -> None:
     assert changed(copy, {}, file_bytes=3)["a"] == Entry(FILE, None)
     assert changed(copy, {}, file_bytes=4)["a"] == Entry(FILE, b"1234")
-    # as large as it is allowed to have been: that it has not changed can still be told
+    # as large as it was allowed to be: it can still be compared
     assert changed(copy, TREE, file_bytes=3) == {}
-    # all of it together: in the order of names, what is left goes to those that come first
+    # all files together: in the order of names, earlier files get the remaining bytes
     found = changes(opener(copy), {}, file_bytes=PLENTY, max_entries=100, max_bytes=5)
     assert (found["a"], found["sub/run"]) == (Entry(FILE, b"1234"), Entry(EXECUTABLE, None))
 
@@ -88,8 +89,8 @@ def test_what_is_no_file_is_never_opened(copy: Path) -> None:
 
 @pytest.fixture
 def outside(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that a link of the copy leads to, on a kernel that follows links although it is
-    told not to: gVisor does where a directory is asked for."""
+    """A directory that a link of the copy leads to, on a kernel that follows links although it must
+    not: gVisor does so if a directory is asked for."""
     place = copy.parent / "outside"
     place.mkdir()
     (place / "secret").touch()
@@ -169,7 +170,7 @@ def test_reading_leaves_no_directory_open(copy: Path, max_entries: int) -> None:
 def test_what_is_gone_by_now_is_left_out_and_what_cannot_be_read_is_named(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the listing of a directory and a look at what is in it, and at its opening."""
+    """Between the listing of a directory and the look at an entry, or its opening."""
     whole = os.stat, tree._open_file
 
     def failing(error: OSError, of: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What only sandboxes with a machine of their own do: boot, be saved, and fork as they run."""
+"""Behaviour of virtual machines alone: booting, being saved, and forks of running ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_machine_is_forked_with_what_runs_in_it(pool: VmSandboxPool) -> 
         forks = [await origin.fork() for _ in range(2)]
         draws = set()
         for number, each in enumerate([origin, *forks]):
-            # what was said to it before the fork, and nothing of what was said to another after
+            # data sent to it before the fork, and nothing that was sent to another one later
             assert await said(each, "python", "ask.py", str(number)) == f"a{number}"
             before = await said(each, "cat", "count")
             while await said(each, "cat", "count") == before:
@@ -95,7 +95,7 @@ async def test_a_machine_has_the_time_the_limits_and_no_way_out(pool: VmSandboxP
         here = int((await asyncio.to_thread(subprocess.check_output, ["date", "+%s"])).strip())
         assert abs(here - now) < LONG_S
         assert await said(sandbox, "uname", "-r") != os.uname().release or pool.engine.kernel
-        # processors and memory are those of the machine, not of ours
+        # processors and memory are those of the machine, not ours
         assert await said(sandbox, "nproc") == "2"
         total = int((await said(sandbox, "grep", "MemTotal", "/proc/meminfo")).split()[1])
         assert total < 512 << 10
@@ -231,7 +231,8 @@ def test_a_machine_has_no_network_and_writes_to_nothing_of_the_host(tmp_path: Pa
 def test_kvm_is_used_only_where_a_guest_boots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A QEMU that boots with software alone, as where the calls of KVM work and guests hang."""
+    """A QEMU that boots by emulation alone, as on machines where KVM can be called but guests
+    hang."""
     program = tmp_path / "qemu"
     program.write_text(
         f'#!/bin/sh\ncase "$*" in *"-accel kvm"*) exec sleep 1000;; *) echo {vm_boot.UP};; esac\n'
@@ -268,7 +269,7 @@ def test_modules_are_loaded_after_those_that_they_need(tmp_path: Path) -> None:
 
 
 def test_the_same_installation_boots_the_same(tmp_path: Path) -> None:
-    """Or no machine that was saved would be found again."""
+    """Otherwise no saved machine would be found again."""
     need_vm()
     kernel = vm_boot.find_kernel()
     assert kernel is not None

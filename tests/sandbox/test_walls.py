@@ -1,4 +1,4 @@
-"""The walls that not every machine has: Landlock and cgroups. Where one is missing it is said, and
+"""The walls that not every machine has: Landlock and cgroups. A missing one is reported, and
 nothing is promised that would need it."""
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ async def test_the_walls_are_told(walled: NamespaceSandboxPool) -> None:
 async def test_whoever_counts_other_processes_sweeps_no_cgroup_of_ours(
     walled: NamespaceSandboxPool,
 ) -> None:
-    """Ours is empty when no sandbox is open, and our process is nobody in that PID namespace."""
+    """Our cgroup is empty when no sandbox is open, and our process is invisible in that PID
+    namespace."""
     need_cgroup(walled)
     async with walled.open(SandboxSpec()):
         pass
@@ -128,7 +129,7 @@ print(sum(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children))
     limit = Limits(memory_bytes=160 << 20)
     async with walled.open(SandboxSpec(files={"s.py": script, "a": "1"}, limits=limit)) as sandbox:
         ran = await sandbox.run(["python", "s.py"], timeout_s=LONG_S)
-        # either the script itself was ended, or some of its children were
+        # either the script itself was killed, or some of its children were
         assert ran.exit_code == -signal.SIGKILL or int(ran.output) < 4
         assert await sandbox.read("a") == "1"
         assert (await sandbox.run(["echo", "alive"], timeout_s=LONG_S)).output == "alive\n"
@@ -329,7 +330,7 @@ def test_what_counts_is_switched_on_here_or_above_or_it_is_said_why_not(tmp_path
         assert (place / "cgroup.subtree_control").read_text() == "+memory"
     (own / "cgroup.subtree_control").unlink()
     (own / "cgroup.subtree_control").mkdir()
-    with pytest.raises(OSError, match=f"{own}: Is a directory"):  # the one above is no way out
+    with pytest.raises(OSError, match=f"{own}: Is a directory"):  # the parent is not tried then
         cgroups._enable("memory", str(own))
 
 
@@ -365,7 +366,8 @@ print(sorted(each.name for each in os.scandir(place) if each.is_dir()))
 
 
 def test_the_second_generation_with_a_controller_that_nobody_else_has() -> None:
-    """What bounds memory may belong to the first one here; how cgroups are made is the same."""
+    """The memory controller may belong to the first version here; cgroups are made in the same
+    way."""
     root = next(
         (
             line.split()[1]

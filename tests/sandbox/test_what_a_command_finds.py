@@ -1,4 +1,4 @@
-"""What a command in a sandbox finds around it: its limits, its files, its names, a fresh Python."""
+"""Environment of a command in a sandbox: its limits, its files, its names, a fresh Python."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_its_limits_are_both_those_in_force_and_the_highest_it_may_set(
         "NPROC": 16,
         "NOFILE": 256,
         "CORE": 1,
-        "CPU": 101,  # a second more than its time, in whole ones
+        "CPU": 101,  # its time in whole seconds, and one more
     }
     assert found["limits"] == {name: [value, value] for name, value in expected.items()}
     assert found["room"] == [[32 * MIB, 4096]] * 2

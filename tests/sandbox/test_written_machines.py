@@ -1,6 +1,7 @@
-"""What is asked of a cluster, of QEMU, of runsc and of a container engine for a sandbox, as it was.
+"""Requests of a sandbox to a cluster, QEMU, runsc and a container engine, compared with recorded
+ones.
 
-After a change of it, write `machines.json` again, and read what has changed in it:
+After a deliberate change, write `machines.json` again, and review the differences:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/sandbox/test_written_machines.py
 """

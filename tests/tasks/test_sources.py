@@ -1,5 +1,5 @@
-"""Documents and records from other people's files: read lazily, and every mistake is said with file
-and line."""
+"""Documents and records from other people's files: read lazily, with the file and line in every
+error."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_pattern_stands_for_files_in_order(tmp_path: Path) -> None:
 
 
 def test_what_comes_before_a_mistake_is_read(tmp_path: Path) -> None:
-    """Nothing reads ahead: a file larger than memory is no trouble."""
+    """Nothing reads ahead: a file larger than memory is not a problem."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n{')
     assert [text for _, text in islice(texts(tmp_path / "a.jsonl", "text"), 2)] == ["one", "two"]
 

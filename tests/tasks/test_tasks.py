@@ -1,4 +1,4 @@
-"""Every task has a bug that shows and an answer that passes, and held-out programs occur nowhere in
+"""Every task has a visible bug and an answer that passes, and held-out programs occur nowhere in
 training."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_tasks_are_different_and_repeat_from_their_seed() -> None:
 def test_held_out_programs_occur_nowhere_in_training() -> None:
     train, heldout, novel = (programs(split) for split in SPLITS)
     assert not heldout & train and not novel & train and not novel & heldout
-    # What mid-training reads and what the demonstrations show is drawn from the same side.
+    # The text of mid-training and the demonstrations are drawn from the same split.
     stream = functions("train", Random(5))
     assert not heldout & {program_digest(function.source) for function in islice(stream, 2000)}
 
@@ -132,12 +132,12 @@ def test_what_a_slip_answers_is_a_value_or_the_name_of_an_error(
 
 
 def test_the_tasks_of_a_seed_are_the_same_in_every_version() -> None:
-    """So that runs can be compared, and a run that goes on is examined on what it was examined on
-    before. Whoever changes a template changes these numbers knowingly."""
+    """So that runs can be compared, and a run that continues is evaluated on the same tasks as
+    before. A change of a template changes these numbers deliberately."""
 
     def digest(made: object) -> str:
-        """Of all but fields that came later: one that is empty in every task, and one that follows
-        from others."""
+        """Digest of all fields but two later ones: one is empty in every task, the other follows
+        from the rest."""
         text = json.dumps(msgspec.to_builtins(made)).replace('"workdir": "", ', "")
         text = re.sub(r'"family": "[a-z: ]+", ', "", text)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -153,7 +153,8 @@ def test_the_tasks_of_a_seed_are_the_same_in_every_version() -> None:
 
 
 def test_a_family_is_a_template_and_a_kind_of_bug() -> None:
-    """The curriculum learns from one task of a family how hard the next one is: both count."""
+    """The curriculum infers from one task of a family how hard the next one is: both parts
+    matter."""
     for made in make_tasks("train", 40, seed=0):
         meta = made.task.meta
         template = "two functions" if "+" in str(meta["template"]) else meta["template"]
