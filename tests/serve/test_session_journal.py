@@ -1,4 +1,5 @@
-"""What a gateway acknowledged is there when it is back, or its session is told to be incomplete."""
+"""The journal of sessions: everything that a gateway acknowledged is restored, or its session is
+marked as incomplete."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ EOS = TOKENIZER.eos_token_id
 
 
 class Life:
-    """One life of a gateway over a store."""
+    """One run of a gateway over a store."""
 
     def __init__(self, objects: Objects, now: float = 0.0, **options: Any) -> None:
         self.conversations = ConversationStore()
@@ -51,7 +52,7 @@ class Life:
         self.known = self.records.restore(self.journal, self.settled.append)
 
     def end(self) -> None:
-        """As the kernel does it for a process that was killed."""
+        """End it as the kernel does when a process is killed."""
         self.journal.close()
 
     async def say(
@@ -89,7 +90,7 @@ async def test_a_session_goes_on_where_it_was(
     before = life.records.recorder.segments("s"), life.records.recorder.experts("s")
     life.end()
 
-    # another process: what stands for control tokens within messages is another text
+    # another process: control tokens within messages have other stand-ins
     monkeypatch.setattr("etude.model.tokenizer._NONCE", "9876543210")
     monkeypatch.setattr("etude.model.tokenizer._STAND_IN", re.compile(r"~9876543210:(\d+)~"))
     life = Life(objects)
@@ -155,13 +156,13 @@ async def test_who_asks_again_is_given_what_was_recorded(objects: Objects) -> No
         replace(asked, params=SamplingParams()),
         replace(asked, max_tokens=len(answer) - 1),
         replace(asked, top_logprobs=2),
-        replace(asked, stop=("x", "al")),  # it would have ended before
-        replace(asked, stop_token_ids=(EOS + 1,), stop=("x",)),  # and here it would go on
+        replace(asked, stop=("x", "al")),  # it would have ended earlier
+        replace(asked, stop_token_ids=(EOS + 1,), stop=("x",)),  # it would continue here
     ):
         assert await records.take_unreceived("s", prompt, another) is None
     again = await records.take_unreceived("s", prompt, replace(asked, max_tokens=99, seed=1))
     assert again is not None and again.tokens == answer
-    # from now on it has it: another answer to the same is another segment
+    # now it has been received: another answer to the same prompt is another segment
     assert await records.take_unreceived("s", prompt, asked) is None
     await life.say("s", history, "tool")
     assert [segment.prompt for segment in recorder.segments("s")] == [prompt.tokens] * 2
@@ -231,7 +232,7 @@ async def test_a_session_with_a_hole_is_dropped_by_name(objects: Objects, place:
     data = bytearray(objects.get(key))
     data[place] ^= 1
     objects.put(key, bytes(data))
-    for _ in range(2):  # it stays so
+    for _ in range(2):  # it stays broken
         life = Life(objects)
         known = set(life.known)
         assert known <= {"s", "t"}
