@@ -1,4 +1,4 @@
-"""Files given to a command: where they are searched, and which are allowed."""
+"""Files given to a command: where they are looked up, and which are allowed."""
 
 from __future__ import annotations
 

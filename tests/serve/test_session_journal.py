@@ -307,7 +307,7 @@ async def test_stored_responses_are_there_again(objects: Objects) -> None:
 
 
 async def test_a_result_is_there_until_it_is_withdrawn(objects: Objects) -> None:
-    """It may lie with another shard than its session, so neither takes the other along."""
+    """It may be on another shard than its session, so forgetting one does not forget the other."""
     life = Life(objects)
     settled = [SettledSession(session=session, result=b"{}") for session in ("a", "b")]
     await life.say("b", [user("hi")], "done")
@@ -358,7 +358,7 @@ async def test_an_answer_after_the_end_of_its_session_brings_nothing_back(tmp_pa
     with pytest.raises(ApiError, match="is over"):
         await answerer.sample([asked], lambda request, sample: user("said"), "id")
     assert life.records.recorder.sessions == []
-    await life.say("s", [user("read")], "call")  # whoever takes the name again begins anew
+    await life.say("s", [user("read")], "call")  # a new session with the same name starts afresh
     life.end()
     assert Life(objects).known == ["s"]
 
@@ -375,7 +375,8 @@ async def test_two_gateways_do_not_share_a_journal(tmp_path: Path) -> None:
 
 
 async def test_a_second_gateway_at_a_bucket_is_noticed_by_the_first() -> None:
-    """Nobody can lock a bucket; but what the other has written is not taken for one's own."""
+    """A bucket cannot be locked, but the data of the other gateway is not mistaken for one's
+    own."""
     objects = Objects(MemoryStore(), "s3://fake")
     first = Life(objects)
     await first.say("s", [user("read")], "call")
@@ -387,7 +388,7 @@ async def test_a_second_gateway_at_a_bucket_is_noticed_by_the_first() -> None:
 async def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And none is lost: it is stored with the next."""
+    """No entry is lost: it is stored with the next one."""
     objects = Objects.open(f"file:{tmp_path}/store")
     life = Life(objects)
     await life.say("s", [user("read")], "call")
