@@ -179,8 +179,8 @@ class LanguageServer:
                 await self._answer(message)
 
     async def _answer(self, message: dict[str, Json]) -> None:
-        """Answer a request of the server. Requests for settings get one null each, and all others
-        null, which grants permissions."""
+        """Answer a request of the server. A request for settings gets a null for each of them; any
+        other gets null, which grants it."""
         is_settings = message["method"] == "workspace/configuration"
         params = message.get("params")
         items = params.get("items") if is_settings and isinstance(params, dict) else None
