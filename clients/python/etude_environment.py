@@ -1,5 +1,5 @@
-"""Your product as an environment of Etude, by URL. The standard library only: copy this file, or
-install it.
+"""Your product as an environment of Etude, by URL. It needs only the standard library: copy this
+file, or install it.
 
     def rollout(asked: Rollout) -> Result:
         answer = asked.chat([{"role": "user", "content": asked.task["prompt"]}])
@@ -8,8 +8,8 @@ install it.
     tasks = {"train": [{"id": "1", "prompt": "What is 6 * 7?"}]}
     Service(rollout, tasks=tasks, capacity=8).serve(port=8700)
 
-A rollout runs in a thread of its own. It fails by raising, and that is never a reward of 0. The
-protocol is docs/environments-by-url.md of Etude.
+Each rollout runs in a thread of its own. It fails by raising an exception; a failure is never a
+reward of 0. The protocol is docs/environments-by-url.md of Etude.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 KEPT = 4096
-"""Results that are remembered, for whoever asks again."""
+"""Number of finished results that are kept for repeated requests."""
 MAX_WAIT_S = 30.0
 MAX_BODY_BYTES = 64 << 20
 AWAY_S = 60.0
-"""A gateway that is away for longer does not come back."""
+"""A gateway that is away for longer is given up."""
 CALLBACK_TRIES = 3
-"""After a gateway came back: it may be told of the session only then."""
+"""Tries after a gateway came back: it may learn of the session only then."""
 RETRY_S = 1.0
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a rollout was worth, and what is to be seen of it."""
+    """The result of a rollout: its reward, and details for people to look at."""
 
     reward: float
     parts: Sequence[Mapping[str, Any]] = ()
@@ -50,7 +50,7 @@ class Result:
     """`{"name": "diff", "text": ".."}`, or with a `url`."""
     messages: Sequence[Mapping[str, Any]] = ()
     status: Literal["done", "timeout"] = "done"
-    """`timeout`: your product ran out of its time, and is scored as it stands."""
+    """`timeout`: your product ran out of time, and is scored in its present state."""
     credit: Sequence[Mapping[str, Any]] = ()
     """Process rewards: `{"value": 0.5, "segment": 0, "turn": 2}`; without `turn`, for the whole
     segment."""
@@ -72,12 +72,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One attempt that Etude asks for."""
+    """One attempt that Etude requests."""
 
     id: str
     task: Mapping[str, Any]
     base_url: str
-    """Point the OpenAI client of your product here, with `token` as its key."""
+    """Base URL for the OpenAI client of your product, with `token` as its key."""
     token: str
     seed: int
     deadline: float
@@ -87,10 +87,10 @@ class Rollout:
     max_tokens: int = 64
     callback_url: str | None = None
     callback_token: str | None = field(default=None, repr=False)
-    """For the result alone. Your product must not have it: an agent that finds it could say itself
-    what it was worth."""
+    """Only for sending the result. Keep it from your product: an agent that finds it could set its
+    own score."""
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set when nobody wants the result any more."""
+    """Set when the result is not wanted any more."""
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Rollout:
@@ -105,7 +105,7 @@ class Rollout:
         return max(0.0, self.deadline - time.time())
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
-        """One answer of the model, for products that have no client of their own."""
+        """One answer of the model, for products without a client of their own."""
         body = {
             "model": self.model,
             "messages": list(messages),
@@ -120,7 +120,7 @@ class Rollout:
 
 
 Tasks = Mapping[str, Sequence[Mapping[str, Any]]] | Callable[[str], Sequence[Mapping[str, Any]]]
-"""Split -> its tasks; each has an id, a prompt or messages, and perhaps meta."""
+"""The tasks of each split; each task has an id, a prompt or messages, and optionally meta."""
 
 
 class Service:
@@ -134,7 +134,7 @@ class Service:
         capacity: int = 8,
         token: str | None = None,
     ) -> None:
-        """`token`: what requests must carry, as ETUDE_SERVICE_TOKEN has it on the other side."""
+        """`token`: required in requests; the same as ETUDE_SERVICE_TOKEN on Etude's side."""
         self._rollout = rollout
         self._tasks = tasks
         self._capacity = capacity
@@ -144,7 +144,7 @@ class Service:
         self._changed = threading.Condition()
 
     def server(self, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
-        """To be served by the caller; `server_port` says where."""
+        """A server for the caller to run; its port is `server_port`."""
         service = self
 
         class Handler(_Handler):
@@ -163,7 +163,7 @@ class Service:
             request_queue_size = 1024
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                if not isinstance(sys.exception(), ConnectionError):  # a client that went away
+                if not isinstance(sys.exception(), ConnectionError):  # the client went away
                     super().handle_error(request, client_address)
 
         return Server((host, port), Handler)
@@ -180,7 +180,7 @@ class Service:
     def answer(
         self, method: str, path: str, query: Mapping[str, str], body: bytes
     ) -> tuple[int, Any]:
-        """The status and the JSON of any request."""
+        """The status and the JSON body of the answer to any request."""
         place = path.strip("/").split("/")
         if (method, place) == ("GET", ["health"]):
             with self._changed:
@@ -253,8 +253,8 @@ class Service:
 
 
 def pull(gateway: str, token: str, rollout: Callable[[Rollout], Result]) -> bool:
-    """The other way round: ask a gateway for one session, run it and send the result. False if
-    there was none to run. Call it in as many threads as there is room for."""
+    """Work the other way round: claim one session at a gateway, run it and send the result. Returns
+    False if there was none. Call it in as many threads as you have room for."""
     answer = _post(f"{gateway}/v1/sessions", {"wait_s": MAX_WAIT_S}, token, 2 * MAX_WAIT_S)
     if not answer:
         return False
@@ -299,7 +299,7 @@ class _Handler(BaseHTTPRequestHandler):
 def _outcome(rollout: Callable[[Rollout], Result], asked: Rollout) -> dict[str, Any]:
     try:
         result = rollout(asked).to_json()
-    except Exception as e:  # whatever it is, it is no result
+    except Exception as e:  # any exception is a failure
         result = {"status": "failed", "error": f"{type(e).__name__}: {e}"}
     return {"id": asked.id, **result}
 
@@ -312,8 +312,9 @@ def _post(url: str, value: object, token: str, timeout_s: float) -> bytes:
 
 
 def _call_back(asked: Rollout, result: Mapping[str, Any]) -> None:
-    """A gateway that is away is waited for. A result that it refuses (400) has failed: told so, the
-    run need not wait for the deadline. Where it refuses us, Etude asks for the result."""
+    """Send the result to the gateway, waiting for one that is away. If the gateway rejects the
+    result (400), send a failure instead, so that the run need not wait for the deadline. If it
+    rejects the request itself, give up: Etude will ask for the result."""
     if asked.callback_url is None or asked.callback_token is None:
         return
     refusals, given_up = 0, time.monotonic() + AWAY_S

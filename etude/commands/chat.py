@@ -1,7 +1,7 @@
-"""`etude chat`: talk to a model in the terminal: a server's, that of a directory, or a run's.
+"""`etude chat`: talk to a model in the terminal: that of a server, of a directory or of a run.
 
-Ctrl-C stops an answer and keeps what was said of it; Ctrl-D or /quit ends. A model that no server
-has yet is served by a process of its own on a free port of this machine, which ends with the chat.
+Ctrl-C stops an answer and keeps its beginning; Ctrl-D or /quit ends the chat. Without a server, the
+model is served by a separate process on a free port of this machine, which ends with the chat.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ Ctrl-C                   stops an answer; what was said of it stays
 anything else is said to the model, with all that was said before"""
 
 ANSWER_S = 10.0
-"""For a server to be there."""
+"""Time for a server to accept a connection."""
 _PORTS = {"http": 80, "https": 443}
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-"""What would work the terminal: a model clears no screen, and writes to no clipboard."""
+"""Control characters, which are not printed: a model must not clear the screen or write to the
+clipboard."""
 ALWAYS_REFUSED = (401, 403, 404, 405)
-"""Another turn would not be answered either."""
+"""Statuses that further turns would get as well."""
 
 
 class Refused(EtudeError):
-    """The server does not answer this turn; it may answer another."""
+    """The server rejected this turn; it may answer another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Settings:
 
 
 def usual_temperature(target: str) -> float:
-    """What the model of a directory is meant to be sampled with, as far as it tells that."""
+    """The sampling temperature that a model directory recommends, or the default."""
     said: Any = None
     with contextlib.suppress(OSError, ValueError):
         said = json.loads((Path(target) / GENERATION).read_bytes())
@@ -111,7 +112,7 @@ def chat(target: str, version: int | None, settings: Settings, console: Console)
 
 
 def _next_line(console: Console) -> str | None:
-    """What is to be said to the model; None: nothing any more."""
+    """The next text for the model; None to end the chat."""
     while True:
         try:
             said = input("> ")
@@ -129,7 +130,7 @@ def _next_line(console: Console) -> str | None:
 
 
 def _answer(url: str, request: dict[str, Any], console: Console) -> str:
-    """Shows the answer as it comes; returns what there is of it when it ends or is stopped."""
+    """Show the answer as it arrives; returns what has arrived when it ends or is stopped."""
     said = ""
     began = time.monotonic()
     usage = None
@@ -157,7 +158,8 @@ def _answer(url: str, request: dict[str, Any], console: Console) -> str:
 
 
 def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The pieces of an answer. Leaving it closes the connection, and that stops the server."""
+    """The chunks of an answer. Leaving the iteration closes the connection, which stops the
+    server."""
     place = urlsplit(url)
     kind = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json"} | authorization(token())
@@ -182,7 +184,7 @@ def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _check_answers(url: str) -> None:
-    """Whatever a server says: that there is one."""
+    """Check that a server accepts connections."""
     try:
         with socket.create_connection(
             (urlsplit(url).hostname, urlsplit(url).port or _PORTS[urlsplit(url).scheme]), ANSWER_S
@@ -200,7 +202,7 @@ def _reason(body: bytes) -> str:
 
 @contextlib.contextmanager
 def _server(target: str, version: int | None, console: Console) -> Iterator[tuple[str, str]]:
-    """Its URL, and what it serves, in words."""
+    """A server for the target: its URL, and a description of what it serves."""
     if target.startswith(("http://", "https://")):
         if version is not None:
             raise EtudeError(f"--version {version}: the server at {target} has chosen its weights")
@@ -218,7 +220,7 @@ def _server(target: str, version: int | None, console: Console) -> Iterator[tupl
     argv = [sys.executable, "-m", "etude", "serve", target, "--port", "0", "--quiet"]
     if version is not None:
         argv += ["--version", str(version)]
-    # In a session of its own: a Ctrl-C in the terminal is for the answer, not for the server.
+    # In a session of its own, so that Ctrl-C in the terminal stops the answer, not the server.
     child = subprocess.Popen(
         argv,
         stdout=subprocess.PIPE,

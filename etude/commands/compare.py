@@ -1,5 +1,5 @@
-"""`etude compare`: an evaluated version beside another, or beside several seeds of it, on the tasks
-that all have tried."""
+"""`etude compare`: an evaluated version against another, or against several seeds of it, on the
+tasks that all of them have tried."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from etude.launch.place import RunPlace
 from etude.run.evaluate import Report, cut_after, reports
 
 FEWEST_TASKS = 6
-"""With fewer, no difference is significant: p of the sign-flip test is at least 2 / 2**tasks."""
+"""With fewer tasks, no difference is significant: p of the sign-flip test is at least 2 /
+2**tasks."""
 
 
 def compare(
     before: str, after: Sequence[str], split: str, console: Console, *, turns: int | None = None
 ) -> dict[str, Json]:
-    """Show the comparison, and return what `--json` prints. Each side is a run's directory, with
-    `@VERSION` for another version than the newest that was evaluated. Of several on the second
-    side, seeds of a recipe say, each task's mean is compared. With `turns`, attempts of more
-    answers of the model count as not solved."""
+    """Show the comparison, and return the data for `--json`. Each side is a run's directory,
+    optionally with `@VERSION`; without it, the newest evaluated version is used. If the second side
+    has several runs, such as seeds of one recipe, their mean at each task is compared. With
+    `turns`, attempts of more turns count as not solved."""
     if twice := next((side for side in after if after.count(side) > 1), None):
         raise EtudeError(f"{twice} is named twice: it would count twice")
     sides = {side: find_report(side, split, turns) for side in (before, *after)}
@@ -46,7 +47,7 @@ def compare(
     attempts = math.lcm(*(report.samples for report in sides.values()))
 
     def solved(report: Report, task: str) -> int:
-        """Of so many attempts, whatever their real number was."""
+        """Number of solved attempts, scaled to `attempts`."""
         return report.solved_by_task[task] * attempts // report.samples
 
     found = compare_paired(
@@ -73,8 +74,9 @@ def compare(
 
 
 def find_report(side: str, split: str, turns: int | None = None) -> Report:
-    """The evaluation with the most attempts of the version that `RUN[@VERSION]` names."""
-    # folders above it may have an @ too, as the home of ada@example.com has
+    """The evaluation of `RUN[@VERSION]`, by default of the newest version; the one with the most
+    attempts."""
+    # a parent folder may contain an @ too, such as the home of ada@example.com
     path, _, wanted = side.rpartition("@") if "@" in side.rpartition("/")[2] else (side, "", "")
     run = RunPlace.of(path).open()
     found = [report for report in reports(run) if report.split == split]
@@ -93,7 +95,7 @@ def find_report(side: str, split: str, turns: int | None = None) -> Report:
 
 
 def table(sides: Sequence[tuple[str, Report]]) -> Table:
-    """Quality beside cost, one side a row."""
+    """Solve rate and cost of each side, one side per row."""
     made = Table(
         title="tasks solved (95 % interval), and what an attempt used", title_justify="left"
     )
@@ -113,8 +115,8 @@ def table(sides: Sequence[tuple[str, Report]]) -> Table:
 
 
 def verdict(found: PairedComparison, left_out: int, is_exact: bool) -> str:
-    """`is_exact`: both sides made as many attempts, so that swapping them at a task changes nothing
-    if no task can tell them apart."""
+    """The result in words. `is_exact`: both sides made equally many attempts, so the sign-flip test
+    is exact."""
     points = [100 * each for each in (found.difference, found.low, found.high)]
     interval = (
         f"95 % interval {points[1]:+.1f} to {points[2]:+.1f}"

@@ -1,4 +1,5 @@
-"""`etude eval RUN --contamination`: does a version finish names and files of held-out tasks?"""
+"""`etude eval RUN --contamination`: tests whether a version can complete names and files of
+held-out tasks."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Found = dict[str, Mapping[Kind, Completion]]
 
 
 def contamination(place: RunPlace, version: int | None, console: Console) -> dict[str, Any]:
-    """As JSON says it; a table for people."""
+    """Show a table, and return the data for `--json`."""
     run = place.open()
     config, newest = run.config(), find_newest(run.objects)
     if newest is None:
@@ -58,7 +59,7 @@ async def _probe(run: Run, config: RunConfig, version: int) -> Found:
         await engine.load(version)
 
         async def answer(probe: Probe) -> tuple[Probe, str]:
-            # a letter is a token at most, but for those of other alphabets
+            # a token has at least one letter, except in other alphabets
             max_tokens = 2 * len(probe.expected)
             room = engine.max_context - max_tokens
             request = Request(

@@ -1,4 +1,4 @@
-"""`etude dash`: runs in a browser, from their stores alone."""
+"""`etude dash`: a dashboard of runs in a browser, from their stores alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from etude.store.runs import Run
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     runs: Sequence[str]
-    """Directories, or URLs of stores."""
+    """Directories or store URLs."""
     host: str
     port: int
     token_file: Path | None
 
 
 def dash(options: Options) -> None:
-    """Returns when the process is told to stop."""
+    """Serve the dashboard until the process is told to stop."""
     process.run(lambda: _serve(options))
 
 
@@ -37,7 +37,7 @@ async def _serve(options: Options) -> None:
 
 
 async def serve_beside(store: str, listener: socket.socket) -> None:
-    """For the run in that store, which may have nothing in its store yet, on a port that its
+    """Serve the dashboard of the run in a store, which may still be empty, on a port that the run's
     launcher has opened."""
     run = RecordedRun(_name(store), Run.open(store, create=False))
     await _answer([run], listener, Access(host="127.0.0.1", token=process.token()))
@@ -45,19 +45,19 @@ async def serve_beside(store: str, listener: socket.socket) -> None:
 
 async def _answer(runs: Sequence[RecordedRun], listener: socket.socket, access: Access) -> None:
     async with process.serving(create_app(runs, access), listener) as running:
-        # In the part of an address behind # nothing is sent to a server or written to its log.
+        # The part of a URL after # is neither sent to a server nor written to its log.
         secret = f"#token={access.token}" if access.token else ""
         print(f"dashboard at {process.url_of(listener)}/{secret}", flush=True)
         await running
 
 
 def _name(url: str) -> str:
-    """The last part of a URL. Addresses of the page name several runs with commas between them."""
+    """The last part of a URL. Commas are replaced, since they separate runs in the page's URLs."""
     return url.rstrip("/").rpartition("/")[2].replace(",", "_") or "run"
 
 
 def open_runs(urls: Sequence[str]) -> list[RecordedRun]:
-    """Each under the last part of its URL, with a number where two have the same."""
+    """Open runs, each named by the last part of its URL, with a number if names collide."""
     found: dict[str, RecordedRun] = {}
     for url in urls:
         run = Run.open(url, create=False)

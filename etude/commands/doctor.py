@@ -1,4 +1,4 @@
-"""`etude doctor`: what this machine has for sandboxes, and how to get what it lacks."""
+"""`etude doctor`: the support for sandboxes on this machine, and how to get what is missing."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that sandboxes are made of."""
+    """One requirement of sandboxes."""
 
     name: str
     there: bool
     found: str
     needed_for: str
     fix: str = ""
-    """A command, or what to change, if it is missing."""
+    """A command, or a change to make, if it is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What was found on the machine."""
+    """The results of all checks of the machine."""
 
     walls: Walls | None
     refused: str
-    """Why there are no walls."""
+    """The reason why no sandbox in namespaces could be opened."""
     container_refused: str
-    """Why no container could hold a sandbox; empty: one did."""
+    """The reason why no container could hold a sandbox; empty if one did."""
     container: str
-    """The command of the engine that it was of."""
+    """The command of the container engine that worked."""
     kubernetes_refused: str
-    """Why no cluster can have sandboxes of ours; empty: one can."""
+    """The reason why no cluster can run our sandboxes; empty if one can."""
     kubernetes: str
-    """Its URL."""
+    """URL of the cluster."""
     gvisor_refused: str
-    """Why no sandbox of gVisor could be opened; empty: one was."""
+    """The reason why no sandbox of gVisor could be opened; empty if one was."""
     vm_refused: str
-    """Why no virtual machine boots; empty: one did."""
+    """The reason why no virtual machine boots; empty if one did."""
     vm: str
-    """What it was like."""
+    """Description of the virtual machine."""
     vm_packages: tuple[str, ...]
-    """Of Debian, that machines lack here."""
+    """Debian packages that virtual machines need and that are missing here."""
     sysctls: Mapping[str, str]
     programs: frozenset[str]
 
@@ -63,11 +63,11 @@ _SWITCHES = {
     "kernel.unprivileged_userns_clone": ("0", "1"),
     "kernel.apparmor_restrict_unprivileged_userns": ("1", "0"),
 }
-"""Settings that turn user namespaces off -> the value that does, and one that does not."""
+"""Settings that can turn user namespaces off -> the value that does so, and one that does not."""
 
 
 def doctor(*, as_json: bool) -> int:
-    """0 if sandboxes in namespaces, the default, can be had."""
+    """Show the findings. Returns 0 if sandboxes in namespaces, the default, are available."""
     found = probe()
     findings = examine(found)
     if as_json:
@@ -86,7 +86,7 @@ def doctor(*, as_json: bool) -> int:
 
 
 def probe() -> Probe:
-    """Opens a sandbox, which is the only way to know."""
+    """Check the machine by opening sandboxes, which is the only reliable test."""
     from etude.sandbox.qemu import missing_packages
 
     walls, refused = _walls()
@@ -132,7 +132,7 @@ def _walls() -> tuple[Walls | None, str]:
 
 
 def _container() -> tuple[str, str]:
-    """The engine whose container held a sandbox, or why there is none."""
+    """The container engine that could hold a sandbox, or the reason why there is none."""
     import asyncio
 
     from etude.sandbox.container import ContainerSandboxPool
@@ -149,8 +149,8 @@ def _container() -> tuple[str, str]:
 
 
 def _kubernetes() -> tuple[str, str]:
-    """A cluster that has agent-sandbox, or why there is none. No sandbox is opened: that may take
-    minutes, and somebody pays for it."""
+    """A cluster that has agent-sandbox, or the reason why there is none. No sandbox is opened: that
+    may take minutes, and costs money."""
     from etude.sandbox.cluster import find_cluster
     from etude.sandbox.kubernetes import check_cluster
 
@@ -178,7 +178,8 @@ def _gvisor_refused() -> str:
 
 
 def _vm() -> tuple[str, str]:
-    """A machine that booted, or why none did. The disk, which takes minutes, is not made."""
+    """A virtual machine that booted, or the reason why none did. The disk is not made, which would
+    take minutes."""
     from etude.sandbox.qemu import description, find_engine
 
     try:

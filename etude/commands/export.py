@@ -1,4 +1,4 @@
-"""`etude export k8s | slurm`: a run as manifests or batch files, for a cluster's own scheduler."""
+"""`etude export k8s | slurm`: a run as manifests or batch files for a cluster's own scheduler."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ class Options:
     worker_gpus: int
     trainer_nodes: int
     trainer_min_nodes: int | None
-    """None: all of them."""
+    """None: all nodes."""
     trainer_gpus: int
     image: str
     folder: Path | None
-    """Of the run's file, as the machines of the cluster see it; None: as it is here."""
+    """The folder of the run's file as the cluster's machines see it; None if it is the same as
+    here."""
 
 
 def export(config: RunConfig, file: Path, kind: str, options: Options, console: Console) -> None:
-    """Write the files into a directory that is not there yet."""
+    """Write the files into a new directory."""
     if config.store is None or (kind == "k8s" and not is_bucket(config.store)):
         folder_too = "" if kind == "k8s" else ", or file:/PATH, which all nodes see,"
         raise EtudeError(

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, for people and for programs."""
+"""Output of a benchmark's figures, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from etude.serve.gateway import serve_gateway
 def gateway(
     run: str, *, host: str, port: int, version: int | None, production: Path | None,
 ) -> None:  # fmt: skip
-    """Returns when the process is told to stop. Workers are told to load the version."""
+    """Serve until the process is told to stop. Workers are told to load the version."""
     found = find_version(open_chain(run), version)[1].version
     process.run(
         lambda: serve_gateway(

@@ -1,4 +1,4 @@
-"""`etude images`: build images for sandboxes, and look at them."""
+"""`etude images`: build, list and inspect images for sandboxes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def show(*, name: str, store: Path | None, json: bool, console: Console) -> int:
 
 
 def lint(*, name: str, store: Path | None, json: bool, console: Console) -> int:
-    """0 if nothing was found."""
+    """Look for signs of a sandbox in an image; returns 0 if there are none."""
     place = _store(store)
     image = place.find(name)
 

@@ -1,5 +1,5 @@
-"""`etude weights import`: a model file of another format becomes a Hugging Face directory, whole or
-not at all."""
+"""`etude weights import`: convert a model file of another format to a Hugging Face directory, which
+is written completely or not at all."""
 
 from __future__ import annotations
 

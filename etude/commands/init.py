@@ -1,5 +1,5 @@
-"""`etude init [DIR]`: a small project that runs, to be changed: an environment over a git
-repository with pytest as the judge, an agent that is a program, a run file, a test."""
+"""`etude init [DIR]`: write a small runnable project to start from: an environment over a git
+repository with pytest as the judge, a program as the agent, a run file, and a test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from etude.core.errors import EtudeError
 
 TEMPLATE = ".template"
 POCKET = "pocket"
-"""The repository that is made where there is none."""
+"""Folder of the example repository, which is created if there is no other repository."""
 DEMONSTRATIONS = "demonstrations.jsonl"
 RL_STAGE = """\
 [[stage]]
@@ -50,7 +50,7 @@ threads = @THREADS@                      # of the trainer"""
 
 
 def init(directory: Path, model: Path | None, repo: Path | None, console: Console) -> None:
-    """Write the project. Nothing that is there is touched."""
+    """Write the project. Existing files are left alone."""
     if model is not None and not (model / "config.json").is_file():
         raise EtudeError(f"--model {model}: there is no model directory; `make model` fetches one")
     if repo is not None and not repo.exists():
@@ -99,20 +99,20 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
 
 
 def _name(directory: Path) -> str:
-    """Of the run: that of its folder, in the letters that the name of a run may have."""
+    """The run's name: that of its folder, in the characters that the name of a run may have."""
     plain = unicodedata.normalize("NFKD", directory.resolve().name).encode("ascii", "ignore")
     return re.sub("[^A-Za-z0-9]+", "-", plain.decode()).strip("-") or "mine"
 
 
 def _repository(repo: Path | None, is_made: bool) -> str:
-    """As Python."""
+    """The repository's path as a Python expression."""
     if repo is not None:
         return f"Path({_quoted(str(repo.resolve()))})"
     return f'Path(__file__).parent / "{POCKET}"' if is_made else "Path(__file__).parent"
 
 
 def _quoted(text: str) -> str:
-    """As Python and TOML write it."""
+    """A string literal that is valid in both Python and TOML."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -127,7 +127,7 @@ def _templates(folder: Traversable, prefix: str = "") -> dict[str, str]:
 
 
 def _in_repository(directory: Path) -> bool:
-    """Whether the directory, or the first one above it that is there, lies in a git repository."""
+    """True if the directory, or its nearest existing parent, is in a git repository."""
     return _git(_nearest(directory), "rev-parse", "--is-inside-work-tree").returncode == 0
 
 
@@ -169,7 +169,8 @@ def _model_lines(model: Path | None) -> str:
 
 
 def _mounts() -> list[str]:
-    """The environment that we run in, if it has pytest; else one that the user has to make."""
+    """The current Python environment if it has pytest; otherwise one that the user has to
+    create."""
     found = importlib.util.find_spec("pytest")
     if found is None or found.origin is None or not Path(found.origin).is_relative_to(sys.prefix):
         return [".venv"]
@@ -178,8 +179,8 @@ def _mounts() -> list[str]:
 
 
 def _described_tasks(directory: Path, source: str) -> str:
-    """By the environment that was written. What it refuses is no reason to refuse the project: its
-    code is there to be changed."""
+    """A summary of the tasks that the written environment finds. Errors of the environment are only
+    reported, since the user can change its code."""
     make = runpy.run_path(str(directory / "environment.py"))["Functions"]
     splits = ("train", "heldout")
     try:
@@ -215,7 +216,8 @@ def _tell(directory: Path, files: list[str], source: str, console: Console) -> N
 
 
 def _pytest() -> str:
-    """The command: a test of the project imports etude, so it runs where etude is installed."""
+    """The command that runs pytest. A test of the project imports etude, so it must run where etude
+    is installed."""
     if _mounts() != [".venv"]:
         return "pytest"
     python = shlex.quote(sys.executable)

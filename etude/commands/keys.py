@@ -1,4 +1,4 @@
-"""`etude keys`: the keys of a run's config, in the terminal or as `docs/config.md`."""
+"""`etude keys`: the keys of a run's configuration, in the terminal or as `docs/config.md`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _cells(key: Key) -> Sequence[str]:
 
 
 def show(path: str | None, console: Console) -> None:
-    """All tables by name; or one of them, or one key."""
+    """Show all tables by name, one table, or one key."""
     found = tables()
     if path is None:
         for table in found:

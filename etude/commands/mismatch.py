@@ -1,8 +1,7 @@
-"""`etude mismatch MODEL|RUN`: how far the engine's log-probs are from the trainer's, and what
-brings the difference in.
+"""`etude mismatch MODEL|RUN`: the difference between the engine's log-probs and the trainer's, and
+its causes.
 
-Of a run it first judges the newest batch, as it was recorded, against the weights that trained on
-it.
+For a run, first judge the newest batch as it was recorded, against the weights that trained on it.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ TEXTS = (
 NUM_PROMPTS = 8
 JUDGED_TOKENS = 4096
 JUDGED_LOGITS = 2**26
-"""At most so many of a batch are also recomputed with random rounding, and their distributions
-kept."""
+"""Limits on the tokens and logits of a batch that are also recomputed with random rounding, keeping
+their distributions."""
 LEGEND = (
     "k1: mean of the engine's log-prob minus the trainer's; k3: the same without sign, 0 if all "
     "are equal; rounding: "
@@ -67,7 +66,7 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The same weights, as each side computes with them."""
+    """The same weights as both sides compute with them."""
 
     engine: Transformer
     trainer: Transformer
@@ -81,11 +80,11 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The batch of a step, as it was recorded."""
+    """The mismatch of a step's batch as it was recorded."""
 
     measured: MismatchMeasured
     diagnosis: Diagnosis | None
-    """None if the trainer's weights sampled no row from its first token to its last."""
+    """None if the trainer's weights sampled no row completely."""
 
     def to_json(self) -> Json:
         return _as_json(asdict(self.measured)) | (to_json(self.diagnosis) if self.diagnosis else {})
@@ -94,7 +93,8 @@ class Recorded:
 def mismatch(
     target: str, console: Console, *, tokens: int, temperature: float | None, invariant: bool
 ) -> dict[str, Json]:
-    """`temperature`: None takes that of the run's stage, or 1."""
+    """Show the mismatch, and return the data for `--json`. `temperature`: None uses that of the
+    run's stage, or 1."""
     said: dict[str, Json] = {}
     if all((Path(target) / name).is_file() for name in ("config.json", "tokenizer.json")):
         progress("the weights are read")
@@ -131,8 +131,7 @@ JSON_NAMES = {
     "position": "place",
     "mismatch_frac": "otherwise",
 }
-"""The names under which `--json` tells what has other names here: what programs read keeps its
-form."""
+"""Names that differ in `--json`: its format stays stable for programs that read it."""
 
 
 def _as_json(value: Json) -> Json:
@@ -149,7 +148,7 @@ def from_model(directory: Path) -> Sides:
 
 
 def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
-    """The newest weights; and if there are batches, what the last one says."""
+    """The newest weights; and if there are batches, the mismatch of the last one."""
     files, newest = read_model_files(run), find_newest(run.objects)
     if newest is None:
         raise EtudeError(
@@ -192,7 +191,7 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
 
 
 def temperature_of(config: RunConfig, step: int) -> float:
-    """That of the stage which the step belongs to: each loop (rl, distill) has its own."""
+    """The temperature of the stage that a step belongs to; each rl or distill stage has its own."""
     for span in stage_spans(config.stage):
         if span.start < step <= span.end and isinstance(span.stage, RolloutStageConfig):
             return span.stage.temperature
@@ -204,7 +203,7 @@ def temperature_of(config: RunConfig, step: int) -> float:
 
 
 def engine_dtype(config: RunConfig) -> torch.dtype:
-    """What the run's workers compute in."""
+    """The dtype in which the run's workers compute."""
     engine = config.engine
     on_cuda = engine.device == "cuda" or (engine.device == "auto" and torch.cuda.is_available())
     if engine.dtype == "auto":
@@ -214,7 +213,7 @@ def engine_dtype(config: RunConfig) -> torch.dtype:
 
 
 def trainer_copy(engine: Transformer) -> Transformer:
-    """In fp32, on the values that are published: rounded to bf16."""
+    """A copy in fp32. Both models get the published values, which are rounded to bf16."""
     trainer = Transformer(engine.config).requires_grad_(False)
     trainer.load_state_dict(engine.state_dict())
     for side in (engine, trainer):
@@ -262,9 +261,8 @@ def recorded_mismatch(
 
 
 def to_judge(rows: Sequence[Row], version: int, vocab_size: int) -> list[Row]:
-    """The first rows that one version sampled from the first token to the last, as many as there is
-    time and room for: what other weights have sampled, or left in the cache, differs by what was
-    learnt."""
+    """The first rows that one version sampled completely, as many as time and memory allow. Tokens
+    that other weights sampled, or left in the cache, also differ by what was learnt in between."""
     found: list[Row] = []
     num_tokens = num_logits = 0
     for row in rows:

@@ -1,5 +1,5 @@
-"""`etude plan`: how a number of GPUs is best split between trainer and engines of a run, and how
-long its steps take then."""
+"""`etude plan`: the best split of a number of GPUs between trainer and engines of a run, and the
+resulting step time."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from etude.core.types import Json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the run's file does not say, or says otherwise."""
+    """Figures that the run's file lacks, or that replace its own."""
 
     gpus: int
     gpu: str
     parameters: float | None
-    """In place of the size of the file's model."""
+    """Replaces the size of the file's model."""
     active: float | None
     kv_bytes: float | None
     weight_bytes: float
     tool_s: float
-    """Of a session, in tools and grading."""
+    """Time of a session in tools and grading."""
 
 
 def plan(config: RunConfig, options: Options, console: Console) -> dict[str, Json]:
-    """Print the plan, and return what `--json` prints."""
+    """Print the plan, and return the data for `--json`."""
     model, work = model_size(config, options), workload(config, options)
     found = place(model, work, options)
     told = lines(model, work, found, options)
@@ -63,12 +63,12 @@ def place(model: ModelSize, work: Workload, options: Options) -> Placement:
 
 
 def model_size(config: RunConfig, options: Options) -> ModelSize:
-    """Of the model of the file, or what is given in place of it."""
+    """The size of the file's model, or of the model that the options describe."""
     given = (options.parameters, options.kv_bytes)
     if None in given and any(given):
         raise EtudeError("--parameters and --kv-bytes describe another model together: give both")
     if options.parameters is None or options.kv_bytes is None:
-        from etude.trainer.estimate import size_of_model  # brings torch
+        from etude.trainer.estimate import size_of_model  # imports torch
 
         return replace(size_of_model(config), weight_bytes=options.weight_bytes)
     return ModelSize(
@@ -87,7 +87,8 @@ def rollout_stage(config: RunConfig) -> RolloutStageConfig:
 
 
 def workload(config: RunConfig, options: Options) -> Workload:
-    """Sessions are taken to be half as long as they may be, as in `etude run --dry-run`."""
+    """The workload of a step. Sessions are assumed to be half as long as they may be, as in `etude
+    run --dry-run`."""
     stage = rollout_stage(config)
     harness = config.harness
     turns = max(1, harness.max_turns // 2)

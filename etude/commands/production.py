@@ -1,4 +1,4 @@
-"""`etude production`: what production mode recorded, exported for training, and users deleted."""
+"""`etude production`: export recordings of production mode for training, and delete users."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from etude.store.objects import Objects
 from etude.store.rollouts import RolloutLog
 
 SESSIONS = "sessions.msgpack"
-"""In an export for rl: a tuple of trajectories, sealed as in a run's store."""
+"""The file of an export for rl: a tuple of trajectories, sealed as in a run's store."""
 
 
 def export(
     place: Place, kind: str, target: Path, *, min_score: float, console: Console
 ) -> Mapping[str, Any]:
-    """`target`: a .jsonl file for sft and dpo, a directory for rl; what is there is replaced."""
+    """Export recordings. `target`: a .jsonl file for sft and dpo, a directory for rl; existing
+    content is replaced."""
     sessions, joined = place.read()
     makers: dict[str, Callable[[], Export]] = {
         "sft": lambda: sft_lines(sessions.sessions, joined.by_answer, min_score=min_score),
@@ -52,7 +53,7 @@ def export(
 
 
 def delete(place: Place, user: str, console: Console) -> int:
-    """Deletes a user, and proves it."""
+    """Delete a user, and verify that nothing of the user is left."""
     name = pseudonym(user, place.key)
     deleted = place.store.delete_user(name)
     count, found = place.store.scan([name.encode(), user.encode()])
@@ -65,7 +66,7 @@ def delete(place: Place, user: str, console: Console) -> int:
 
 
 def purge(place: Place, targets: Iterable[Path], console: Console) -> int:
-    """Takes what was deleted since out of exports."""
+    """Remove recordings from exports if they were deleted since."""
     tombstones = place.store.tombstones()
     for target in targets:
         if target.is_dir():
@@ -125,7 +126,7 @@ def _write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
+    """Replace a file atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     part.write_bytes(data)
     part.replace(path)
@@ -137,6 +138,7 @@ def _is_gone(line: Mapping[str, Any], tombstones: Mapping[str, Tombstone]) -> bo
 
 
 def _is_gone_id(id: str, tombstones: Mapping[str, Tombstone]) -> bool:
-    """A session's name begins with the milliseconds of its start."""
+    """True if a trajectory is of a deleted user. A session's name begins with its start time in
+    milliseconds."""
     user, _, session = id.partition(".")
     return _is_gone({"user": user, "recorded": int(session[:13]) / 1000}, tombstones)

@@ -1,4 +1,4 @@
-"""`etude realtime`: users teach the model of a run; and what a person may say about it."""
+"""`etude realtime`: train the model of a run on its users, and the commands that control this."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SHOWN = 20
 
 
 def decide(run: Run, make: Callable[[Change], Change], console: Console) -> int:
-    """Enters a person's decision. The loop may decide something at the same time: then it is made
-    anew, on what holds now."""
+    """Enter a person's decision. If the loop enters one at the same time, the decision is made
+    again from the new state."""
     log = TrafficLog(run.objects)
     for _ in range(TRIES):
         last = log.newest()
@@ -68,7 +68,7 @@ def _not_started(run: Run) -> EtudeError:
 
 
 def stop(run: Run, console: Console) -> int:
-    """Nothing is trained or deployed until `resume`; users are served on."""
+    """Stop training and deployment until `resume`; users are still served."""
     return decide(run, lambda last: traffic.hold(last, time.time(), "stopped by hand"), console)
 
 
@@ -77,13 +77,13 @@ def resume(run: Run, console: Console) -> int:
 
 
 def rollback(run: Run, console: Console) -> int:
-    """Users go back to the version before; then as `stop`."""
+    """Return users to the previous version; then as `stop`."""
     why = "taken back by hand"
     return decide(run, lambda last: traffic.roll_back(last, time.time(), why, held=True), console)
 
 
 def pin(run: Run, console: Console, version: int | None) -> int:
-    """Users stay with a version, by default the live one; otherwise as `stop`."""
+    """Keep users on a version, by default the live one; otherwise as `stop`."""
 
     def pinned(last: Change) -> Change:
         wanted = last.traffic.version if version is None else version
@@ -93,7 +93,7 @@ def pin(run: Run, console: Console, version: int | None) -> int:
 
 
 def status(run: Run, console: Console) -> int:
-    """What holds, how it came to that, what is next, and what became of the sessions."""
+    """Show the changes so far, the next action, and the outcome of the sessions."""
     config = run.config()
     realtime_settings(config)
     changes = TrafficLog(run.objects).changes()
@@ -117,7 +117,7 @@ def status(run: Run, console: Console) -> int:
 
 
 def compare(run: Run, console: Console) -> int:
-    """What all updates together have brought: users against those held out."""
+    """Show the effect of all updates together: users against those held out."""
     if TrafficLog(run.objects).newest() is None:
         raise _not_started(run)
     figures = open_loop(run, run.config()).against_heldout()
@@ -136,7 +136,7 @@ def compare(run: Run, console: Console) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a start, as the command line has them."""
+    """The options of a start on the command line."""
 
     dir: str | None
     set: Sequence[str]
@@ -145,7 +145,7 @@ class Options:
 
 
 def start(file: Path, options: Options, console: Console, *, resume: str) -> int:
-    """Serves users and learns from them, from wherever the run of this file stands."""
+    """Serve users and learn from them, starting or resuming the run of this file."""
     config = read_run_file(file, options.set)
     realtime_settings(config)
     place = RunPlace.of(options.dir or config.store or f"runs/{config.name}")
@@ -162,7 +162,7 @@ def start(file: Path, options: Options, console: Console, *, resume: str) -> int
 
 
 def in_words(action: Next) -> str:
-    """The next action of the loop, for people."""
+    """The next action of the loop in words."""
     match action:
         case AwaitVersion(version):
             return f"version {version} is trained"
@@ -185,8 +185,8 @@ def in_words(action: Next) -> str:
 
 
 def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
-    """What the loop would do next, without doing it; before that, unless it runs just now, all that
-    a start would be refused for."""
+    """Show what the loop would do next, without doing it. Unless it is running now, first check
+    everything that could prevent a start."""
     realtime = realtime_settings(config)
     if is_stopped(place.directory) or not (place.directory / "lock").exists():
         check_realtime(config, realtime)

@@ -1,4 +1,4 @@
-"""A run's file, from the disk to a config."""
+"""Reading of a run's file into a config."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from etude.core.errors import EtudeError
 
 
 def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """`overrides`: as of `--set`. Relative paths start at the folder of the file, those of
-    `overrides` too."""
+    """Read a run's file. `overrides`: those of `--set`. Relative paths start at the folder of the
+    file, also in `overrides`."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
@@ -28,7 +28,7 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def relative_paths(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """The keys that hold a relative path, each with the path."""
+    """The keys with a relative path, each with the path."""
     return _places(config.model_dump(), config)
 
 
@@ -46,8 +46,9 @@ def _places(tree: object, config: RunConfig, key: str = "") -> Iterator[tuple[st
 
 
 def _check_started_there(key: str, place: str, folder: Path) -> None:
-    """Tell who looks for a path from where etude is started that it starts elsewhere."""
-    name = place.partition(":")[0]  # of code; and of mounts
+    """Raise if a path exists relative to the current directory but not to the folder of the run's
+    file."""
+    name = place.partition(":")[0]  # before the colon, in references to code and in mounts
     if not _is_there(f"{folder}/{name}") and _is_there(name):
         elsewhere = os.path.relpath(name, folder) + place.removeprefix(name)
         raise EtudeError(

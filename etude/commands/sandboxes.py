@@ -1,4 +1,4 @@
-"""`etude sandboxes serve`: sandboxes of this machine for runs on others."""
+"""`etude sandboxes serve`: sandboxes of this machine for runs on other machines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Options:
     host: str
     port: int
     isolation: Sequence[str]
-    """What is offered, the first if nothing is said; none: namespaces."""
+    """The kinds of isolation to offer; the first is the default. Empty: namespaces."""
     mount: Sequence[str]
     max_sandboxes: int
     token_file: Path | None
 
 
 def serve(options: Options) -> None:
-    """Returns when the process is told to stop, with every sandbox closed."""
+    """Serve until the process is told to stop; then every sandbox is closed."""
     process.run(lambda: _serve(options))
 
 

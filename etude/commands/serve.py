@@ -1,5 +1,5 @@
 """`etude serve`: a model directory, or a version of a run, behind an OpenAI-compatible port. One
-process, one engine."""
+process with one engine."""
 
 from __future__ import annotations
 
@@ -51,41 +51,41 @@ class Options:
     target: str
     """A model directory, the directory of a run, or the URL of its store."""
     version: int | None
-    """Of a run; None: the newest."""
+    """Version of a run; None for the newest."""
     host: str
     port: int
     name: str | None
     adapter: list[str]
-    """NAME=PLACE of adapters: a directory as PEFT writes it, or a run that trains one."""
+    """NAME=PLACE of each adapter: a directory in PEFT's format, or a run that trains one."""
     token_file: Path | None
     max_num_seqs: int
-    """Answers that are computed together; others wait."""
+    """Limit on answers that are computed together; others wait."""
     max_answers: int
-    """Answers under way at once, waiting ones included; beyond them requests are refused."""
+    """Limit on answers under way, including those that wait; further requests are refused."""
     max_context: int | None
     default_max_tokens: int
-    """The limit of an answer whose request gives none."""
+    """Default token limit of an answer."""
     dtype: str | None
     threads: int | None
     device: str
-    """cpu, cuda, or auto."""
+    """cpu, cuda or auto."""
     invariant: bool
     quantization: str | None
     kv_cache_dtype: str
     quiet: bool
-    """Without a log of the requests, and without warnings."""
+    """No log of requests, and no warnings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to compute, and the files that belong to it."""
+    """A model ready for inference, with its files."""
 
     name: str
     version: int
     files: dict[str, bytes]
     model: Transformer
     is_merged: bool = False
-    """Its weights hold an adapter already."""
+    """True if an adapter is merged into its weights."""
 
 
 def create_server(
@@ -96,7 +96,7 @@ def create_server(
     options: Options,
     adapters: tuple[str, ...] = (),
 ) -> ASGIApp:
-    """The public API over one engine, with these adapters."""
+    """The public API over one engine with these adapters."""
     if name in adapters:
         raise EtudeError(
             f"--adapter {name}: the model itself is called so: give another name, or --name to the "
@@ -123,7 +123,7 @@ def create_server(
 
 
 def serve(options: Options) -> None:
-    """Returns when the process is told to stop."""
+    """Serve until the process is told to stop."""
     process.run(lambda: _serve(options))
 
 
@@ -149,7 +149,7 @@ async def _serve(options: Options) -> None:
     name = options.name or loaded.name
     files = loaded.files
     version = f" (version {loaded.version})" if is_run(options.target) else ""
-    del loaded  # what the engine computes with may be a copy
+    del loaded  # the engine may compute with a copy
     server = create_server(engine, files, name, token, options, tuple(adapters))
     if not engine.tokenizer.supports_tools and not options.quiet:
         print(
@@ -187,7 +187,7 @@ def make_engine(loaded: LoadedModel, adapters: Mapping[str, Adapter], options: O
 
 
 def read_adapters(given: Sequence[str]) -> dict[str, Adapter]:
-    """NAME=PLACE -> the adapters by name; of a run its newest."""
+    """Read adapters given as NAME=PLACE; of a run, its newest."""
     found: dict[str, Adapter] = {}
     for text in given:
         name, equals, place = text.partition("=")
@@ -209,7 +209,7 @@ def _run_adapter(url: str) -> Adapter:
 def load(
     target: str, dtype: str | None, device: torch.device, *, version: int | None = None
 ) -> LoadedModel:
-    """The model of a directory, or a version of a run, by default its newest."""
+    """Load the model of a directory, or a version of a run, by default its newest."""
     tensors: Mapping[str, Tensor]
     try:
         if is_run(target):
@@ -239,7 +239,7 @@ def load(
 
 
 def is_run(target: str) -> bool:
-    """False for a model directory, and for what is neither."""
+    """False for a model directory, and for anything else that is not a run."""
     path = Path(target)
     return (
         target.startswith("file:")
@@ -255,7 +255,7 @@ def _read_run(url: str, version: int | None) -> tuple[int, dict[str, bytes], Map
 
 
 def _fastest(tensors: Mapping[str, Tensor], device: torch.device) -> torch.dtype:
-    """The dtype of the weights, if the processor computes in it."""
+    """The dtype of the weights if the processor computes in it natively, else float32."""
     if isinstance(tensors, Checkpoint):
         in_bfloat16 = any(map(tensors.in_bfloat16, tensors))
     else:

@@ -1,4 +1,5 @@
-"""`etude sessions`: what agent and model said, from the store alone, of a run in any state."""
+"""`etude sessions`: the conversations of agent and model in a run in any state, from its store
+alone."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ from etude.store.sessions import SessionReader
 from etude.store.telemetry import EventReader
 
 LISTED = 20
-"""Sessions of the table."""
+"""Number of sessions in the table."""
 ERROR_WIDTH = 100
-"""Characters of an error in the table; the session below has all of it."""
+"""Characters of an error in the table; the session below shows all of it."""
 NEAREST = 5
-"""Names that are told if there is none like the one that was asked for."""
+"""Number of similar names to suggest for a name that was not found."""
 STYLES = {
     "user": "cyan",
     "model": "bold",
@@ -44,13 +45,13 @@ STYLES = {
 }
 UNDER_WAY, STOPPED = "under way", "stopped"
 ENDED_EARLY: tuple[Reason, ...] = ("interrupted", "cancelled")
-"""What became of sessions whose group never ended: a stop cut it short, or the last step was done
+"""Outcomes of sessions whose group never ended: a stop cut it short, or the last step was completed
 without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One session in a line."""
+    """One session as a line of the table."""
 
     id: str
     task: str
@@ -60,17 +61,18 @@ class Session:
     error: str | None
     seconds: float
     t: float = 0.0
-    """When it ended; 0 if no event tells it."""
+    """Time at which it ended; 0 if unknown, since no event was recorded."""
     turns: int | None = None
     became: str = UNDER_WAY
-    """Trained on, or dropped, or neither yet; or the run stopped before its group had ended."""
+    """Its use: trained on, dropped, or not decided yet; or the run stopped before its group had
+    ended."""
     object: str | None = None
-    """Where it lies whole; None while its group is under way, and if that was never finished."""
+    """The object that contains its conversation; None if its group has not ended, or never did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Which sessions to show, and how many whole."""
+    """A selection of sessions: which to list, and how many to show in full."""
 
     failed: bool = False
     best: bool = False
@@ -79,7 +81,7 @@ class Choice:
     count: int = 1
 
     def of(self, found: Sequence[Session]) -> list[Session]:
-        """The newest first, or the best."""
+        """The selected sessions, the newest or the best first."""
         chosen = [
             each
             for each in found
@@ -110,7 +112,7 @@ def sessions(directory: str, console: Console, choice: Choice, *, as_json: bool)
         return
     if not chosen:
         raise EtudeError(_nothing_found(directory, choice, found))
-    # a session whose group never ended has no conversation to read
+    # a session whose group never ended has no stored conversation
     wholes = ([each for each in chosen if each.object] or chosen)[: choice.count]
     stored = SessionReader(run)
     if as_json:
@@ -136,8 +138,8 @@ def _nothing_found(directory: str, choice: Choice, found: Sequence[Session]) -> 
 
 
 def find_sessions(run: Run) -> tuple[list[Session], list[str]]:
-    """All sessions, and what of them cannot be read: rows of those that are settled, groups that
-    are not, and of the others what events tell."""
+    """All sessions, and the parts that cannot be read. Sessions come from the rows of settled ones,
+    from groups that are not settled, and otherwise from events."""
     found: dict[str, Session] = {}
     damage: list[str] = []
     events = EventReader(run)
@@ -173,8 +175,8 @@ def find_sessions(run: Run) -> tuple[list[Session], list[str]]:
 
 
 def _fates(entries: Sequence[Entry]) -> dict[str, str]:
-    """What became of each settled sample. Its row has that too, but a group has its rows only with
-    the next batch, and they do not say whether the step is done."""
+    """The outcome of each settled sample, from the ledger. Rows also contain it, but the rows of a
+    group are written only with the next batch, and do not tell whether the step is done."""
     trained = max((entry.step for entry in entries if isinstance(entry, Trained)), default=0)
     found: dict[str, str] = {}
     for entry in entries:
@@ -219,12 +221,12 @@ def _of_event(t: float, event: AttemptDone) -> Session:
 
 
 def whole(stored: SessionReader, session: Session) -> Trajectory | None:
-    """All that the store has of it; None if it was not stored."""
+    """The stored trajectory of a session; None if it was not stored."""
     return None if session.object is None else stored.session(session.object, session.id)
 
 
 def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
-    """None if the files of the model are not there."""
+    """The decoder of the run's tokenizer; None if the model files are missing."""
     try:
         files = {name: run.objects.get_sealed(f"model/{name}") for name in MODEL_FILES}
     except EtudeError:
@@ -252,7 +254,7 @@ def _print_table(chosen: Sequence[Session], total: int, console: Console) -> Non
         for each in shown
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    widths[-1] = 0  # whatever is left of the line
+    widths[-1] = 0  # the rest of the line
     for row in (head, *rows):
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         text = Text(line.rstrip(), style="dim" if row is head else "red" if row[-1] else "")
@@ -288,7 +290,7 @@ def _print_whole(
 
 
 def _as_json(trajectory: Trajectory | None) -> object:
-    """Without its tokens, which only programs with the tokenizer can read."""
+    """The trajectory without its tokens, which are useless without the tokenizer."""
     if trajectory is None:
         return None
     return {

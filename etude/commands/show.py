@@ -1,4 +1,4 @@
-"""`etude show`: a page about a run, or about a checkpoint and the lineage that led to it."""
+"""`etude show`: a page about a run, or about a checkpoint and its lineage."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from etude.weights.manifest import find_newest
 T = TypeVar("T")
 
 NAMED = 10
-"""Damaged objects that are named; of more, how many."""
+"""Limit on the damaged objects that are listed; of the others, only the number is."""
 
 
 def show(path: str, console: Console, *, everything: bool = False) -> bool:
-    """`path` is a run's directory or URL, or a checkpoint of it: RUN/checkpoints/NAME. Return
-    whether all that belongs to it is there."""
+    """Show a run, given as its directory or URL, or a checkpoint, given as RUN/checkpoints/NAME.
+    Returns False if a part of it is missing or damaged."""
     above, _, name = path.rstrip("/").rpartition("/checkpoints/")
     if above:
         run = RunPlace.of(above).open()
@@ -56,7 +56,7 @@ def show(path: str, console: Console, *, everything: bool = False) -> bool:
     place = RunPlace.of(path)
     run = Run.open(place.store, create=False)
     if not run.objects.exists("config.json") and not _has_work(run):
-        run.config()  # says that this is no run
+        run.config()  # raises the error that this is not a run
     damage = find_damage(run)
     for line in damage[:NAMED]:
         console.print(Text(f"missing: {line}", style="red"), soft_wrap=True)
@@ -70,8 +70,8 @@ def show(path: str, console: Console, *, everything: bool = False) -> bool:
 
 
 def page(run: Run, place: RunPlace, console: Console, *, everything: bool = False) -> Audit:
-    """Print state, scores, what became of the sessions, and alarms; with `everything` also the
-    plan, a session, and where the newest weights come from."""
+    """Print state, scores, the outcome of the sessions, and alarms; with `everything` also the
+    plan, an example session, and the lineage of the newest checkpoint."""
     config = run.config()
     found = reports(run)
     audited = audit(run)
@@ -102,7 +102,7 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
         _print(console, f"store: {store_cost(run)}")
     alarms = audited.alarms
     if (finished or stopped) and not everything:
-        # it was heard again, or is no more
+        # the process has been heard again, or has ended
         alarms = [alarm for alarm in alarms if not alarm.name.startswith(SILENT)]
     for line in _alarm_lines(alarms, everything=everything):
         _print(console, line)
@@ -110,7 +110,7 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
 
 
 def print_next(run: Run, place: RunPlace, console: Console) -> None:
-    """The commands for a run that is over, each in a line that can be copied."""
+    """Print the next commands for a finished run, each on a line that can be copied."""
     quoted = shlex.quote(str(place))
     commands = [
         f"dash {quoted}",
@@ -124,8 +124,8 @@ def print_next(run: Run, place: RunPlace, console: Console) -> None:
 
 
 def _comparison(run: Run, place: RunPlace) -> list[str]:
-    """Of the first version that was evaluated with the newest one; if only one was, the model as it
-    began is evaluated first."""
+    """The commands that compare the first evaluated version with the newest. If only one version
+    was evaluated, the initial model has to be evaluated first."""
     for split, option in (("heldout", []), ("novel", ["--split", "novel"])):
         versions = {report.version for report in reports(run) if report.split == split}
         if not any(versions):
@@ -139,7 +139,7 @@ def _comparison(run: Run, place: RunPlace) -> list[str]:
 
 
 def store_cost(run: Run) -> StoreCost:
-    """What the run has asked of its bucket so far, by its own events."""
+    """The cost of the run's bucket so far, from its own events."""
     view = RunView()
     for stamped in EventReader(run).new():
         view.apply(stamped.t, stamped.record)
@@ -147,7 +147,7 @@ def store_cost(run: Run) -> StoreCost:
 
 
 def _command(run: Run) -> str:
-    """The command that goes on with it, as it was last given, in a form for any folder."""
+    """The command that resumes the run: the last one given, in a form that works in any folder."""
     told = [
         stamped.record for stamped in EventReader(run).new() if isinstance(stamped.record, Launched)
     ]
@@ -182,7 +182,7 @@ def _alarm_lines(alarms: Sequence[Alarm], *, everything: bool) -> Iterator[str]:
 
 
 def find_damage(run: Run) -> list[str]:
-    """What is missing or damaged, object by object, each with what to do about it."""
+    """Missing or damaged objects, each with advice."""
     found: list[str] = []
     looked_at: set[str] = set()
 
@@ -217,7 +217,7 @@ def find_damage(run: Run) -> list[str]:
     for entry in read(run.ledger.records) or ():
         if isinstance(entry, Batched):
             read(lambda: run.batch(entry.step))  # noqa: B023
-            # a session of a user lies in the store of production mode, in no group
+            # A user's session is in the store of production mode, not in a group.
             rollouts = (sample for sample in entry.samples if not is_of_user(sample))
             for group in {group_of(sample) for sample in rollouts} - looked_at:
                 looked_at.add(group)
@@ -227,7 +227,8 @@ def find_damage(run: Run) -> list[str]:
 
 
 def _missing_files(run: Run) -> list[str]:
-    """Files of the model that were there once: without work in the store they are yet to come."""
+    """Missing files of the model, if the run has work in its store. Without work, they may not have
+    been written yet."""
     if not _has_work(run):
         return []
     return [
@@ -242,7 +243,7 @@ def _has_work(run: Run) -> bool:
 
 
 def _print_rest(run: Run, console: Console) -> None:
-    """What can be said of a damaged run."""
+    """Print the readable parts of a damaged run."""
     counts = {
         "checkpoints": len(run.checkpoints()),
         "groups": len(run.groups()),
@@ -256,7 +257,7 @@ def _print_rest(run: Run, console: Console) -> None:
 
 
 def _whole_reports(run: Run) -> list[Report]:
-    """Those that can be read."""
+    """The evaluation reports that can be read."""
     found = []
     for name in run.evals():
         with contextlib.suppress(EtudeError):
@@ -283,7 +284,7 @@ def about_checkpoint(checkpoint: Checkpoint, run: Run) -> str:
 
 
 def print_example(run: Run, console: Console) -> None:
-    """A solved session, if there is one."""
+    """Print a solved session, if there is one."""
     if messages := solved_session(run, reports(run)):
         lines: list[RenderableType] = []
         for block in said(messages):
@@ -295,8 +296,8 @@ def print_example(run: Run, console: Console) -> None:
 
 
 def solved_session(run: Run, found: Sequence[Report]) -> list[Json]:
-    """One that a person can learn from: of the last evaluation that solved any task, otherwise of
-    training."""
+    """The messages of a session that is worth reading: from the last evaluation that solved any
+    task, otherwise from training."""
     examples = (report.example for report in reversed(found) if report.example)
     trained = (
         t.messages

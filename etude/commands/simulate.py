@@ -1,5 +1,5 @@
-"""`etude simulate`: what a run would do on so many GPUs in so many regions, and whether anything
-breaks when everything goes wrong."""
+"""`etude simulate`: simulate a run on a number of GPUs in several regions, and test whether it
+survives all kinds of faults."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from etude.simulate.scenario import SMALL, Faults, Scenario
 from etude.simulate.state import Outcome
 
 CHANGED = 0.02
-"""Share of the weights that a delta holds; more than has been seen in rl (docs/benchmarks.md)."""
+"""Share of the weights that a delta contains; more than has been seen in rl
+(docs/benchmarks.md)."""
 LINK_BYTES_S = 10e9 / 8
-"""Of a region, to the store."""
+"""From a region to the store."""
 DECODE_BYTES_S = 2e9
-"""At which each GPU of an engine applies a delta."""
+"""Speed at which each GPU of an engine applies a delta."""
 SWAP_S = 1.0
 GPU_HOURS = 50_000.0
-"""Between two failures of a GPU or of its machine. Meta counted 419 interruptions in 54 days of
+"""Mean time between failures of a GPU or its machine. Meta counted 419 interruptions in 54 days on
 16,384 GPUs (arXiv 2407.21783): one in 50,000 GPU-hours."""
 RESTART_S = 180.0
-"""Until a worker is back with the whole of the weights."""
+"""Until a worker is back with all of the weights."""
 PARTITION_S = 24 * 3600.0
-"""Between two outages of a region's link, which last some minutes."""
+"""Mean time between outages of a region's link, which last some minutes."""
 MOST_TURNS = 4
-"""Of a simulated session; more are taken together."""
+"""Limit on the turns of a simulated session; more turns are merged."""
 BEAT_S = 10.0
-"""Between the heartbeats of a large fleet, which is lost after six of them."""
+"""Heartbeat interval in a large fleet; a worker is lost after six missed heartbeats."""
 LARGE = 64
-"""Workers."""
+"""Number of workers from which a fleet counts as large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +52,12 @@ class Options:
     regions: int
     steps: int
     seeds: int
-    """Schedules of faults; 0: only the run itself."""
+    """Number of fault schedules to play; 0 simulates only the run itself."""
     first_seed: int = 0
 
 
 def simulate(config: RunConfig, options: Options, console: Console) -> dict[str, Json]:
-    """Print what was found, and return what `--json` prints."""
+    """Print the results, and return the data for `--json`."""
     model, work = model_size(config, options.plan), workload(config, options.plan)
     placed = place(model, work, options.plan)
     if placed.engines < options.regions:
@@ -114,7 +115,7 @@ def summary(outcome: Outcome, scenario: Scenario) -> dict[str, float]:
 def scenario_of(
     config: RunConfig, model: ModelSize, work: Workload, placed: Placement, options: Options
 ) -> Scenario:
-    """The run of the file at full size, with the faults that such a fleet has."""
+    """The run of the file at full size, with the faults to be expected in such a fleet."""
     stage = rollout_stage(config)
     per_region = placed.engines // options.regions
     turns = min(work.turns, MOST_TURNS)
@@ -155,7 +156,7 @@ def scenario_of(
 
 
 def storm_of(config: RunConfig) -> Scenario:
-    """A small fleet with the window of the file, in which everything goes wrong all the time."""
+    """A small fleet with the window of the file, in which faults are frequent."""
     stage = rollout_stage(config)
     groups = min(4, stage.groups_per_step)
     max_lag = min(4, stage.max_lag)
@@ -170,7 +171,7 @@ def storm_of(config: RunConfig) -> Scenario:
 
 
 def play_schedules(config: RunConfig, options: Options, console: Console) -> int:
-    """How many violations there are in all."""
+    """Play schedules of faults; returns the total number of violations."""
     storm = storm_of(config)
     violations = 0
     faults = Counter[str]()
@@ -203,7 +204,7 @@ def _counted(faults: Counter[str]) -> str:
 
 
 def _report(what: str, outcome: Outcome, say: Callable[[str], None]) -> int:
-    """A run that does not end is a violation too."""
+    """Report the violations of one simulation; a run that does not end is a violation too."""
     found = outcome.violations + ([f"stuck: {outcome.stuck}"] if outcome.stuck else [])
     for each in found:
         say(f"violation: {what}: {each}")

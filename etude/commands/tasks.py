@@ -1,4 +1,4 @@
-"""`etude tasks`: build tasks from repositories, check them, and look at them."""
+"""`etude tasks`: build tasks from repositories, check them, and show them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def print_build(status: Status, out: Path, console: Console) -> None:
 
 
 def _splits(folder: Path) -> dict[str, int]:
-    """Split -> tasks, of those that `etude.run.task_folder:TaskFolder` reads."""
+    """Number of tasks per split, of those that `etude.run.task_folder:TaskFolder` reads."""
     found = [read_task(place) for place in checking.task_folders(folder) if is_ours(place)]
     heldout = len(heldout_ids(found, checking.heldout_repositories(folder)))
     return {"train": len(found) - heldout, "heldout": heldout}
@@ -187,10 +187,10 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
 
 
 def _show_harbor(folder: Path, json: bool, console: Console) -> int:
-    """A task that others made, and whether it can be run here."""
+    """Show a task in Harbor's format, and whether it can be run here."""
     instruction = (folder / "instruction.md").read_text()
     refused = ""
-    places = (folder.parent, folder.parent.parent)  # of the tasks, or of their folder
+    places = (folder.parent, folder.parent.parent)  # the folder of the tasks, or its parent
     try:
         read_harbor_task(folder, [line for each in places for line in read_provided(each)])
     except EtudeError as e:

@@ -1,4 +1,5 @@
-"""Text for people: wrapped at the width of a terminal. What goes elsewhere keeps its lines."""
+"""Output for people, wrapped at the width of the terminal. If the output is not a terminal, lines
+stay whole."""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 LINE_EVERY_S = 60.0
-"""Where there is no terminal, such as in a log file, a line at most so often says how far it is."""
+"""Without a terminal, such as in a log file, progress is printed at this interval at most."""
 DOING_WIDTH = 48
 OF_THE_PLACE = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
 
 HowFar = Callable[[int, int, str], None]
-"""Told how much is done, of how much, and what is being done."""
+"""Called with the amount done, the total, and the present activity."""
 
 
 class PipeConsole(Console):
-    """A console that raises BrokenPipeError when its reader goes away, and is silent from then on.
-    rich's own raises SystemExit."""
+    """A console that raises BrokenPipeError when its reader goes away, and prints nothing from then
+    on. rich's own console raises SystemExit."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -34,7 +35,8 @@ class PipeConsole(Console):
 
 
 def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
-    """Print it. What a line is wrapped into begins `indent` columns further in than the line."""
+    """Print a text. The continuation of a wrapped line is indented by `indent` more columns than
+    the line."""
     whole = Text(text) if isinstance(text, str) else text
     for line in whole.split("\n", allow_blank=True):
         margin = indent + len(line.plain) - len(line.plain.lstrip())
@@ -50,7 +52,7 @@ def say(console: Console, text: str | Text, *, indent: int = 0) -> None:
 def showing_progress(
     console: Console, *, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[HowFar]:
-    """How far a long command is: a bar, or lines where there is no terminal."""
+    """Progress of a long command: a bar, or lines if there is no terminal."""
     if console.is_terminal:
         text = TextColumn("{task.description}", markup=False)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text)
@@ -73,25 +75,26 @@ def showing_progress(
 
 
 def print_error(text: str) -> None:
-    """On standard error."""
+    """Print an error on standard error."""
     say(Console(stderr=True), text, indent=2)
 
 
 def file_error(e: BaseException) -> str | None:
-    """The message for an error that says more of where a file lies than of the program."""
+    """The message for an error caused by the location of a file rather than by the program; None
+    for other errors."""
     if isinstance(e, OSError) and e.errno in OF_THE_PLACE and e.filename is not None:
         return f"cannot use {os.fsdecode(e.filename)}: {os.strerror(e.errno)}"
     return None
 
 
 def print_stopped(text: str) -> None:
-    """On standard error. Its lines stay whole: what goes on with the work can be copied."""
+    """Print on standard error, without wrapping, so that the command to resume can be copied."""
     Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _breaks(line: str, width: int, margin: int) -> list[int]:
-    """Where the line is broken. A word that is too long, such as a path, stays whole, so that it
-    can be copied."""
+    """The positions at which to break a line. A word that is too long, such as a path, stays whole,
+    so that it can be copied."""
     found: list[int] = []
     column = 0
     for word in re.finditer(r"\s*\S+\s*", line):
@@ -103,5 +106,5 @@ def _breaks(line: str, width: int, margin: int) -> list[int]:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """`1 engine`, `2 engines`."""
+    """A number with its noun: `1 engine`, `2 engines`."""
     return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"

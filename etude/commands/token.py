@@ -1,4 +1,5 @@
-"""`etude token`: a token for a worker on another machine, a user, or anybody else at a gateway."""
+"""`etude token`: make a token of a gateway, for a worker on another machine, a user, or any other
+client."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ DAY_S = 86400.0
 
 
 def make_token(scope: str, subject: str, days: float | None, organisation: str = "") -> str:
-    """`days`: until it ends; else 30, or as many as one of its scope may have."""
+    """`days`: the lifetime; by default 30, or the maximum of the scope if that is less."""
     secret = read_secret()
     if secret is None:
         raise EtudeError(

@@ -1,5 +1,5 @@
-"""`etude try RUN.toml`: one task in the real sandbox, before any training. What does doing nothing
-earn, what does a good answer earn, and what happens in a session?
+"""`etude try RUN.toml`: try one task in the real sandbox before any training. It shows what doing
+nothing earns, what a good answer earns, and what happens in a session.
 
 Nothing is written to a run.
 """
@@ -58,12 +58,12 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One attempt at the task, and what it came to."""
+    """One attempt at the task, with its result."""
 
     name: str
     trajectory: Trajectory
     diff: str
-    """Of the working copy, before it was scored."""
+    """The changes in the working copy before it was scored."""
     open_s: float
     score_s: float
 
@@ -90,7 +90,7 @@ class Trial:
 
 
 def try_run(config: RunConfig, options: Options, console: Console) -> dict[str, Json]:
-    """What `--json` prints: the trials, and what there is to look at."""
+    """Try a task; returns the data for `--json`: the trials, and advice."""
     return asyncio.run(_try(config, options, console))
 
 
@@ -107,7 +107,7 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             trials.append(trial)
 
         nobody = ScriptedSessions([])
-        # else sessions are run, and scored, by somebody else
+        # otherwise sessions are run and scored by a service
         has_files = not hasattr(environment, "own_agent")
         if has_files:
             await attempt(UNTOUCHED, _Solver({}), nobody)
@@ -139,7 +139,7 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
 
 
 def is_sound(trials: Sequence[Trial]) -> bool:
-    """Whether nothing failed, and the environment's own answer earns something."""
+    """True if nothing failed, and the environment's own solution earns a reward."""
     return all(
         trial.reward is not None and (trial.name != REFERENCE or trial.reward > 0.0)
         for trial in trials
@@ -153,8 +153,7 @@ NO_MODULE = (
 
 
 def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
-    """What somebody should look at, in sentences. `has_files`: the environment has working
-    copies."""
+    """Advice on what to look at, in sentences. `has_files`: the environment has working copies."""
     by_name = {trial.name: trial for trial in trials}
     rewards = {trial.name: trial.reward for trial in trials if trial.reward is not None}
     found = [
@@ -250,7 +249,8 @@ def _said(message: Mapping[str, Json]) -> str:
 
 
 def _print_indented(text: str, console: Console, indent: int = 2, *, end: bool = False) -> None:
-    """Its first lines; or the first one, which may sum it up, and its end."""
+    """Print the first lines of a text; or with `end`, the first line, which may summarise it, and
+    the last ones."""
     lines = text.splitlines()
     if len(lines) > _SHOWN_LINES:
         last = [lines[0], "...", *lines[-_SHOWN_LINES:]]
@@ -269,7 +269,7 @@ async def _attempt(
     config: RunConfig,
     http: aiohttp.ClientSession,
 ) -> Trial:
-    """By the code that makes a rollout of a run."""
+    """Make an attempt with the same code as the rollouts of a run."""
     observed = _Observed(environment)
     runner = RolloutRunner(
         observed,
@@ -292,7 +292,7 @@ async def _attempt(
 
 
 class _Observed:
-    """An environment whose times are taken, and whose working copy is looked at."""
+    """An environment that measures its times, and records the diff of the working copy."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -323,7 +323,7 @@ class _Observed:
 
 
 class _Solver:
-    """An agent that knows the answer: files, or a patch."""
+    """An agent that applies a known solution: files, or a patch."""
 
     def __init__(self, files: Mapping[str, str | bytes], patch: str = "") -> None:
         self._files = files
@@ -342,7 +342,7 @@ class _Solver:
 
 
 def _given_solver(path: Path) -> _Solver:
-    """Of a directory, whose files go over the working copy; a patch; or FILE:PLACE."""
+    """A solver from a path: a directory of files for the working copy, a patch, or FILE:PLACE."""
     try:
         if path.is_dir():
             files = [each for each in sorted(path.rglob("*")) if each.is_file()]
@@ -375,7 +375,7 @@ async def _find_task(environment: Environment, config: RunConfig, wanted: str | 
             continue
         try:
             tasks = await read_tasks(environment, config.tasks, split)
-        except EtudeError as e:  # told among the findings, if there is a task elsewhere
+        except EtudeError as e:  # reported with the findings if another split has a task
             refused.append(e)
             continue
         for task in tasks:
@@ -389,7 +389,7 @@ async def _find_task(environment: Environment, config: RunConfig, wanted: str | 
 
 
 async def _refusals(environment: Environment, config: RunConfig) -> list[str]:
-    """What a run would stop at before its first stage."""
+    """The errors that would stop a run before its first stage."""
     found = []
     for split in wanted_splits(config):
         try:
@@ -411,7 +411,7 @@ def _described(config: RunConfig, script: Sequence[object] | None) -> str:
 
 
 class _Watched:
-    """A policy whose answers are counted on the screen: without a GPU one may take minutes."""
+    """A policy with its progress on the screen: without a GPU, one answer may take minutes."""
 
     def __init__(self, policy: Policy, status: Status) -> None:
         self._policy = policy

@@ -1,4 +1,4 @@
-"""`etude doctor RUN`: what every unfinished rollout waits for, as the dashboard shows it."""
+"""`etude doctor RUN`: what every unfinished rollout is waiting for, as on the dashboard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ LISTED = 20
 
 
 def waiting(url: str, *, as_json: bool) -> int:
-    """1 if the run has stopped without being finished, or something of it is missing."""
+    """Print the report. Returns 1 if the run has stopped without being finished, or if a part of it
+    is missing."""
     recorded = open_runs([url])[0]
     recorded.refresh()
     found = doctor(recorded)

@@ -1,5 +1,5 @@
-"""`etude weights log | show | verify | fetch | compact | gc | export`: the weight versions in a
-store, for people."""
+"""`etude weights log | show | verify | fetch | compact | gc | export`: commands for the weight
+versions in a store."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def open_chain(url: str) -> Chain:
 
 
 def log(url: str, console: Console) -> int:
-    """The chain, newest last, and who is live on what."""
+    """List the chain of versions, newest last, and the version that each reader uses."""
     chain = open_chain(url)
     line = "{:>7} {:14} {:>5} {:8} {:>8} {:>6} {:>8} {:16}".format
 
@@ -77,7 +77,7 @@ def log(url: str, console: Console) -> int:
         try:
             link, manifest = chain.at(epoch, version)
         except Missing:
-            continue  # deleted since it was listed
+            continue  # deleted after it was listed
         except Corrupt as e:
             _say(console, f"{version:>7}  {e}")
             continue
@@ -110,7 +110,7 @@ def log(url: str, console: Console) -> int:
 
 
 def show(url: str, version: int | None, console: Console) -> int:
-    """One version, with what changed in it."""
+    """Show one version, with what changed in it."""
     chain = open_chain(url)
     link, manifest = find_version(chain, version)
     lines = {
@@ -141,15 +141,15 @@ def show(url: str, version: int | None, console: Console) -> int:
 
 
 def verify(url: str, console: Console) -> int:
-    """Every version built and checked by every route that leads to it; 1 if one of them is not what
-    it should be."""
+    """Build and check every version by every route that leads to it. Returns 1 if any of them is
+    damaged."""
     chain = open_chain(url)
     follower, damaged = Follower(chain), 0
     for version, epoch in chain.lineage().items():
         try:
             link, manifest = chain.at(epoch, version)
         except Missing:
-            continue  # deleted since it was listed
+            continue  # deleted after it was listed
         except Corrupt as e:
             told = str(e)
             is_right = False
@@ -169,17 +169,17 @@ def verify(url: str, console: Console) -> int:
 def _check_version(
     chain: Chain, follower: Follower, link: VersionRef, manifest: Manifest
 ) -> tuple[str, bool, list[str]]:
-    """The report on a version, whether it is sound, and the keys of what should be restored."""
+    """The report on a version, True if it is sound, and the keys of objects to restore."""
     extra = chain.check_extra_routes(link)
     routes = [manifest.route, *(route for route in extra.values() if isinstance(route, Route))]
     unread = [key for key, route in extra.items() if isinstance(route, Corrupt)]
-    # A base that was too old is deleted, and the routes from it are none any more.
+    # A base that was too old is deleted, and so routes from it no longer count.
     routes = [
         route
         for route in routes
         if route.base is None or chain.exists(manifest_key(route.base.epoch, route.base.version))
     ]
-    # The next version starts from this one, by the route that the trainer made: keep that follower.
+    # The next version starts from this one by the trainer's route, so keep that follower.
     wrong = [
         route
         for route in routes
@@ -210,8 +210,7 @@ def _reaches(follower: Follower, link: VersionRef, route: Route) -> bool:
 def _lost(
     chain: Chain, link: VersionRef, manifest: Manifest, wrong: Sequence[Route]
 ) -> Iterator[str]:
-    """Of the objects on routes that are wrong, those that are; none, if it is the base that cannot
-    be built."""
+    """The damaged objects on broken routes; none if it is the base that cannot be built."""
     for hash in dict.fromkeys(
         hash for route in wrong for hash in (manifest.root, *(shard.hash for shard in route.shards))
     ):
@@ -222,7 +221,7 @@ def _lost(
 
 
 def fetch(url: str, version: int | None, cache: Path | None, console: Console) -> int:
-    """Downloads and checks a version; with a cache, the workers of this host find it there."""
+    """Download and check a version. With a cache, the workers of this host find it there."""
     chain = open_chain(url)
     _, manifest = find_version(chain, version)
     began = time.monotonic()
@@ -239,7 +238,7 @@ def fetch(url: str, version: int | None, cache: Path | None, console: Console) -
 
 
 def compact(url: str, skip: int, every: float | None, console: Console) -> int:
-    """Once; or beside a run for as long as it goes on."""
+    """Add routes once; or with `every`, again and again, next to a run."""
     chain = open_chain(url)
     while True:
         made = compacting.compact(chain, skip=skip)
@@ -257,7 +256,7 @@ def compact(url: str, skip: int, every: float | None, console: Console) -> int:
 def gc(url: str, keep: int, grace: float, console: Console) -> int:
     chain = open_chain(url)
     change = TrafficLog(chain.objects).newest()
-    # a pool's worker that starts again needs what its users are answered by, however old
+    # A pool's worker that restarts needs the version that its users get, however old.
     served = change.traffic.pools.values() if change is not None else ()
     done = collect(chain, keep=keep, served=served, grace_s=grace)
     _say(
@@ -270,8 +269,8 @@ def gc(url: str, keep: int, grace: float, console: Console) -> int:
 def export(
     url: str, version: int | None, target: Path, dtype: str, console: Console, *, adapter: bool
 ) -> int:
-    """A Hugging Face directory of any version, in bf16 or FP8. A version that is an adapter is
-    merged into its base; or, with `adapter`, written by itself as PEFT reads it."""
+    """Write a version as a Hugging Face directory, in bf16 or FP8. If the version is an adapter, it
+    is merged into its base; or, with `adapter`, written on its own in PEFT's format."""
     if target.exists():
         raise EtudeError(f"{target} is there already: give another directory, or remove it first")
     chain = open_chain(url)
@@ -281,7 +280,7 @@ def export(
     _say(console, f"writing version {manifest.version} to {target}")
     small = Run(chain.objects).model_files()
     staging = target.with_name(f".{target.name}.part")
-    shutil.rmtree(staging, ignore_errors=True)  # of an export that was stopped
+    shutil.rmtree(staging, ignore_errors=True)  # left by an interrupted export
     if adapter:
         told = _write_adapter(staging, manifest, small, tensors, url)
         staging.rename(target)
@@ -289,7 +288,7 @@ def export(
         return 0
     tensors = dict(whole_model(small, tensors))
     small.pop(CONFIG_FILE, None)
-    if "tokenizer.json" in small:  # a store may hold weights alone
+    if "tokenizer.json" in small:  # a store may contain only weights
         small = with_stop_tokens(small)
     if dtype == "fp8":
         try:
@@ -350,8 +349,8 @@ def _bar(console: Console, text: str) -> Iterator[Report]:
 
 
 def _say(console: Console, text: str) -> None:
-    """A line as it is: what strangers wrote into a store neither formats it nor steers the
-    terminal."""
+    """Print a line literally: text from a store, which anybody may have written, must not format
+    the output or control the terminal."""
     shown = "".join(c if c.isprintable() else "?" for c in text)
     console.print(shown, soft_wrap=True, highlight=False, markup=False, emoji=False)
 

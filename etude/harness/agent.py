@@ -1,8 +1,8 @@
-"""The built-in coding agent: ask the model, do what it says, show it what came of it, until it
-submits.
+"""The built-in coding agent: a loop that asks the model, runs its tool calls and shows it the
+results, until it submits.
 
-It is a harness like anyone's: it knows the model as an OpenAI-compatible URL, and the machine as a
-sandbox.
+It is a harness like any other: it reaches the model through an OpenAI-compatible URL, and the
+machine through a sandbox.
 """
 
 from __future__ import annotations
@@ -31,32 +31,33 @@ Ask = Callable[..., Awaitable[tuple[Message, int]]]
 
 
 class OutOfContext(Exception):
-    """The session is longer than what the model can read: it ends as it stands, like one that is
-    out of turns."""
+    """The session has outgrown the model's context. It ends at this point, like one that is out of
+    turns."""
 
 
 class AgentTools(Protocol):
-    """The tools of one session: the demo's (`harness.tools`), or a product's (`harness.code`)."""
+    """The tools of one session: those of the demo (`harness.tools`) or of a product
+    (`harness.code`)."""
 
     @property
     def schemas(self) -> list[dict[str, Json]]:
-        """As the chat completions API wants them; the same at every turn, since another list would
-        be another prompt."""
+        """Schemas in the format of the chat completions API. They must be the same at every turn,
+        since another list would be another prompt."""
 
     async def call(self, name: str, arguments: Json) -> str:
-        """The answer to a call as the model wrote it, however wrong it is. Raises only where the
-        sandbox breaks."""
+        """The answer to a call as the model wrote it, however wrong it is. Raises only if the
+        sandbox fails."""
 
     def ends(self, name: str) -> bool:
-        """Whether the session is over after a call of it."""
+        """True if a call of this tool ends the session."""
 
     def carried(self) -> CarriedState:
-        """What goes on into the next window of the session beside its summary."""
+        """State that the session's next window receives in addition to its summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opening:
-    """What a session begins with."""
+    """The beginning of a session: its first messages, and its tools."""
 
     messages: list[Message]
     tools: AgentTools
@@ -76,8 +77,9 @@ class CodingAgent:
         summarise_at: int | None = None,
         summarise_tool: bool = False,
     ) -> None:
-        """`summarise_at`: the tokens of a window at which the model is asked for a summary, from
-        which the next window goes on. `summarise_tool`: it may do so of its own accord."""
+        """`summarise_at`: number of tokens at which a window is full; the model is then asked for a
+        summary, and the next window begins with it. `summarise_tool`: the model may also summarise
+        on its own, by a tool call."""
         self._session = session
         self._max_turns = max_turns
         self._timeout_s = timeout_s
@@ -113,7 +115,7 @@ class CodingAgent:
                     if finished or gave_up(talk.window):
                         break
         except TimeoutError:
-            # someone else's time ran out: a failure, not the end of the session
+            # a timeout of something else: a failure, not the end of the session
             if not deadline.expired():
                 raise
             limit = "time"
@@ -127,11 +129,11 @@ class CodingAgent:
         )
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
-        """Before the model's first turn."""
+        """Prepare the session before the model's first turn."""
         return Opening(messages=task.opening, tools=Tools(task, sandbox))
 
     async def _summarise(self, ask: Ask, talk: Conversation, tools: AgentTools, seed: int) -> None:
-        """Of the window, or of as much of it as leaves room for the request."""
+        """Ask for a summary of the window, or of as much of it as leaves room for the request."""
         own_seed = derive(seed, SUMMARISE, talk.num_summaries)
         try:
             answer, _ = await ask(talk.summary_request, own_seed, kind="summary")
@@ -152,8 +154,8 @@ class CodingAgent:
         seed: int,
         kind: str = "turns",
     ) -> tuple[Message, int]:
-        """The answer, and the tokens of the context that ends with it. `kind`: of the context, if
-        it is a new one."""
+        """The answer, and the number of tokens of the context including it. `kind`: of the segment,
+        if the request opens one."""
         body = {
             **self._sampling,
             "messages": messages,
@@ -164,7 +166,8 @@ class CodingAgent:
         return await ask_model(self._session, base_url, api_key, body, kind)
 
     async def _act(self, answer: Message, tools: AgentTools, talk: Conversation) -> bool:
-        """Do what the answer says, and add what came of it. True if it submits."""
+        """Run the calls of an answer, and add their results to the conversation. Returns True if
+        the answer ends the session."""
         calls = answer.get("tool_calls") or []
         if not calls:
             talk.add({"role": "user", "content": NUDGE})
@@ -182,7 +185,8 @@ class CodingAgent:
         return False
 
     def _summary_of(self, answer: Message) -> str:
-        """The text of an answer to `REQUEST`, or of its call of the tool that is meant for it."""
+        """The summary in an answer to `REQUEST`: its text, or the text of its call of the summary
+        tool."""
         for call in answer.get("tool_calls") or []:
             arguments = parse_arguments(call["function"]["arguments"])
             if (text := self._own_summary(call["function"]["name"], arguments)) is not None:
@@ -190,7 +194,7 @@ class CodingAgent:
         return str(answer.get("content") or "").strip()
 
     def _own_summary(self, name: str, arguments: Json) -> str | None:
-        """The text of a call that is one."""
+        """The text of a valid call of the summary tool; None for any other call."""
         is_one = name == SUMMARISE and self._summarise_tool
         if not is_one or not isinstance(arguments, dict) or arguments.keys() != {"text"}:
             return None
@@ -204,9 +208,9 @@ async def ask_model(
     body: Mapping[str, Json],
     kind: str = "turns",
 ) -> tuple[Message, int]:
-    """The answer to a chat, and the tokens of the context that ends with it. `kind`: of the
-    context, if it is a new one. Raises `OutOfContext` if the chat has become too long."""
-    # The session has a time limit of its own; the client's default would end long answers of a
+    """The answer to a chat, and the number of tokens of the context including it. `kind`: of the
+    segment, if the request opens one. Raises `OutOfContext` if the chat has become too long."""
+    # The session has a time limit of its own; the client's default would cut off long answers of a
     # busy engine.
     no_limit = aiohttp.ClientTimeout(total=None)
     asking = partial(
@@ -228,18 +232,18 @@ async def ask_model(
 
 
 def gave_up(messages: list[Message]) -> bool:
-    """Two answers in a row without a call: one reminder is enough."""
+    """True after two answers in a row without a call: the model gets one reminder."""
     return [message["content"] for message in messages[-3::2]] == [NUDGE, NUDGE]
 
 
 def turn_seed(seed: int, turn: int) -> int:
-    """Of one request, from the session's seed."""
+    """The seed of one request, derived from the session's seed."""
     return derive(seed, turn)
 
 
 def parse_arguments(text: str) -> Json:
-    """The arguments as the model wrote them; None, which no tool accepts, if it is no JSON."""
+    """The decoded arguments of a call; None, which no tool accepts, if they are not JSON."""
     try:
         return json.loads(text)
-    except (ValueError, RecursionError):  # ValueError is also a number of too many digits
+    except (ValueError, RecursionError):  # ValueError also covers numbers with too many digits
         return None

@@ -1,10 +1,10 @@
-"""A program as an agent: a script, or a coding agent that exists, started in the task's sandbox.
+"""A program as an agent: a script, or an existing coding agent, started in the task's sandbox.
 
-It finds the model where every client of OpenAI's or Anthropic's API looks: OPENAI_BASE_URL or
-ANTHROPIC_BASE_URL, and a key. A sandbox has no network, so the URL is that of a forwarder within it
-(`harness.tunnel`), which leads to this session's model alone (`harness.session_proxy`); the true
-key stays out here. The program is one of the sandbox's processes: it ends with its attempt, however
-that ends.
+The program finds the model where every client of OpenAI's or Anthropic's API looks for it: in
+OPENAI_BASE_URL or ANTHROPIC_BASE_URL, with a key. A sandbox has no network, so the URL is that of a
+forwarder inside it (`harness.tunnel`), which leads only to this session's model
+(`harness.session_proxy`). The real key stays outside. The program is one of the sandbox's
+processes, so it ends with its attempt, however the attempt ends.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from etude.harness.session_proxy import SessionProxy
 from etude.harness.tunnel import tunnel_to
 
 OUTPUT_BYTES = 64 << 10
-"""The end of its output that is kept."""
+"""Number of bytes that are kept from the end of its output."""
 _LAST_WORDS = 500
 _NO_KEY = "the-sandbox-has-it"
 
 
 class ProgramAgent:
-    """A `core.protocols.Agent`; a subclass says which program.
+    """A `core.protocols.Agent` that runs a program; a subclass chooses which one.
 
-    The program starts in the working copy. On its standard input it finds the task as one JSON
-    object, `{"messages": [...], "meta": {...}}`. When it ends with exit code 0 the attempt is
-    finished, whatever it did; with another one it has failed."""
+    The program starts in the working copy. On its standard input it gets the task as one JSON
+    object, `{"messages": [...], "meta": {...}}`. Exit code 0 finishes the attempt, whatever the
+    program did; any other code is a failure."""
 
     def __init__(
         self,
@@ -50,13 +50,13 @@ class ProgramAgent:
         self._defaults = {"model": "etude", "max_tokens": max_tokens, "temperature": temperature}
 
     env: Mapping[str, str] = {}
-    """What it finds in its environment beside the model."""
+    """Environment variables of the program, in addition to those for the model."""
 
     @abstractmethod
     def command(self, task: Task) -> Sequence[str]:
-        """The program and its arguments. It must be there in the sandbox: by a mount of the run,
-        or as the text of a script, `["python", "-c", text]`. `{base_url}` in it is where the model
-        is."""
+        """The program and its arguments. The program must exist in the sandbox: through a mount of
+        the run, or as the text of a script, `["python", "-c", text]`. `{base_url}` is replaced with
+        the model's URL."""
 
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
@@ -74,7 +74,7 @@ class ProgramAgent:
                     raise session.lost
                 finished = _ended_well(code, output, session)
         except TimeoutError:
-            # someone else's time ran out: a failure, not the end of the session
+            # a timeout of something else: a failure, not the end of the session
             if not deadline.expired():
                 raise
             if not session.has_asked:
@@ -93,7 +93,7 @@ class ProgramAgent:
     async def _run_program(
         self, task: Task, sandbox: Sandbox, session: SessionProxy, output: bytearray
     ) -> int:
-        """Its exit code."""
+        """Run the program; returns its exit code."""
         async with tunnel_to(session, sandbox) as url:
             command = [part.replace("{base_url}", f"{url}/v1") for part in self.command(task)]
             program = await sandbox.start(command, env={**_env(url), **self.env})
@@ -110,7 +110,7 @@ class ProgramAgent:
 
 
 class CommandAgent(ProgramAgent):
-    """A program whose command is a template, as `harness.command` has it."""
+    """A program whose command is a template, from `harness.command`."""
 
     def __init__(
         self,
@@ -135,8 +135,8 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _env(url: str) -> dict[str, str]:
-    """Where clients of OpenAI's and of Anthropic's API look for the model, and a key, without which
-    they do not start."""
+    """The variables in which clients of OpenAI's and of Anthropic's API look for the model, with a
+    placeholder for the key, without which they do not start."""
     return {
         "OPENAI_BASE_URL": f"{url}/v1",
         "OPENAI_API_BASE": f"{url}/v1",
@@ -147,8 +147,8 @@ def _env(url: str) -> dict[str, str]:
 
 
 def _ended_well(code: int, output: bytearray, session: SessionProxy) -> bool:
-    """Whether it came to its end; a program that has to give up because the model can read no more
-    has not, and is graded as it stands."""
+    """True if the program exited with code 0. A program that had to give up because the model's
+    context was full is not finished, but is graded. Any other exit code raises RolloutFailure."""
     if code and not session.out_of_context:
         refused = f"its last question was refused ({session.refusal}); " if session.refusal else ""
         raise RolloutFailure(
@@ -158,7 +158,7 @@ def _ended_well(code: int, output: bytearray, session: SessionProxy) -> bool:
 
 
 def _end(output: bytearray) -> str:
-    """Its last lines, from the beginning of one."""
+    """The last complete lines of the output."""
     said = output.decode(errors="replace").strip()
     if len(said) <= _LAST_WORDS:
         return said

@@ -1,6 +1,5 @@
-"""The model of one session, for a program that must reach nothing else: requests below `/v1` are
-passed on to the session's own URL, with the true key, and what comes back is passed on as it
-comes."""
+"""The model of one session, for a program that must reach nothing else. Requests below `/v1` are
+forwarded to the session's own URL with the real key, and the answers are streamed back."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _MAX_BODY_BYTES = 64 << 20
 _NOTED_BYTES = 1 << 20
 _REFUSAL_CHARS = 200
 _OUT_OF_CONTEXT = (b"context_length_exceeded", b"prompt is too long")
-"""As OpenAI's API says it, and as Anthropic's does."""
+"""The markers of this error in OpenAI's and in Anthropic's API."""
 
 
 class SessionProxy:
@@ -41,7 +40,7 @@ class SessionProxy:
         seed: int,
         defaults: dict[str, Json],
     ) -> None:
-        """`defaults`: what a request for an answer says where its client says nothing."""
+        """`defaults`: fields that are added to a sampling request if its client leaves them out."""
         self._http = http
         self._base_url = base_url.rstrip("/")
         self._api_key = api_key
@@ -49,12 +48,12 @@ class SessionProxy:
         self._defaults = defaults
         self._turn = 0
         self.messages: list[dict[str, Json]] = []
-        """Of the last question, with its answer if that did not come in a stream."""
+        """Messages of the last request, with its answer unless that was streamed."""
         self.out_of_context = False
         self.refusal = ""
-        """What was said to the last question, if that was no answer."""
+        """The response to the last request if it was an error; empty otherwise."""
         self.lost: aiohttp.ClientError | None = None
-        """Why the model could not be reached."""
+        """The error if the model could not be reached."""
 
     @property
     def has_asked(self) -> bool:
@@ -75,7 +74,7 @@ class SessionProxy:
             return _refusal(502, "the model cannot be reached")
 
     async def _asked(self, request: web.BaseRequest, path: str) -> dict[str, Json] | None:
-        """The body, with what it leaves out; None if there is none."""
+        """The body with the defaults added; None if there is no body."""
         body = bytearray()
         async for chunk in request.content.iter_any():
             body += chunk
@@ -138,17 +137,18 @@ class SessionProxy:
             return
         self.messages = list(messages)
         if answer.content_type == "application/json":
-            with contextlib.suppress(ValueError):  # longer than what is noted
+            with contextlib.suppress(ValueError):  # longer than what is kept
                 choices = json.loads(said).get("choices") or [{}]
                 self.messages += [choices[0]["message"]] if "message" in choices[0] else []
 
 
 class _ProgramGone(Exception):
-    """The program closed its connection, as it may."""
+    """The program closed its connection, which it may do at any time."""
 
 
 async def _to_program(sending: Awaitable[object]) -> None:
-    """Errors of the two connections are of the same kinds, and only the model's are failures."""
+    """Send data to the program. Both connections raise errors of the same kinds, but only the
+    model's are failures, so the program's are converted."""
     try:
         await sending
     except ConnectionError as e:

@@ -1,10 +1,11 @@
-"""Sessions that outlive the context window: the model sums up what happened, and goes on from that.
+"""Sessions that outlive the context window: the model summarises what happened, and continues from
+the summary.
 
-At a number of tokens the agent asks for a summary, in the same context, whose keys and values the
-engine still holds; or the model calls `summarise` by itself. The task, the summary, the plan, the
-open to-dos and the number of summaries then open the next window. For the recorder that is a new
-segment of the same session: what the model wrote as a summary is sampled, recorded and trained with
-the final reward like every other turn of it.
+At a given number of tokens the agent asks for a summary, in the same context, whose keys and values
+the engine still has; or the model calls `summarise` on its own. The next window then opens with the
+task, the summary, the plan, the open to-dos and the number of summaries. For the recorder it is a
+new segment of the same session: the summary is sampled, recorded, and trained with the final reward
+like every other turn.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ SCHEMA: Message = {
         },
     },
 }
-"""The tool, as the chat completions API wants it."""
+"""The tool's schema in the format of the chat completions API."""
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedState:
-    """What the harness itself knows of a session, and no summary can lose."""
+    """State of a session that the harness tracks itself, so that no summary can lose it."""
 
     plan: str = ""
     todos: tuple[str, ...] = ()
-    """Those that are open."""
+    """The open to-dos."""
 
     def __str__(self) -> str:
         parts = [f"plan:\n{self.plan}"] if self.plan else []
@@ -52,37 +53,37 @@ class CarriedState:
 
 
 class Conversation:
-    """The messages of a session: all that were said, and the window that the model is shown."""
+    """The messages of a session: all of them, and the window that the model sees."""
 
     def __init__(self, opening: Sequence[Message], summarise_at: int | None = None) -> None:
-        """`summarise_at`: tokens of a window; None: there is only one."""
+        """`summarise_at`: number of tokens at which a window is full; None for a single window."""
         self.said: list[Message] = list(opening)
         self.window: list[Message] = list(opening)
         self.num_summaries = 0
         self._opening = tuple(opening)
         self._summarise_at = summarise_at
         self._num_tokens = 0
-        self._fitted: list[int] = []  # messages of each window that the model could read
+        self._fitted: list[int] = []  # lengths of the window at which the model could read it
 
     def add(self, *messages: Message) -> None:
         self.said += messages
         self.window += messages
 
     def answered(self, answer: Message, num_tokens: int) -> None:
-        """The model has read the window, and said this. `num_tokens`: of both."""
+        """Add an answer of the model to the window. `num_tokens`: of both together."""
         self._fitted.append(len(self.window))
         self._num_tokens = num_tokens
         self.add(answer)
 
     @property
     def is_full(self) -> bool:
-        """Whether a summary is due."""
+        """True if a summary is due."""
         return self._summarise_at is not None and self._num_tokens >= self._summarise_at
 
     def step_back(self) -> bool:
-        """Go back to what the model could still read, if a summary can follow: what came behind it
-        was too long. Called again, to what it could read before that. False if there is nothing to
-        go back to."""
+        """Go back to the last window that the model could read, since what was added later was too
+        long; a summary can then follow. Another call goes back one step further. Returns False if
+        there is nothing to go back to, or no summaries are made."""
         if self._summarise_at is None or not self._fitted:
             return False
         del self.window[self._fitted.pop() :]
@@ -90,7 +91,7 @@ class Conversation:
 
     @property
     def summary_request(self) -> list[Message]:
-        """The window, and the request for a summary of it."""
+        """The window, followed by the request for its summary."""
         return _followed(self.window, REQUEST)
 
     def reopen(self, summary: str, carried: CarriedState) -> None:
@@ -105,8 +106,8 @@ class Conversation:
 
 
 def _followed(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages, and what the user says then. Within the last one, if it is the user's: many
-    chat templates refuse two messages of one role in a row."""
+    """The messages, followed by a text of the user. If the last message is the user's, the text is
+    appended to it: many chat templates reject two messages of one role in a row."""
     *before, last = messages
     if last["role"] == "user" and isinstance(last["content"], str):
         return [*before, last | {"content": f"{last['content']}\n\n{text}"}]

@@ -1,5 +1,5 @@
 """The tools of the built-in agent: read, edit, test, submit. Their answers are short, because the
-model pays for each token, and an error is an answer like any other, for the model to read."""
+model pays for each token. An error is an answer like any other, for the model to read."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Tools:
         return name == SUBMIT
 
     async def call(self, name: str, arguments: Json) -> str:
-        """The answer to a call as the model wrote it, however wrong it is. Raises only where the
-        sandbox breaks."""
+        """The answer to a call as the model wrote it, however wrong it is. Raises only if the
+        sandbox fails."""
         if name not in PARAMETERS:
             return f"error: no tool {name}"
         wanted = PARAMETERS[name]
@@ -55,12 +55,13 @@ class Tools:
             answer: str = await getattr(self, name)(**arguments)
         except FileNotFoundError:
             return "error: no such file"
-        except ValueError as e:  # the working copy is to blame: a path that leaves it, a full disk
+        # a fault of the working copy: a path that leads out of it, a full disk
+        except ValueError as e:
             return f"error: {e}"
         return answer
 
     def carried(self) -> CarriedState:
-        """What goes on into the next window of the session beside its summary."""
+        """State that the session's next window receives in addition to its summary; none here."""
         return CarriedState()
 
     async def read(self) -> str:
@@ -103,7 +104,7 @@ PARAMETERS: dict[str, dict[str, type]] = {
 
 
 def report(ran: CommandResult) -> str:
-    """One line: what the test script said last, or how it broke."""
+    """The last line of the test script, or the kind of its failure."""
     if ran.exit_code is None:
         return "timeout"
     lines = ran.output.strip().splitlines()
@@ -133,4 +134,4 @@ def _schema(name: str) -> dict[str, Json]:
 
 
 SCHEMAS: list[dict[str, Json]] = [_schema(name) for name in PARAMETERS]
-"""As the chat completions API wants them."""
+"""Schemas in the format of the chat completions API."""

@@ -1,10 +1,10 @@
-"""The one hole in a sandbox that has no network: a port within it that leads to one HTTP handler
-out here, and nowhere else.
+"""The single opening of a sandbox without a network: a port inside it that leads to one HTTP
+handler outside, and nowhere else.
 
-A small forwarder in the sandbox listens on its loopback interface and carries connections over its
-own standard input and output, in frames: the number of the connection, the size of what follows,
-and so many bytes; none of them ends the connection. Nothing is mounted and no interface is added,
-so every kind of sandbox can have it, and it ends with the sandbox.
+A small forwarder in the sandbox listens on its loopback interface, and carries connections over its
+own standard input and output. A frame holds the number of the connection, the size of its data, and
+the data; a frame without data ends the connection. Nothing is mounted and no interface is added, so
+this works in every kind of sandbox, and ends with the sandbox.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _FRAME = struct.Struct(">II")
 _CHUNK = 1 << 16
 _CONNECTIONS = 128
-"""At once: what runs in the sandbox may try to open as many as it likes."""
+"""Limit on open connections: programs in the sandbox may try to open any number."""
 _FORWARDER = """
 import asyncio, os, struct, sys
 
@@ -67,7 +67,7 @@ asyncio.run(main())
 
 @contextlib.asynccontextmanager
 async def tunnel_to(handler: Handler, sandbox: Sandbox) -> AsyncIterator[str]:
-    """A URL within the sandbox, while the block runs, that leads to the handler."""
+    """Yield a URL inside the sandbox that leads to the handler while the block runs."""
     forwarder = await sandbox.start(["python", "-c", _FORWARDER])
     try:
         frames = _Frames(forwarder)
@@ -78,7 +78,7 @@ async def tunnel_to(handler: Handler, sandbox: Sandbox) -> AsyncIterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             carrying.cancel()
-            # a sandbox that is closed or silent is noticed by whoever uses it
+            # a closed or silent sandbox is noticed by those who use it
             await asyncio.gather(carrying, return_exceptions=True)
             await server.shutdown(0.0)
     finally:
@@ -86,7 +86,7 @@ async def tunnel_to(handler: Handler, sandbox: Sandbox) -> AsyncIterator[str]:
 
 
 class _Frames:
-    """What the forwarder says, cut where it means it to be."""
+    """The forwarder's output, split into frames."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -109,7 +109,8 @@ class _Frames:
         while True:
             while len(self._pending) >= _FRAME.size:
                 number, size = _FRAME.unpack_from(self._pending)
-                if size > _CHUNK:  # not our forwarder's: something in the sandbox speaks for it
+                # not from our forwarder: a program in the sandbox writes in its place
+                if size > _CHUNK:
                     return
                 if len(self._pending) < _FRAME.size + size:
                     break
@@ -150,7 +151,7 @@ class _Host:
                     self._writers.pop(number).close()
 
     async def _connect(self, number: int) -> asyncio.StreamReader:
-        """A new connection to the server of the handler, by no network at all."""
+        """Open a connection to the handler's server, over a socket pair instead of a network."""
         ours, theirs = socket.socketpair()
         await asyncio.get_running_loop().connect_accepted_socket(self._server, theirs)
         reader, self._writers[number] = await asyncio.open_unix_connection(sock=ours)

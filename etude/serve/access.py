@@ -1,9 +1,9 @@
-"""Who is asking: the identity behind a request, and whether it may do what it asks for.
+"""Authentication and authorisation: the identity behind a request, and what it may do.
 
-Three kinds of servers: a gateway that others can reach verifies signed tokens; a worker, or `etude
-serve`, has one token, and whoever has that may do everything there; on the loopback interface
-without any of them everybody on the machine may, but for what comes from a browser, since any page
-that is open there can send requests.
+There are three kinds of servers. A gateway that others can reach verifies signed tokens. A worker,
+or `etude serve`, has one token, which permits everything on that server. A server on the loopback
+interface without any token is open to everybody on the machine except requests from a browser,
+since any page that is open there can send requests.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from etude.serve.process import is_loopback
 from etude.serve.tokens import OF_ONE_SESSION, Scope, TokenAuthority, TokenRefused
 
 IDENTITY = "etude.identity"
-"""Its key in the scope of a request."""
+"""Key of the identity in the ASGI scope of a request."""
 
 
 class AccessDenied(Exception):
-    """A request that is not allowed: the reason, with the HTTP status and code of the answer."""
+    """A request that is not allowed, with the reason and the HTTP status and code of the answer."""
 
     def __init__(self, message: str, *, status: int, code: str) -> None:
         super().__init__(message)
@@ -35,22 +35,24 @@ class AccessDenied(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """The identity behind a request: the scope of its token, and whom that was made for."""
+    """The identity behind a request: the scope of its token, and the subject that the token was
+    made for."""
 
     scope: Scope
     subject: str = ""
     organisation: str = ""
-    """The organisation of a user; empty for other scopes."""
+    """The user's organisation; empty for other scopes."""
     client: str = ""
-    """The client whose share of the concurrent answers its requests take; empty: no client's."""
+    """The client that its requests are counted for in the limit of concurrent answers; empty for no
+    client."""
     token: str = field(default="", repr=False)
-    """The token, as it was sent."""
+    """The token as it was sent."""
     expires: float = float("inf")
 
     @property
     def owner(self) -> str:
-        """The key under which a server keeps the responses of this user outside of sessions. No id
-        of a session looks like it."""
+        """The key under which a server keeps this user's responses outside of sessions. No session
+        id looks like it."""
         return f"/user/{self.subject}" if self.scope is Scope.USER else ""
 
     def check(self, policy: Policy, path_params: Mapping[str, str]) -> None:
@@ -65,8 +67,8 @@ class Identity:
 
 
 class Access(Protocol):
-    """The authentication of a server: the identity behind a request, from its headers and from the
-    address that it comes from."""
+    """The authentication of a server: finds the identity behind a request from its headers and the
+    address of its client."""
 
     def identify(self, headers: Mapping[str, str], address: str) -> Identity: ...
 
@@ -113,7 +115,7 @@ class OneToken:
 
 class NoToken:
     """No authentication: everybody on this machine is let in, except web pages in its browser.
-    These send an origin, or reach the server by a host name other than localhost (DNS
+    Those send an origin, or reach the server by a host name other than localhost (DNS
     rebinding)."""
 
     def identify(self, headers: Mapping[str, str], address: str) -> Identity:
@@ -134,7 +136,7 @@ class NoToken:
 
 
 def identity_of(http: HttpRequest) -> Identity:
-    """Who is asking, as it was found at the door."""
+    """The identity that the server found before it routed the request."""
     identity: Identity = http.scope[IDENTITY]
     return identity
 
@@ -147,7 +149,7 @@ def _name_in(host: str) -> str:
 
 
 def _tokens_in(headers: Mapping[str, str]) -> list[str]:
-    """Anthropic's clients send theirs in a header of their own."""
+    """Both `Authorization: Bearer` and `x-api-key`, the header that Anthropic's clients use."""
     kind, _, bearer = headers.get("authorization", "").partition(" ")
     found = [bearer.strip()] if kind.lower() == "bearer" else []
     return [token for token in (*found, headers.get("x-api-key", "")) if token]

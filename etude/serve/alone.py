@@ -1,5 +1,6 @@
-"""Sessions with a model without a run: behind a port of this process there is one policy, or a
-script. Each is a `run.rollout.SessionRecorder`, for trying an environment and an agent out."""
+"""Sessions with a model but without a run, for trying out an environment and an agent: a port of
+this process with one policy, or a script, behind it. Each class is a
+`run.rollout.SessionRecorder`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from etude.serve.tokens import MAX_SESSION_S, Scope, TokenAuthority
 
 
 class _Sessions:
-    """A port for sessions, open from the first moment to the last."""
+    """A port for sessions; the base of the two classes below."""
 
     def __init__(self) -> None:
         self._tokens = TokenAuthority()
@@ -99,8 +100,8 @@ class PolicySessions(_Sessions):
 
 
 class ScriptedSessions(_Sessions):
-    """Answers of the assistant from a list, in order, whatever is asked. No tokens are recorded:
-    there is no model."""
+    """Sessions that get the assistant's answers from a list, in order, whatever the prompt. There
+    is no model, so no tokens are recorded."""
 
     def __init__(self, answers: Sequence[dict[str, Json]]) -> None:
         super().__init__()
@@ -133,8 +134,8 @@ class ScriptedSessions(_Sessions):
 
 
 def parse_script(text: str, *, lines_of_json: bool) -> list[dict[str, Json]]:
-    """Answers of the assistant: lines of JSON, each a text or a message, or plain text with lines
-    of `---` between one answer and the next. ValueError for what is neither, or has none."""
+    """Parse the assistant's answers: lines of JSON, each a text or a message; or plain text with a
+    line of `---` between answers. Raises ValueError if it is neither, or has no answers."""
     if not text.strip():
         raise ValueError("it has no answers")
     if not lines_of_json:
@@ -146,7 +147,7 @@ def parse_script(text: str, *, lines_of_json: bool) -> list[dict[str, Json]]:
             else:
                 part.append(line)
         return answers
-    lines = enumerate(text.split("\n"), start=1)  # texts in JSON may have other ends of lines
+    lines = enumerate(text.split("\n"), start=1)  # JSON strings may contain other line separators
     return [_parse_line(line, number) for number, line in lines if line.strip()]
 
 

@@ -1,5 +1,5 @@
-"""An answer as reasoning, content and calls, whole or as it comes: what every dialect is written
-from. Pure."""
+"""An answer as reasoning, content and calls, whole or streamed: the events that every dialect is
+written from. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from etude.model.tokenizer import ChatTokenizer, Tool
 
 
 class AnswerReader:
-    """Events of one answer as its tokens come. Every call has an id, the same each time that the
-    answer is read. `tools`: None if what looks like a call is text."""
+    """Events of one answer as its tokens arrive. Every call has an id, which is the same each time
+    the answer is read. `tools` is None if text that looks like a call is to stay text."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, request: Request, tools: Sequence[Tool] | None
@@ -28,7 +28,7 @@ class AnswerReader:
         )
 
     def push(self, event: Token | Sample) -> list[Event]:
-        """The sample, which is the last, may be pushed again."""
+        """Events of one token, or the last ones of a sample. The sample may be pushed again."""
         if isinstance(event, Token):
             self._has_begun = True
             events = self._parser.push(event.token)
@@ -42,8 +42,8 @@ class AnswerReader:
         return self._last
 
     def whole(self, sample: Sample) -> list[Event]:
-        """All events of a sample, of whose tokens all were pushed, or none. Called again, it says
-        the same of it without reading it again."""
+        """All events of a sample whose tokens were either all pushed or not pushed at all. A second
+        call returns the same events without parsing again."""
         if not self._has_begun:
             self._has_begun = True
             self._said += self._with_ids(self._parser.extend(sample.tokens))
@@ -57,7 +57,7 @@ class AnswerReader:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Neighbouring texts of one kind as one."""
+    """Merge neighbouring texts of one kind."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None

@@ -1,8 +1,8 @@
-"""What an HTTP dialect is spoken over: a model that reads and writes tokens, and whoever answers.
+"""The interface between an HTTP dialect and the model behind it, which reads and writes tokens.
 
-A dialect (a folder such as `openai/`) turns a body into `core.sampling.Request`s and samples into a
-body; an `Answerer` does all that lies between, and is made for each HTTP request anew. One that
-records what is said in a session is in `gateway.py`.
+A dialect (a folder such as `openai/`) turns a body into `core.sampling.Request`s, and samples into
+a body. An `Answerer` does everything in between; each HTTP request gets a new one. The answerer
+that records a session is in `gateway.py`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from etude.serve.http import ApiError, Unavailable, gather
 from etude.serve.metrics import Metrics
 
 MAX_ANSWERS = 2048
-"""Of one request, to all of its prompts."""
+"""Limit on the answers to one request, over all its prompts."""
 MAX_ANSWERS_PER_CLIENT = 256
-"""Where there is no limit for all."""
+"""Limit on a client's concurrent answers if the server has no limit of its own."""
 AT_ONCE_CHARS = 20_000
-"""More than this is rendered and encoded on another thread, so that the port answers meanwhile. For
-less, the way there and back takes longer than the work."""
+"""Longer texts are rendered and encoded on another thread, so that the server answers meanwhile.
+For shorter ones, switching threads takes longer than the work."""
 
 TemplateOptions = Mapping[str, Any]
-"""What a request says to the chat template beyond messages and tools."""
+"""Options of a request for the chat template, in addition to messages and tools."""
 Show = Callable[[Request, Sample], Message]
-"""How a dialect shows an answer to its client, as a message of the conversation."""
+"""Renders an answer as the message of the conversation that a dialect's client sees."""
 T = TypeVar("T")
 
 
 def new_completion_id() -> str:
-    """Nobody can guess it."""
+    """A random id that nobody can guess."""
     return secrets.token_hex(12)
 
 
@@ -52,23 +52,23 @@ class Answerer(Protocol):
     async def prompt(
         self, messages: Sequence[Message], tools: Sequence[Tool], options: TemplateOptions
     ) -> tuple[int, ...]:
-        """The tokens that a conversation is read as, up to where the model goes on."""
+        """The tokens of a conversation, up to the point where the model continues."""
 
     async def sample(self, requests: Sequence[Request], show: Show, id: str) -> list[Sample]:
-        """`id`: of the completion, as the client will know it but for the dialect's prefix."""
+        """`id`: the completion's id as the client will see it, without the dialect's prefix."""
 
     async def stream(
         self, requests: Sequence[Request], show: Show, id: str
     ) -> list[AsyncIterator[Token | Sample]]:
-        """For each request its tokens one by one, then the sample that they make."""
+        """One stream per request: its tokens one by one, then the sample that they make up."""
 
 
 OpenAnswerer = Callable[[HttpRequest], Answerer]
 
 
 class ConcurrencyLimit:
-    """A limit on the number of answers under way at once, and on how many of them one client may
-    have: half of all, so that nobody keeps all others out."""
+    """A limit on the number of answers under way at once. One client may have at most half of them,
+    so that nobody can keep all others out."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -80,7 +80,7 @@ class ConcurrencyLimit:
         return MAX_ANSWERS_PER_CLIENT if self.limit is None else max(1, self.limit // 2)
 
     def check(self, count: int, param: str = "n", client: str = "") -> None:
-        """Of one request: more than all that there are will never be free."""
+        """Reject a single request that asks for more answers than will ever be free."""
         limit = MAX_ANSWERS if self.limit is None else self.limit
         limit = min(limit, self.per_client) if client else limit
         if count > limit:
@@ -89,7 +89,7 @@ class ConcurrencyLimit:
 
     @contextmanager
     def acquire(self, count: int, client: str = "") -> Iterator[None]:
-        """`client`: who asks, if several share this server."""
+        """`client`: the client that asks, if several share this server."""
         self.check(count, client=client)
         if self.limit is not None and self.in_use + count > self.limit:
             raise _too_many(f"{self.in_use} answers are under way, and {self.limit} are the most")
@@ -115,35 +115,35 @@ def _too_many(message: str) -> Unavailable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What every dialect knows of the model that it serves."""
+    """The model that a server serves, as every dialect sees it."""
 
     tokenizer: ChatTokenizer
     grammars: GrammarBuilder
     max_context: int
     name: str | None = None
-    """A request may name the model, and then by this name; None: by any, since harnesses have names
-    of their own."""
+    """The name by which requests must call the model, if they name one; None accepts any name,
+    since harnesses use names of their own."""
     adapters: tuple[str, ...] = ()
-    """Adapters to it, each a model of its own for those who ask."""
+    """Adapters to the model; clients see each as a model of its own."""
     default_max_tokens: int = DEFAULT_MAX_TOKENS
-    """The limit of an answer in a chat whose request gives none."""
+    """Default token limit of a chat answer."""
     concurrency: ConcurrencyLimit = field(default_factory=lambda: ConcurrencyLimit(None))
     metrics: Metrics = field(default_factory=Metrics)
     conversations: ConversationStore = field(default_factory=ConversationStore)
 
     @property
     def label(self) -> str:
-        """The name that it is listed by."""
+        """The model's name in the list of models."""
         return self.name or "etude"
 
     def called(self, name: str | None) -> str:
-        """The model as the answer calls it. Raises if a request means another one."""
+        """The model's name in the answer. Raises if the request means another model."""
         if self.name is not None and name is not None:
             self.check_name(name)
         return name or self.label
 
     def adapter(self, name: str | None) -> str | None:
-        """The adapter that a request means by the name of a model."""
+        """The adapter that a request selects by naming it as its model."""
         return name if name in self.adapters else None
 
     def check_name(self, name: str) -> None:
@@ -154,8 +154,8 @@ class ServedModel:
     async def encode(
         self, texts: Sequence[str], param: str, contexts: int = 1, *, plain: bool = False
     ) -> list[list[int]]:
-        """Texts that cannot fit are refused before they are encoded, which may take long. `plain`:
-        nothing in them is a control token."""
+        """Encode texts. Texts that cannot fit are rejected before they are encoded, since encoding
+        them may take long. `plain`: nothing in the texts is a control token."""
         most = contexts * self.max_context
         if any(self.tokenizer.exceeds(text, most) for text in texts):
             message = f"{param}: the text is too long for {most} tokens, whatever they are"
@@ -168,7 +168,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class PolicyAnswerer:
-    """Answers from a policy, and keeps nothing."""
+    """Answers from a policy, and records nothing."""
 
     model: ServedModel
     policy: Policy
@@ -196,7 +196,8 @@ class PolicyAnswerer:
 
 @contextmanager
 def template_errors() -> Iterator[None]:
-    """Messages that the chat template cannot show are the client's mistake."""
+    """Turn the chat template's errors into errors of the client, who sent messages that it cannot
+    render."""
     try:
         yield
     except (TypeError, ValueError, RecursionError) as e:
@@ -207,7 +208,7 @@ def template_errors() -> Iterator[None]:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What a policy can never answer is the client's mistake."""
+    """Turn a policy's ValueError into an error of the client: the request can never be answered."""
     try:
         yield
     except ValueError as e:
@@ -215,7 +216,7 @@ def refusals() -> Iterator[None]:
 
 
 async def as_stream(sample: Sample, first: int = 0) -> AsyncIterator[Token | Sample]:
-    """A sample that is whole already, as a stream; `first`: the token to begin with."""
+    """Stream a sample that is already complete, starting at token `first`."""
     top = sample.top_logprobs or ((),) * len(sample.tokens)
     tokens = zip(sample.tokens, sample.logprobs, expand_spans(sample.versions), top, strict=True)
     for token, logprob, version, others in islice(tokens, first, None):

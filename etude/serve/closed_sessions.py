@@ -1,11 +1,11 @@
-"""Which sessions are over, in the store: their tokens open nothing in the next life of the gateway
-either.
+"""Record of the sessions that are over, in the store, so that their tokens stay invalid after the
+gateway restarts.
 
-    closed-sessions/{shard}-of-{shards}/{number:010d}      marks: when, and which session
+    closed-sessions/{shard}-of-{shards}/{number:010d}      marks: a time and a session
 
-A mark stays for as long as a token of its session may live, some fifty bytes for two days. The
-newest object is written again with each mark, in a directory and in a bucket alike, until it is
-full; the marks of several sessions that end at once are stored together.
+A mark, of some fifty bytes, is kept for as long as a token of its session may live: two days. The
+newest object is rewritten with each mark, in a directory and in a bucket alike, until it is full.
+The marks of several sessions that end at once are stored together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.store.objects import Missing, Objects
 
 FOLDER = "closed-sessions"
 MAX_MARKS = 1024
-"""Of one object."""
+"""Per object."""
 
 
 class ClosedMark(msgspec.Struct, frozen=True, array_like=True):
@@ -50,18 +50,19 @@ class ClosedSessions:
         self._max_marks = max_marks
         self._storing: asyncio.Task[None] | None = None
         self._num_added = self._num_stored = 0
-        # the newest object, which is not full
+        # The newest object, which is not full yet.
         self._number = 0
         self._marks: list[ClosedMark] = []
-        # when the last mark was made of each that nobody writes to any more, the oldest first
+        # Objects that are full or belong to an earlier process, the oldest first, each with the
+        # time of its last mark.
         self._full: dict[str, float] = {}
 
     def restore(self) -> list[ClosedMark]:
-        """Those of earlier lives, and of all shards there were, that are still needed. Call it
-        once, first."""
+        """The marks of earlier processes, of all shards, that are still needed. Call it once,
+        before anything else."""
         found: list[ClosedMark] = []
         for key in filter(_is_ours, self._objects.list(FOLDER)):
-            with contextlib.suppress(Missing):  # another shard has just found it to be unneeded
+            with contextlib.suppress(Missing):  # another shard has just deleted it
                 marks = decode_msgpack(self._objects.get_sealed(key), list[ClosedMark])
                 found += marks
                 if not self._is_of_another(key):
@@ -72,7 +73,7 @@ class ClosedSessions:
         return sorted((mark for mark in found if mark.t >= self._oldest), key=lambda mark: mark.t)
 
     async def add(self, session: str) -> None:
-        """Returns when the mark is stored."""
+        """Mark a session as closed; returns once the mark is stored."""
         self._marks.append(ClosedMark(self._now(), session))
         self._num_added += 1
         mine = self._num_added
@@ -107,7 +108,8 @@ class ClosedSessions:
             del self._full[key]
 
     def _is_of_another(self, key: str) -> bool:
-        """Whether a shard that may run beside this one writes it, and deletes it."""
+        """True if another shard of the current set, which may be running, writes and deletes the
+        object."""
         shards = self._folder.rpartition("-of-")[2]
         folder = key.rpartition("/")[0]
         return folder.endswith(f"-of-{shards}") and folder != self._folder

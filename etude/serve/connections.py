@@ -1,11 +1,11 @@
-"""Connections that end: uvicorn's, with a deadline for everything that the other side has to do.
+"""Connections of uvicorn with a deadline for everything that the client has to do.
 
-A client has so long to send the head of a request, then its body, to begin another one, and to
-read what it is sent; how much a head may hold is bounded as well. Whoever keeps to that is never
-cut off: an answer may take as long as it does.
+A client has a limited time to send the head of a request, to send its body, to begin the next
+request, and to read what it is sent. The size of a head is limited as well. A client that keeps to
+these limits is never cut off: an answer may take as long as it needs.
 
-Time is counted in looks at the connections, so that a process which was stopped does not hold
-against its clients what they sent meanwhile.
+Time is counted in ticks of the loop that checks the connections. A process that was stopped for a
+while therefore does not hold that time against its clients.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_S = 10.0
-"""From its first byte to the last, also of the first one of a connection."""
+"""From the first byte of a head to its last; for the first head, from the opening of the
+connection."""
 BODY_S = 65.0
-"""A little longer than `http.BODY_S`: whose route reads the body is told."""
+"""A little longer than `http.BODY_S`, so that the route that reads the body can report the
+timeout."""
 IDLE_S = 75.0
-"""Between two requests. Longer than clients keep an idle connection: whoever closes it first must
-not be the one who may be asked."""
+"""Between two requests. Longer than clients keep an idle connection: if the server closed it first,
+a client could be sending a request at that moment."""
 READ_S = 60.0
-"""For the client to take some of what waits to be sent to it."""
+"""For the client to read some of the data that waits to be sent to it."""
 LOOK_EVERY_S = 1.0
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADER_LINES = 128
@@ -38,12 +40,12 @@ MAX_OPEN = 1 << 15
 
 
 DEPARTURE = "etude.departure"
-"""Its key in the scope of a request."""
+"""Key of the `Departure` in the ASGI scope of a request."""
 
 
 class Departure:
-    """Tells that the client of a connection is gone. A task that waits for the last message of a
-    request learns the same, at the price of a task for every request."""
+    """Notification that the client of a connection is gone. Waiting for the last ASGI message of a
+    request would show the same, but needs a task for every request."""
 
     def __init__(self, flow: FlowControl) -> None:
         self._flow = flow
@@ -51,12 +53,14 @@ class Departure:
         self._is_over = False
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Call it when the body of the request has been read: nothing is kept back any more."""
+        """Register a callback. Call this only once the body of the request has been read, since it
+        resumes reading, so nothing is held back any more."""
         if self._is_over:
-            asyncio.get_running_loop().call_soon(callback)  # as all others: from the loop
+            # like all callbacks: from the event loop
+            asyncio.get_running_loop().call_soon(callback)
             return
         self._callbacks.add(callback)
-        self._flow.resume_reading()  # or nothing is heard of the client
+        self._flow.resume_reading()  # otherwise a disconnect goes unnoticed
 
     def unwatch(self, callback: Callable[[], None]) -> None:
         self._callbacks.discard(callback)
@@ -68,13 +72,13 @@ class Departure:
 
 
 class Connections:
-    """All connections of a server, which are looked at again and again."""
+    """All connections of a server, checked at regular intervals."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.open: set[Connection] = set()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # each may need one more, to a worker, and there are files too
+        # A connection may need a second descriptor for a worker, and files need some too.
         self.limit = MAX_OPEN if files == resource.RLIM_INFINITY else max(16, files // 2 - 64)
 
     @property
@@ -89,8 +93,8 @@ class Connections:
                 connection.look()
 
     def make_room(self, newcomer: Connection) -> None:
-        """If there are too many, the one that has waited longest for its client goes: connections
-        on which nothing happens keep nobody out."""
+        """If there are too many connections, close the one that has waited longest for its client,
+        so that idle connections keep nobody out."""
         if len(self.open) > self.limit:
             waiting = [each for each in self.open - {newcomer} if each.deadline < math.inf]
             longest = min(waiting, key=lambda each: each.since, default=newcomer)
@@ -98,12 +102,12 @@ class Connections:
 
 
 class GatheringTransport:
-    """A transport that sends what is written in one pass of the event loop together: a head with
-    what follows it, and tokens that came while others were served."""
+    """A transport that sends everything written in one pass of the event loop together: a head with
+    what follows it, and tokens that arrived while other clients were served."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
-        self.is_closing = transport.is_closing  # asked for again and again
+        self.is_closing = transport.is_closing  # bound once, since it is called often
         self._loop = loop
         self._pending: list[bytes] = []
         self._num_bytes = 0
@@ -116,7 +120,8 @@ class GatheringTransport:
             self._loop.call_soon(self._flush)
         self._pending.append(data)
         self._num_bytes += len(data)
-        if self._num_bytes > MAX_GATHERED_BYTES:  # whoever reads too slowly is to be noticed
+        # let flow control notice a client that reads too slowly
+        if self._num_bytes > MAX_GATHERED_BYTES:
             self._flush()
 
     def close(self) -> None:
@@ -135,22 +140,22 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._all = connections
         self.since = 0.0
-        """When the client's turn began."""
+        """When it last became the client's turn."""
         self.deadline = math.inf
-        """When it ends; infinite while it is ours."""
+        """When the client's turn ends; infinite while it is the server's turn."""
         self._read_deadline = math.inf
         self._in_head = False
         self._receiving = False
         self._num_headers = 0
         self._head_bytes = 0
-        """Of what the parser has handed out."""
+        """Bytes that the parser has handed out."""
         self._unfinished_bytes = 0
-        """Of what it may be keeping to itself."""
+        """Bytes that the parser may be holding back."""
         self._too_large = False
 
     def look(self) -> None:
         if self.transport.is_closing() and self._read_deadline == math.inf:
-            self._read_deadline = self._all.now + READ_S  # something is left to be sent
+            self._read_deadline = self._all.now + READ_S  # some data is still to be sent
         if min(self.deadline, self._read_deadline) <= self._all.now:
             self.transport.abort()
 
@@ -191,7 +196,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
         self._count(name + value)
-        if self._in_head:  # and not behind the body, where nobody looks for one
+        if self._in_head:  # not trailers after the body, which nobody looks for
             super().on_header(name, value)
 
     def _count(self, part: bytes) -> None:
@@ -204,7 +209,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         if len(self.pipeline) == MAX_PIPELINED:
             raise ValueError("too many requests at once on one connection")
-        # what comes behind an unanswered request is not read before that is answered
+        # The body of a pipelined request is not read before the previous request is answered.
         ahead = self.cycle is not None and not self.cycle.response_complete
         self._wait(math.inf if ahead else BODY_S)
         super().on_headers_complete()

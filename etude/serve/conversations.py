@@ -1,5 +1,5 @@
-"""Conversations that a server keeps for its clients, bounded: the oldest are forgotten first. With
-a journal they outlive the process."""
+"""Conversations that a server keeps for its clients, up to a number of bytes: the oldest are
+forgotten first. With a journal they outlive the process."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from etude.model.tokenizer import Message
 from etude.serve.session_journal import ForgottenResponse, Journal, KeptResponse, NoJournal
 
 MAX_BYTES = 256 << 20
-"""Of all that is kept."""
+"""Over all that is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
     response: object
-    """As the client was given it."""
+    """As it was sent to the client."""
     items: tuple[dict[str, Any], ...]
     """The input, each item with an id."""
     messages: tuple[Message, ...]
-    """The conversation up to the answer, which is the last of them."""
+    """The conversation up to and including the answer, which comes last."""
     previous: str | None = None
-    """The response that it goes on from."""
+    """The response that it continues."""
 
 
 class ConversationStore:
-    """Responses by the session that they belong to ("" for none) and by their id."""
+    """Responses by session ("" for none) and id."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.journal: Journal = NoJournal()
         self._max_bytes = max_bytes
         self._kept: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
         self._sizes: dict[tuple[str, str], int] = {}
-        # of all that were kept, by the session and the item's own id
+        # Output items of all kept responses, by session and item id.
         self._items: dict[tuple[str, str], Mapping[str, Any]] = {}
         self.num_bytes = 0
 
     def put(self, session: str, id: str, stored: StoredResponse) -> None:
-        """It is stored when the journal is committed."""
+        """Keep a response. It is durable once the journal is committed."""
         base = self.get(session, stored.previous) if stored.previous else None
         num_known = len(base.messages) if base else 0
         self.journal.append(
@@ -58,8 +58,8 @@ class ConversationStore:
         self._keep(session, id, stored)
 
     def restore(self, entry: KeptResponse | ForgottenResponse) -> None:
-        """From the journal of an earlier life. One that goes on from a response which is not there
-        any more is not there either."""
+        """Restore a response from the journal of an earlier process, unless it continues a response
+        that is not kept any more."""
         if isinstance(entry, ForgottenResponse):
             self.delete(entry.session, entry.id)
             return
@@ -73,7 +73,7 @@ class ConversationStore:
         self._keep(entry.session, entry.id, stored)
 
     def _keep(self, session: str, id: str, stored: StoredResponse) -> None:
-        # The messages before belong to responses that are kept for themselves.
+        # The messages before belong to responses that are kept, and counted, on their own.
         size = len(msgspec.json.encode((stored.response, stored.items)))
         self._kept[session, id] = stored
         self._sizes[session, id] = size
@@ -86,7 +86,7 @@ class ConversationStore:
         return self._kept.get((session, id))
 
     def item(self, session: str, id: str) -> Mapping[str, Any] | None:
-        """An item of a response that was kept, by the item's own id."""
+        """An output item of a kept response, by the item's own id."""
         return self._items.get((session, id))
 
     def delete(self, session: str, id: str) -> None:
@@ -95,7 +95,7 @@ class ConversationStore:
             self.journal.append(ForgottenResponse(session=session, id=id))
 
     def forget(self, session: str) -> None:
-        """All of a session."""
+        """Forget all responses of a session."""
         for key in [key for key in self._kept if key[0] == session]:
             self._remove(key)
 

@@ -1,5 +1,5 @@
-"""The public routes of a server: all dialects, and what every server has. A new dialect is a folder
-beside `openai/`, a line here, and rows for its routes in `policies.py`."""
+"""The public routes of a server: those of all dialects, and those that every server has. A new
+dialect is a folder next to `openai/`, a line here, and rows for its routes in `policies.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIALECTS = (
 def public_routes(
     model: ServedModel, open_answerer: OpenAnswerer, gauges: Callable[[], Mapping[str, float]]
 ) -> list[Route]:
-    """`gauges`: what there is to see now, by name."""
+    """`gauges`: returns the current values of the server's gauges, by name."""
 
     async def health(http: HttpRequest) -> Response:
         return respond(Health())
@@ -53,7 +53,7 @@ def public_routes(
 
 
 def session_routes(model: ServedModel, open_answerer: OpenAnswerer) -> list[Route]:
-    """Those that go on with a conversation."""
+    """The routes that continue a conversation."""
     return [
         route for dialect, _ in DIALECTS for route in dialect(model, open_answerer).session_routes()
     ]

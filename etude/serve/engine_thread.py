@@ -1,12 +1,13 @@
 """An engine as a `Policy`.
 
-The engine runs on a thread of its own, because a step may take long and the port must answer
-meanwhile. The event loop hands it closures that it runs between two steps, and gets back what the
-steps gave. New weights are fetched and checked on a third thread while the engine serves, and
+The engine runs on a thread of its own, because a step may take long and the server must answer
+meanwhile. The event loop hands it closures to run between two steps, and receives the results of
+the steps. New weights are fetched and checked on a third thread while the engine serves, and are
 swapped in between two steps.
 
-The engine knows tokens only. It asks a `StopStringChecker` after every token whether a stop text is
-complete, so that not one is sampled behind it, and a guide which tokens the grammar lets come next.
+The engine handles only tokens. After every token it asks a `StopStringChecker` whether a stop
+string is complete, so that nothing is sampled past it, and a `GrammarMatcher` which tokens the
+grammar allows next.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ from etude.serve.http import DeadlineExceeded, Unavailable
 
 LEND_EVERY_S = 1.0
 REST_S = 0.001
-"""A pause after a step that had nothing to do: all who wait are of the class batch, which may have
-no slot now. Without it the thread would take the event loop's time from users."""
+"""Pause after a step that had nothing to do because all waiting requests are of the class batch and
+none may have a slot now. Without the pause the thread would take the event loop's time from
+users."""
 
 FetchWeights = Callable[[int], Mapping[str, Tensor]]
 Event = Token | Sample
@@ -47,7 +49,7 @@ Inbox = asyncio.Queue[Event | Unavailable | None]
 
 
 class EngineThread:
-    """An engine on its own thread, as a `Policy`. Everything but `_run` and what it calls belongs
+    """An engine on its own thread, as a `Policy`. Everything except `_run` and its callees belongs
     to the event loop."""
 
     def __init__(
@@ -57,7 +59,7 @@ class EngineThread:
         files: Mapping[str, bytes],
         lending: SlotPolicy | None = None,
     ) -> None:
-        """`lending`: how many slots the class batch may have, in front of users."""
+        """`lending`: decides how many slots the class batch may have, given the users' traffic."""
         self.engine = engine
         self.lending = lending
         self.tokenizer = ChatTokenizer(files)
@@ -65,9 +67,9 @@ class EngineThread:
         self.num_tokens = 0
         self.users_only = False
         self.slot_s = {"users": 0.0, "batch": 0.0}
-        """The time that slots were held: by the class batch, and by all others."""
+        """Time that slots were held, by the class batch and by all other requests."""
         self.pauses_s: deque[float] = deque(maxlen=1000)
-        """How long each of the last swaps held up the engine."""
+        """Time that each of the latest weight swaps held up the engine."""
         self.started = time.monotonic()
         self._fetch = fetch
         self._tokenizer_json = files["tokenizer.json"]
@@ -75,10 +77,10 @@ class EngineThread:
         self._ids = itertools.count()
         self._inboxes: dict[str, Inbox] = {}
         self._batch: dict[str, Inbox] = {}
-        """Of them, those of the class batch."""
-        self._batch_at = -math.inf  # when one of them last had a slot; inf: one has
-        self._began: float | None = None  # what it does now; None while it has nothing to do
-        self._counted = self.started  # up to when `slot_s` is
+        """Those of `_inboxes` that belong to requests of the class batch."""
+        self._batch_at = -math.inf  # when one of them last had a slot; inf: one has it now
+        self._began: float | None = None  # start of the present work; None while there is none
+        self._counted = self.started  # the time up to which `slot_s` is counted
         self._between_steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -102,7 +104,7 @@ class EngineThread:
 
     @property
     def step_s(self) -> float:
-        """How long the engine has been at its present step, or at what it was handed between
+        """Seconds since the engine began its present step, or the closure that it runs between
         two."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
@@ -118,8 +120,8 @@ class EngineThread:
         return _checked(sample, matcher)
 
     async def _sample_for_user(self, request: Request) -> Sample:
-        """With the time to its first token, which nobody else sees if the answer is not
-        streamed."""
+        """Sample with the time to the first token, which nobody else would measure for an answer
+        that is not streamed."""
         began, first_s = time.monotonic(), 0.0
         stream = self.stream(request)
         async with aclosing(stream):  # type: ignore[type-var]
@@ -144,7 +146,8 @@ class EngineThread:
         yield _checked(event, matcher)
 
     async def lend(self) -> None:
-        """Keeps the class batch to what it may have, until it is cancelled."""
+        """Limit the class batch to the slots that the policy lends it; runs until it is
+        cancelled."""
         while self.lending is not None:
             allowed = self.lending.decide(now := time.time())
             self.limit_batch(allowed)
@@ -154,7 +157,7 @@ class EngineThread:
             await asyncio.sleep(LEND_EVERY_S)
 
     async def load(self, version: int) -> None:
-        async with self._loading:  # of two calls for one version, the second finds it there
+        async with self._loading:  # of two calls for one version, the second finds it loaded
             if version == self.engine.version:
                 return
             ready = await asyncio.to_thread(
@@ -172,12 +175,11 @@ class EngineThread:
             await swapped.wait()
 
     def limit_batch(self, max_batch_seqs: int) -> None:
-        """So many requests of the class batch may run at once from now on."""
+        """Limit how many requests of the class batch run at once."""
         self._between_steps.put(partial(self.engine.limit_batch, max_batch_seqs))
 
     async def weights(self) -> tuple[int, dict[str, Tensor]]:
-        """The version that is served, and a copy of the very tensors that the engine computes
-        with."""
+        """The served version, and a copy of the live tensors that the engine computes with."""
         async with self._loading:
             return self.engine.version, await asyncio.to_thread(self.engine.weights)
 
@@ -200,7 +202,8 @@ class EngineThread:
     def _submitted(
         self, request: Request, matcher: GrammarMatcher | None, deadline: float, *, stream: bool
     ) -> Iterator[Inbox]:
-        """Whoever leaves before the answer is whole has the engine forget it."""
+        """Submit a request for the length of the context. If the caller leaves before the answer is
+        complete, the engine aborts the request."""
         if self.engine.version < 0:
             raise Unavailable(
                 "this worker has no weights yet; ask again when it has joined the gateway"
@@ -230,7 +233,7 @@ class EngineThread:
                 self._between_steps.put(partial(self.engine.abort, id))
 
     async def _guide(self, request: Request) -> GrammarMatcher | None:
-        """Making one takes from a millisecond to a second."""
+        """Compile the request's grammar, which takes from a millisecond to a second."""
         grammar = request.params.grammar
         if grammar is None:
             return None
@@ -256,7 +259,8 @@ class EngineThread:
             pass
 
     def _serve_once(self) -> bool:
-        """What the loop asked for, then one step. False when the worker is closed."""
+        """Run what the event loop has handed over, then one step. Returns False once the thread is
+        to end."""
         while not self._between_steps.empty() or self.engine.idle:
             self._began = None
             act = self._between_steps.get()
@@ -278,7 +282,7 @@ class EngineThread:
         return True
 
     def _count_slots(self) -> None:
-        """They are held from one step to the next."""
+        """Count slots as held from one step to the next."""
         held_s, self._counted = time.monotonic() - self._counted, time.monotonic()
         num_batch = self.engine.num_batch
         if num_batch:
@@ -303,7 +307,8 @@ class StopStringChecker:
 
 
 def _told(event: StreamedToken | FinishedRequest | ExpiredRequest) -> Event | None:
-    """What the loop is to know of an event of the engine."""
+    """The event to deliver to the event loop for an event of the engine; None for an expired
+    request."""
     match event:
         case ExpiredRequest():
             return None
@@ -332,8 +337,8 @@ def _checked(sample: Sample, matcher: GrammarMatcher | None) -> Sample:
 
 
 def exit_on_engine_failure() -> None:
-    """Exit the process when the engine's thread fails: requests would wait for ever, and the
-    launcher starts another."""
+    """Make a failure of the engine's thread end the process: requests would wait for ever
+    otherwise, and the launcher starts another process."""
     report = threading.excepthook
 
     def end(args: threading.ExceptHookArgs) -> None:

@@ -9,8 +9,9 @@ from etude.serve.answerer import as_stream
 
 
 class Scripted:
-    """Answers from a list; running out of answers is an error of the script. `asked` is what it was
-    asked. Of what ends an answer it knows only the length and the stop tokens."""
+    """A policy that answers from a list; running out of answers is an error of the script. `asked`
+    collects the requests. It ends answers only at the token limit and reports stop tokens, and
+    ignores everything else that could end an answer."""
 
     def __init__(self, answers: Iterable[Sequence[int]], version: int = 0) -> None:
         self._answers = iter(answers)

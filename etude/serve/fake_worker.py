@@ -1,11 +1,12 @@
-"""A worker without a model, as a process: it answers every request with tokens that follow from its
-seed and the length of its prompt, at a pace of its own. For benchmarks of what stands before
-workers, and for tests that kill them.
+"""A worker without a model, as a process: it answers every request with tokens that follow from the
+request's seed and the length of its prompt, at a fixed pace. It serves benchmarks of what runs in
+front of workers, and tests that kill workers.
 
     python -m etude.serve.fake_worker --port 0 --gateway URL --words 5,6,7 --end 2
 
-It says what a worker says to a gateway, and answers `POST /v1/chat/completions` with a stream at
-the same pace, for other programs that stand before workers.
+It implements the protocol between workers and the gateway, and also answers `POST
+/v1/chat/completions` with a stream at the same pace, for other programs that run in front of
+workers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ CHUNKED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How an answer comes."""
+    """The tokens of an answer and the speed at which they come."""
 
     words: tuple[int, ...]
     """The tokens that answers are made of."""
@@ -43,13 +44,13 @@ class Pace:
     """The token that ends them."""
     num_tokens: int
     first_s: float
-    """Before the first of them."""
+    """Before the first token."""
     each_s: float
-    """Between two of them."""
+    """Between two tokens."""
 
 
 def fake_sample(pace: Pace, request: Request) -> Sample:
-    """The answer to a request, always the same."""
+    """The answer to a request, which is always the same."""
     begin = zlib.crc32(b"%d %d" % (request.seed, len(request.prompt)))
     count = min(pace.num_tokens, request.max_tokens)
     tokens = [pace.words[(begin + 7 * n) % len(pace.words)] for n in range(count)]
@@ -64,7 +65,8 @@ def fake_sample(pace: Pace, request: Request) -> Sample:
 
 
 class FakeWorker(asyncio.Protocol):
-    """One connection. Written on the bare protocol: it must cost less than what is measured."""
+    """One connection. It uses a bare asyncio protocol, since it must cost less than what is
+    measured."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -114,7 +116,7 @@ class FakeWorker(asyncio.Protocol):
         self._transport.write(head % (kind, len(body)) + body)
 
     def _stream(self, kind: bytes, parts: Sequence[bytes]) -> None:
-        """The last part goes along with the one before."""
+        """Send the parts at the worker's pace; the end goes along with the last part."""
         *parts, last, end = parts
         pieces = [_chunk(part) for part in (*parts, last + end)]
         pieces[0] = CHUNKED % kind + pieces[0]

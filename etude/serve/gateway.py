@@ -1,44 +1,41 @@
 """The gateway: one URL in front of all workers, and the recorder of what was sampled.
 
-    POST   /v1/chat/completions                 like any OpenAI server; not recorded. So are
+    POST   /v1/chat/completions                 like any OpenAI server; not recorded. Likewise
                                                 /v1/responses and /v1/messages
     POST   /s/{session}/v1/chat/completions     the same, recorded: a harness is given
-                                                /s/{session}/v1 as its base URL. Header
-                                                `X-Etude-Segment: summary` or `subagent`: what the
-                                                context is for, if the request opens one
-    GET    /s/{session}/segments                the session so far, as msgpack of tuple[Segment,
-                                                ...]; `?experts=true`
-                                                puts the routed experts into the store first, and
-                                                names them
-    GET    /s/{session}/disturbed?age_s=..      whether one of its requests had to wait for a worker
-                                                that was silent or
-                                                gone, or was broken off, or is under way; or we were
-                                                stopped ourselves
-                                                since it began
+                                                /s/{session}/v1 as its base URL. The header
+                                                `X-Etude-Segment: summary` or `subagent` tells the
+                                                kind of the segment that the request opens, if it
+                                                opens one
+    GET    /s/{session}/segments                the session so far, as msgpack of
+                                                tuple[Segment, ...]; `?experts=true` puts the
+                                                routed experts into the store first, and names them
+    GET    /s/{session}/disturbed?age_s=..      true if one of its requests had to wait for a
+                                                worker that was silent or gone, was broken off, or
+                                                is under way; or if this process was stopped since
+                                                the session began
     DELETE /s/{session}                         forgets it
     ..     /v1/sessions                         sessions that others run (`serve.session_desk`)
-    POST   /load {version}                      every worker moves to the version; answers when all
-                                                of them serve it, and all shards know
-    POST   /workers {url, region, version}      a worker joins, and says again and again that it is
-                                                there; answers when
-                                                it is up, unless it is being told what to load
-                                                already
+    POST   /load {version}                      moves every worker to the version; answers once all
+                                                of them serve it and all shards know it
+    POST   /workers {url, region, version}      a worker joins, and repeats this as its heartbeat;
+                                                answers once the worker is up, unless it is already
+                                                being told what to load
     POST   /tokens {scope, subject, lifetime_s}  makes a token; DELETE /tokens/{id} revokes one
     GET    /up                                  answers as soon as a worker is up
     GET    /status
-    GET    /weights                             what every worker computes with, by the digest of
-                                                its live tensors
+    GET    /weights                             the digest of the live tensors of every worker
 
     python -m etude.serve.gateway --store RUN --port 8100
 
-Who may use which of them: `serve/policies.py`.
+`serve/policies.py` defines who may use which of them.
 
-With `--production FILE` it stands before the users of a product instead (`production/`): they are
+With `--production FILE` the gateway serves the users of a product instead (`production/`): they are
 recorded if they consent, and nobody can read a session back.
 
-Between the gateway and the workers go token ids both ways (`POST /generate`), and every request
-carries its own randomness. So a request whose worker dies, or falls silent, is simply sent to
-another one, with the tokens that its client has been given already.
+Token ids travel between gateway and workers in both directions (`POST /generate`), and every
+request carries its own seed. So if a worker dies or falls silent, its requests are simply sent to
+another one, with the tokens that the client has already received.
 """
 
 from __future__ import annotations
@@ -115,8 +112,8 @@ from etude.store.telemetry import store_used
 
 
 class Gateway:
-    """The public API over all workers, the same for sessions that are recorded, and the routes by
-    which workers join and weights change."""
+    """The public API over all workers, the same API for recorded sessions, and the routes by which
+    workers join and weights change."""
 
     def __init__(
         self, router: Router, objects: Objects, files: Mapping[str, bytes], *, max_context: int,
@@ -140,8 +137,8 @@ class Gateway:
         self.desk = SessionRoutes(self._has_answer)
 
     def restore(self, journal: SessionJournal) -> None:
-        """Sessions of earlier lives go on, but for those that are over. All of them waited for
-        us."""
+        """Resume the sessions of earlier processes, except those that are over. All of them count
+        as disturbed, since they had to wait for this process."""
         for mark in self.closed.restore():
             self.tokens.close_session(mark.session, mark.t)
         for session in self.records.restore(journal, self.desk.restore):
@@ -149,8 +146,8 @@ class Gateway:
         self.desk.journal = journal
 
     def _has_answer(self, session: str) -> bool:
-        """True also if another shard would have to say: the controller, which reads the session
-        there, fails an attempt without an answer."""
+        """True if the session has a recorded answer, or if another shard holds it: the controller,
+        which reads it there, fails an attempt without an answer."""
         return self.shards.elsewhere(f"/s/{session}") is not None or self.records.has_answer(
             session
         )
@@ -169,7 +166,7 @@ class Gateway:
         ]
 
     def fleet_routes(self) -> list[Route]:
-        """For workers, and for whoever changes their weights."""
+        """Routes for workers, and for those who change their weights."""
         return [
             Route("/load", self.load, methods=["POST"]),
             Route("/workers", self.join, methods=["POST"]),
@@ -187,7 +184,8 @@ class Gateway:
         return SessionAnswerer(self.model, self.router, self.records, session, kind)
 
     def _session_route(self, route: Route) -> Route:
-        """From the first byte of its body to its answer a request is under way."""
+        """Wrap a dialect's route: a request counts as under way from the first byte of its body to
+        the end of its answer."""
 
         @wraps(route.endpoint)
         async def endpoint(http: HttpRequest) -> Response:
@@ -252,9 +250,9 @@ class Gateway:
         return respond(LoadRequest(version=self.router.fleet.floor))
 
     async def join(self, http: HttpRequest) -> Response:
-        """The worker is asked with the token that it joins with."""
+        """Register a worker. The gateway will ask it with the token that it joins with."""
         asked = await read(http, JoinRequest)
-        asked.users_only &= self.pools is None  # production mode is for users
+        asked.users_only &= self.pools is None  # in production mode all clients are users
         router = self.router
         if asked.pool:
             if self.pools is None:
@@ -264,8 +262,8 @@ class Gateway:
         return respond(LoadRequest(version=router.fleet.floor))
 
     async def drain(self, http: HttpRequest) -> Response:
-        """A worker is given nothing new, or again. It can be used elsewhere when it has nothing
-        active any more, as the answer and `/status` say."""
+        """Drain a worker, or stop draining it: it gets no new requests. It can be used elsewhere
+        once it has nothing active any more, as the answer and `/status` show."""
         asked = await read(http, DrainRequest)
         fleet = self.router.fleet
         if asked.draining and not fleet.spares(asked.url, asked.keep):
@@ -304,7 +302,8 @@ class Gateway:
 
 
 class SessionPolicy(Protocol):
-    """What answers a session: the workers, by the router, or a policy of this process."""
+    """The policy that answers a session: the workers, through the router, or a policy of this
+    process."""
 
     async def sample(self, request: Request, session: str) -> Sample: ...
 
@@ -312,8 +311,8 @@ class SessionPolicy(Protocol):
 
 
 class SessionAnswerer:
-    """Answers one request of a session: its prompt goes on from what was recorded, and what is
-    answered is recorded."""
+    """Answers one request of a session: its prompt continues what was recorded, and its answer is
+    recorded."""
 
     def __init__(
         self, model: ServedModel, router: SessionPolicy, records: SessionRecords, session: str,
@@ -354,7 +353,8 @@ class SessionAnswerer:
         return [self._stream(request, show) for request in requests]
 
     async def _stream(self, request: Request, show: Show) -> AsyncIterator[Token | Sample]:
-        """The answer is recorded when it is whole, before the client is told that it is."""
+        """Stream an answer. It is recorded once it is complete, before the client is told that it
+        is."""
         if (again := await self._unreceived(request)) is not None:
             async for event in as_stream(again):
                 yield event
@@ -370,13 +370,15 @@ class SessionAnswerer:
                     yield event
 
     async def _unreceived(self, request: Request) -> Sample | None:
-        """The answer that was recorded before its client, or we, went away."""
+        """An answer that was recorded, but that its client never received because one side went
+        away."""
         assert self._prompt is not None
         return await self._records.take_unreceived(self._session, self._prompt, request)
 
     def _asked(self, request: Request) -> Request:
-        """With what the recorder wants to know beyond the client. A rollout can wait: people, and
-        whatever else asks the same workers, go first."""
+        """The request to the policy: it also asks for the routed experts that the recorder needs,
+        and has the priority batch, since a rollout can wait for users and other clients of the same
+        workers."""
         assert self._prompt is not None
         priority = "batch" if request.priority == "standard" else request.priority
         return replace(request, experts_from=self._prompt.routed.num_tokens, priority=priority)
@@ -399,7 +401,7 @@ async def serve_gateway(
     production: Path | None = None,
     awaits_load: bool = False,
 ) -> None:
-    """`production`: the file of production mode. `awaits_load`: as of `Router`."""
+    """`production`: the file of production mode. `awaits_load`: see `Router`."""
     secret, shards = read_secret(), shards or Shards()
     if production is not None and secret is None:
         raise EtudeError(f"production mode needs tokens: set {SECRET_VARIABLE} (docs/serve.md)")
@@ -425,7 +427,7 @@ async def serve_gateway(
             gateway.restore(SessionJournal(run.objects, shards.name))
             routes = gateway.routes()
         else:
-            # No journal: what users say is written by production mode alone, which redacts it.
+            # No journal: only production mode writes what users say, and redacts it.
             mode = open_production(production, gateway.model, router, run, pools)
             await mode.refresh()
             await pools.refresh()
@@ -434,8 +436,8 @@ async def serve_gateway(
         app = create_app(routes, access, gateway.model.metrics)
         async with process.serving(ShardedApp(app, shards, http), listener) as running:
             print(f"gateway at {process.url_of(listener)}", flush=True)
-            # Sessions are many small objects without cycles: looking for some among them costs a
-            # tenth of the time, all of it at once.
+            # Sessions are many small objects without cycles. A garbage collection over all of them
+            # would take a tenth of the time, in one pause.
             gc.freeze()
             gc.set_threshold(200_000, 20, 100)
             async with process.meanwhile(*(watch() for watch in watched)):
@@ -443,8 +445,8 @@ async def serve_gateway(
 
 
 def http_client() -> aiohttp.ClientSession:
-    """As many connections as there are requests, and no limit on their time: a worker that dies
-    closes its connections."""
+    """A client with any number of connections and no limit on the time of a request: a worker that
+    dies closes its connections."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),

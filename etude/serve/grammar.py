@@ -1,9 +1,10 @@
-"""Grammars for structured outputs: JSON that fits a schema, or calls of tools.
+"""Grammars for structured outputs: JSON that fits a schema, or tool calls.
 
-A grammar is a text in the notation of llguidance, so it can be sent to a worker, where `guide.py`
-holds the engine to it. To make one takes no model: only how the model writes calls (`tool_syntax`
-in tokenizer_config.json) and whether the marks around a call are tokens of their own. Space between
-the parts of JSON is bounded, so that a weak model cannot fill its answer with it.
+A grammar is a text in the notation of llguidance, so it can be sent to a worker, where
+`grammar_matcher.py` enforces it. Making one needs no model, but only the syntax in which the model
+writes calls (`tool_syntax` in tokenizer_config.json), and whether the marks around a call are
+tokens of their own. Whitespace between the parts of JSON is bounded, so that a weak model cannot
+fill its answer with it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ Schema = Mapping[str, Any]
 
 def hermes_call(function: Mapping[str, Any]) -> str:
     start = json.dumps('{"name": ' + json.dumps(function["name"]) + ', "arguments": ')
-    # arguments are an object, also where the schema does not say so
+    # arguments are an object even if the schema does not say so
     arguments = {**(function.get("parameters") or NO_ARGUMENTS), "type": "object"}
     return f'{start} {_json_rule(arguments)} "}}"'
 
 
 def compact_call(function: Mapping[str, Any]) -> str:
-    """The name, then the arguments in the order of the schema, parted by spaces; the last one takes
-    the rest."""
+    """The name, then the arguments in the order of the schema, separated by spaces. The last one
+    takes the rest of the text, unless it is an integer."""
     properties: Mapping[str, Any] = (function.get("parameters") or {}).get("properties") or {}
     values = [
         "/[0-9]+/" if isinstance(schema, dict) and schema.get("type") == "integer" else r"/[^\s]+/"
@@ -55,7 +56,7 @@ CALLS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 
 class GrammarBuilder:
-    """Makes the grammars of one model."""
+    """Builds grammars for one model."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
@@ -76,17 +77,18 @@ class GrammarBuilder:
 
     @property
     def enforces_calls(self) -> bool:
-        """False for families whose calls no grammar is known for."""
+        """False for model families without a grammar for calls."""
         return self._call is not None
 
     def text(self, schema: Schema) -> str:
-        """JSON that fits a schema."""
+        """Grammar of JSON that fits a schema."""
         return _grammar(json_schema=_spaced(schema))
 
     def calls(
         self, tools: Sequence[Tool], *, parallel: bool, otherwise: Schema | None = None
     ) -> str:
-        """One call, or several if `parallel`; or JSON that fits `otherwise`."""
+        """Grammar of one call, or of one or more if `parallel`; or of JSON that fits
+        `otherwise`."""
         rules = [
             f"start: call{'+' if parallel else ''}{' | said' if otherwise is not None else ''}"
         ]
@@ -96,7 +98,7 @@ class GrammarBuilder:
         return _lark([*rules, self._body(tools)])
 
     def one_call_at_most(self, tools: Sequence[Tool]) -> str:
-        """Any text, and then perhaps a call."""
+        """Grammar of any text, optionally followed by one call."""
         if self._marks_are_tokens:
             rules = [f"start: SAID? ({TOOL_CALL_START} body {TOOL_CALL_END})?", r"SAID: /(.|\n)+/"]
         else:
@@ -108,7 +110,7 @@ class GrammarBuilder:
         return _lark([*rules, self._body(tools)])
 
     def after_reasoning(self, grammar: str) -> str:
-        """The grammar of an answer that first ends the reasoning which the prompt has begun."""
+        """Grammar of an answer that first ends the reasoning which the prompt has begun."""
         (answer,) = json.loads(grammar)["grammars"]
         rules = ["start: thought SPACE @answer", self._thought, r"SPACE: /\n{0,2}/"]
         return json.dumps(

@@ -1,4 +1,4 @@
-"""Grammar matching over tokens: which may come next, by llguidance."""
+"""Grammar matching over tokens, by llguidance."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 
 class GrammarMatcher:
-    """An engine's `Constraint`: the place in a grammar that one answer has come to."""
+    """An engine's `Constraint`: the position of one answer in a grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Which tokens may come next; at the end of the grammar, and if it cannot be followed
-        further, only the end."""
+        """Mask of the tokens that may come next. At the end of the grammar, and if it cannot be
+        followed any further, only the end-of-sequence token may."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little", count=self._vocab_size).astype(np.bool_)
 
@@ -36,12 +36,13 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why the grammar could not be followed to its end, if it could not."""
+        """The reason why the grammar could not be followed to its end; None if there was no
+        failure."""
         return reason(self._matcher.get_error()) if self._matcher.is_error() else None
 
 
 class GrammarCompiler:
-    """Compiles grammars into matchers for one model. Takes a second to make for a large
+    """Compiles grammars into matchers for one model. Creating it takes a second for a large
     vocabulary."""
 
     def __init__(self, tokenizer_json: bytes, *, vocab_size: int, eos: int) -> None:
@@ -51,7 +52,7 @@ class GrammarCompiler:
         )
 
     def compile(self, grammar: str) -> GrammarMatcher:
-        """Raises ValueError for what is no grammar, or is more than can be enforced."""
+        """Compile a grammar. Raises ValueError if it is invalid, or too large to enforce."""
         guide = GrammarMatcher(
             llguidance.LLMatcher(self._tokenizer, grammar, log_level=0), self._vocab_size
         )
@@ -61,14 +62,13 @@ class GrammarCompiler:
 
 
 def reason(message: str) -> str:
-    """What went wrong, in a line for whoever wrote the grammar: behind it llguidance tells of its
-    own state."""
+    """The error as one line for the author of the grammar, without llguidance's internal state."""
     text = message.partition("<state>")[0].strip()
     if text.startswith("NoExtension"):
         return "nothing can satisfy it"
     if text.startswith(("panic", "Parser Error")):
         return "it is too large to be enforced; offer fewer tools, or a smaller schema"
     first, _, rest = text.partition("\n")
-    # of a pattern that is shown in between
+    # llguidance shows the pattern between the first line and the error
     why = rest.rpartition("\nerror: ")[2] if "\nerror: " in rest else ""
     return f"{first} {why}".strip()[:500]

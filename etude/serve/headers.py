@@ -1,5 +1,5 @@
-"""The headers that say something about a request beyond its body: who waits for the answer and how
-long, and what the context that it opens is for."""
+"""Headers with details of a request beyond its body: its priority, its deadline, and the kind of
+the segment that it opens."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ T = TypeVar("T", bound=str)
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """How urgent a request is, from the moment on at which its headers were read."""
+    """Priority and deadline of a request. The deadline counts from the moment when the headers were
+    read."""
 
     priority: Priority
     expires: float | None
-    """By the monotonic clock."""
+    """On the monotonic clock."""
 
     def deadline_s(self) -> float | None:
-        """What is left. Raises if nothing is."""
+        """The time that is left. Raises DeadlineExceeded if there is none."""
         if self.expires is None:
             return None
         left = self.expires - time.monotonic()
@@ -46,7 +47,7 @@ class Scheduling:
 
 
 def read_scheduling(http: HttpRequest) -> Scheduling:
-    """The priority counts only from those who may choose one, and is not read from others."""
+    """Read priority and deadline. The priority is read only from clients who may choose one."""
     priority: Priority = "standard"
     if identity_of(http).scope in MAY_CHOOSE_PRIORITY:
         priority = _one_of(http.headers, PRIORITY, get_args(Priority), priority)
@@ -64,7 +65,7 @@ def read_scheduling(http: HttpRequest) -> Scheduling:
 
 
 def read_segment_kind(headers: Mapping[str, str]) -> SegmentKind:
-    """What a harness says of the segment that its request opens, if it opens one."""
+    """The kind that a harness gives the segment which its request opens, if it opens one."""
     return _one_of(headers, SEGMENT, get_args(SegmentKind), "turns")
 
 

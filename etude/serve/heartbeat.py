@@ -1,9 +1,8 @@
-"""The heartbeat to the launcher that started this process, once a second, over a pipe that it was
-given.
+"""The heartbeat of this process to its launcher: once a second, over a pipe that the launcher made.
 
-It is given where the work is done: an event loop that hangs gives none. A process that computes for
-minutes without a pause has a thread for it, which tells at least that it is neither stopped nor
-gone.
+It is sent from where the work is done, so an event loop that hangs sends none. A process that
+computes for minutes without a pause sends it from a thread, which shows at least that the process
+is neither stopped nor gone.
 """
 
 from __future__ import annotations
@@ -17,19 +16,20 @@ import time
 from collections.abc import Callable
 
 HEARTBEAT_VARIABLE = "ETUDE_HEARTBEAT"
-"""The number of the pipe's descriptor. Without it nobody listens."""
+"""Number of the pipe's file descriptor. If the variable is unset, nobody listens."""
 HEARTBEAT_S = 1.0
 
 
 def send_heartbeat() -> None:
     if (pipe := _pipe()) is not None:
-        # the launcher is stopped and the pipe full, or it is gone
+        # The launcher is stopped and the pipe is full, or the launcher is gone.
         with contextlib.suppress(OSError):
             os.write(pipe, b".")
 
 
 async def send_heartbeats(well: Callable[[], bool] = lambda: True) -> None:
-    """`well`: whether what the event loop does not see is at work too."""
+    """`well`: returns False while something outside the event loop hangs; no heartbeat is sent
+    then."""
     while True:
         if well():
             send_heartbeat()
@@ -47,7 +47,7 @@ def send_heartbeats_from_thread() -> None:
 
 @functools.cache
 def _pipe() -> int | None:
-    """Taken out of the environment: in a child of this process the number may stand for something
-    else."""
+    """The pipe's descriptor. It is removed from the environment, because in a child of this process
+    the number may refer to something else."""
     number = os.environ.pop(HEARTBEAT_VARIABLE, None)
     return None if number is None else int(number)

@@ -1,10 +1,10 @@
-"""HTTP basics of all servers: bodies of bounded size, errors, ids of requests, who is let in, and
-clients that go away.
+"""HTTP basics of all servers: bounded bodies, errors, request ids, authentication, and clients that
+disconnect.
 
-An error is `{"error": {"message": .., "type": .., "code": .., "param": ..}}` with the status that
-fits, as OpenAI has it; on Anthropic's routes it has Anthropic's form. A request may bring an id in
-`x-request-id`; the answer carries it, or one that we made. Who is asking is known before anything
-of a request is read, and every route has a policy (`serve/policies.py`).
+An error is `{"error": {"message": .., "type": .., "code": .., "param": ..}}` with a matching
+status, as in OpenAI's API; on Anthropic's routes it has Anthropic's form. A request may carry an id
+in `x-request-id`; the answer returns it, or a new one. The client is identified before anything
+else of the request is read, and every route has a policy (`serve/policies.py`).
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from etude.store.decoding import decode_json
 
 MAX_BODY_BYTES = 8 << 20
 BODY_S = 60.0
-"""For the whole body to come in: whoever sends it byte by byte does not hold a connection for
-ever."""
+"""Time for the whole body to arrive, so that a client that sends it byte by byte does not hold a
+connection for ever."""
 RETRY_AFTER_S = 1
 MSGPACK = "application/msgpack"
 DONE = "[DONE]"
-"""The last event of a stream in OpenAI's chat."""
+"""The last event of a stream of OpenAI's chat completions."""
 LAST = f"data: {DONE}\n\n".encode()
 NOTHING_SENT = 499
-"""The status of a stream until its first event: if there is none, the client went away."""
+"""The status of a stream until its first event; it remains if the client goes away before that."""
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 ENCODER = msgspec.json.Encoder()
 T = TypeVar("T")
 Decode = Callable[..., Any]
-"""`decode_json`, or `decode_msgpack`."""
+"""`decode_json` or `decode_msgpack`."""
 
 
 class Error(msgspec.Struct):
@@ -82,7 +82,7 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than 200. `code` is for programs, the message for people."""
+    """An answer with a status other than 200. `code` is for programs, the message for people."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Unavailable(ApiError):
 
 
 class DeadlineExceeded(ApiError):
-    """The time that the client gave the answer has passed; nothing of it is computed any more."""
+    """The client's deadline for the answer has passed; the answer is not computed any further."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -115,7 +115,7 @@ class DeadlineExceeded(ApiError):
 
 
 class InternalError(ApiError):
-    """Something of ours broke: clients are told no more than that."""
+    """A failure of the server. Clients get no details."""
 
     def __init__(self) -> None:
         super().__init__("the server failed: its log says why", status=500, code="internal_error")
@@ -135,16 +135,16 @@ def respond(value: object, status: int = 200) -> Response:
 
 
 def respond_packed(value: object) -> Response:
-    """In MessagePack, for our own processes: bytes travel as bytes."""
+    """A response in MessagePack, for Etude's own processes: bytes travel as bytes."""
     return Response(msgspec.msgpack.encode(value), media_type=MSGPACK)
 
 
 def error_body(error: ApiError, path: str) -> ErrorResponse | AnthropicErrorResponse:
-    """In the form of the API that the path belongs to."""
+    """The error in the format of the API that the path belongs to."""
     if ANTHROPIC_ROUTES in path:
         usual = "invalid_request_error" if error.status < 500 else "api_error"
         kind = ANTHROPIC_TYPES.get(error.status, usual)
-        # there is no code for it: clients look for these words
+        # Anthropic has no code for this error: clients look for these words.
         is_too_long = error.code == "context_length_exceeded"
         message = f"prompt is too long: {error}" if is_too_long else str(error)
         return AnthropicErrorResponse(AnthropicError(kind, message))
@@ -161,15 +161,16 @@ def error_response(error: ApiError | AccessDenied, path: str) -> Response:
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if error.code in ("request_timeout", "internal_error"):
-        # the rest of the body could still come, byte by byte; a server hangs up after a crash
+        # The rest of the body could still come, byte by byte; after an internal error, the server
+        # closes the connection.
         response.headers["Connection"] = "close"
     return response
 
 
 async def read(request: Request, type: type[T], decode: Decode = decode_json) -> T:
-    """The body of a request, or 400 with the place that is wrong."""
+    """Decode the body of a request. Raises ApiError with the place of the mistake."""
     body = await read_bytes(request)
-    if not body:  # which a decoder calls truncated
+    if not body:  # a decoder would call it truncated
         raise ApiError("request body: empty")
     try:
         return cast(T, decode(body, type))
@@ -178,23 +179,25 @@ async def read(request: Request, type: type[T], decode: Decode = decode_json) ->
 
 
 def _complaint(message: str, kind: object) -> str:
-    """What msgspec says. An unknown field is most likely a known one, misspelt: these are named."""
+    """The message of msgspec. An unknown field is most likely a misspelt one, so the known ones are
+    appended."""
     if not isinstance(kind, type) or not issubclass(kind, msgspec.Struct):
         return message
-    if not re.search(r"unknown field `[^`]*`$", message):  # or it is of a part of the body
+    # otherwise the error is within a part of the body
+    if not re.search(r"unknown field `[^`]*`$", message):
         return message
     known = ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
     return f"{message}; known are: {known}"
 
 
 def _param(message: str) -> str | None:
-    """The field that msgspec complains about."""
+    """The field that msgspec rejected."""
     found = re.search(r"`\$\.(\w+)|unknown field `(\w+)`|missing required field `(\w+)`", message)
     return next(filter(None, found.groups()), None) if found else None
 
 
 async def read_bytes(request: Request) -> bytearray:
-    """The body, which is bounded in size and time."""
+    """Read the body, within limits of size and time."""
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
@@ -216,7 +219,7 @@ async def read_bytes(request: Request) -> bytearray:
 
 @contextlib.asynccontextmanager
 async def deadline(seconds: float | None) -> AsyncIterator[None]:
-    """Ends the block when so many seconds have passed, if it has not ended before."""
+    """Raise DeadlineExceeded in the block once the given seconds have passed."""
     try:
         async with asyncio.timeout(seconds) as limit:
             yield
@@ -227,8 +230,8 @@ async def deadline(seconds: float | None) -> AsyncIterator[None]:
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Waits for the work, and cancels it when the client goes away. Call it after the body has been
-    read: all that can still be received then is the end of the connection."""
+    """Await the work, and cancel it if the client goes away. Call it only after the body has been
+    read: then all that can still be received is the end of the connection."""
     return await _cancel_on_disconnect(request.scope, request.receive, work)
 
 
@@ -238,7 +241,8 @@ async def _cancel_on_disconnect(scope: Scope, receive: Receive, work: Coroutine[
     is_working, has_cancelled = True, False
 
     def end() -> None:
-        # may be called late: in the pass of the loop in which the client goes, the work can end
+        # May be called too late: the work can end in the same pass of the loop in which the client
+        # goes.
         nonlocal has_cancelled
         if is_working:
             has_cancelled = task.cancel()
@@ -256,7 +260,7 @@ async def _cancel_on_disconnect(scope: Scope, receive: Receive, work: Coroutine[
 
 @contextlib.contextmanager
 def _watched(scope: Scope, receive: Receive, end: Callable[[], None]) -> Iterator[None]:
-    """Calls `end` if the client goes away meanwhile."""
+    """Call `end` if the client goes away within the block."""
     departure: Departure | None = scope.get(DEPARTURE)
     if departure is not None:
         departure.watch(end)
@@ -265,7 +269,7 @@ def _watched(scope: Scope, receive: Receive, end: Callable[[], None]) -> Iterato
         finally:
             departure.unwatch(end)
         return
-    gone = asyncio.ensure_future(receive())  # a server that is not ours
+    gone = asyncio.ensure_future(receive())  # under an ASGI server other than ours
     gone.add_done_callback(lambda _: end())
     try:
         yield
@@ -274,7 +278,7 @@ def _watched(scope: Scope, receive: Receive, end: Callable[[], None]) -> Iterato
 
 
 async def gather(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. The first to fail ends the others."""
+    """All results, in order. The first failure cancels the others."""
     if len(works) == 1:
         return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -289,12 +293,12 @@ SendEvent = Callable[[object], Awaitable[None]]
 
 
 class EventStream(Response):
-    """Server-sent events. `work` is given a function that sends one. What goes wrong before the
-    first event is an answer like any other; afterwards it is the last event. The work ends with the
-    client, if that goes first.
+    """Server-sent events. `work` is called with a function that sends one event. An error before
+    the first event becomes an ordinary error response; a later one becomes the last event of the
+    stream. The work is cancelled if the client goes away.
 
-    OpenAI's chat ends a stream with `[DONE]`. With `named`, as in the newer APIs, each event is
-    named by its `type`, and the last one is an event like any other."""
+    OpenAI's chat completions end a stream with `[DONE]`. With `named`, as in the newer APIs, each
+    event is named by its `type`, and the last event is not a special one."""
 
     def __init__(
         self,
@@ -304,8 +308,8 @@ class EventStream(Response):
         failed: Callable[[ApiError], object] | None = None,
         encode: Callable[[Any], bytes] | None = None,
     ) -> None:
-        """`failed`: the event that tells of an error, if it is not the body that does so elsewhere.
-        `encode`: an event as bytes, for streams of our own."""
+        """`failed`: the event for an error, if it differs from the usual error body. `encode`: an
+        event as bytes, for streams in our own format."""
         self.media_type = "text/event-stream" if encode is None else MSGPACK
         self.init_headers({"Cache-Control": "no-cache"})
         self.status_code = NOTHING_SENT
@@ -316,7 +320,7 @@ class EventStream(Response):
         self._held = contextlib.ExitStack()
 
     def hold(self, stack: contextlib.ExitStack) -> None:
-        """What is to be closed when the stream has ended."""
+        """Close the stack when the stream has ended."""
         self._held.push(stack)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -355,14 +359,14 @@ class EventStream(Response):
 def create_app(
     routes: Sequence[Route], access: Access | None, metrics: Metrics | None = None
 ) -> ASGIApp:
-    """`access`: how it is known who is asking; None: everybody on this machine is let in. Raises
-    for a route without a policy."""
+    """The ASGI application of the routes. `access`: its authentication; None lets in everybody on
+    this machine. Raises if a route has no policy."""
     return _App(list(map(guarded, routes)), access or NoToken(), metrics or Metrics())
 
 
 class _App:
-    """Routes behind one door. Once an answer has begun, nothing stands between its route and the
-    connection: every token of a stream would pay for it."""
+    """Routes behind one authentication. Once an answer has begun, nothing comes between its route
+    and the connection, since every token of a stream would pay for it."""
 
     def __init__(self, routes: Sequence[Route], access: Access, metrics: Metrics) -> None:
         self._routes = routes
@@ -394,7 +398,7 @@ class _App:
                 if response is None or response.status_code == NOTHING_SENT:
                     await answer(error_response(InternalError(), scope["path"]))
                 record.status = InternalError().status
-                raise  # into the log, by the server that calls us
+                raise  # the ASGI server logs it
 
     async def _response(self, request: Request, record: RequestRecord) -> Response:
         scope, allowed = request.scope, set[str]()
@@ -418,13 +422,13 @@ class _App:
 
 
 def _request_id(headers: Headers) -> bytes:
-    """That of the client, if it is fit to be sent back."""
+    """The client's id if it is fit to be sent back, else a new one."""
     given = headers.get("x-request-id", "").encode("latin-1")
     return given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
 
 
 def guarded(route: Route) -> Route:
-    """The route, open to those whom its policy names."""
+    """The route with its policy enforced."""
     policies = {method: policy_of(method, route.path) for method in route.methods or ()}
 
     @wraps(route.endpoint)

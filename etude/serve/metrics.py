@@ -1,4 +1,4 @@
-"""Figures about a server in the text format of Prometheus, and its requests one by one."""
+"""Metrics of a server in the text format of Prometheus, and a record of each request."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """One request while it is answered, and what a log says of it."""
+    """One request while it is answered, as the log shows it."""
 
     method: str
     path: str
     route: str = "none"
-    """The name of the function that answers; none for a path that is not served."""
-    status: int = 499  # unless it is answered, the client went away
+    """The name of the handler; "none" for a path that is not served."""
+    status: int = 499  # remains if the client goes away before an answer
     prompt_tokens: int = 0
     answer_tokens: int = 0
     seconds: float = 0.0
@@ -39,7 +39,7 @@ _answered: ContextVar[RequestRecord | None] = ContextVar("_answered", default=No
 
 class Metrics:
     def __init__(self, log: Callable[[RequestRecord], None] = lambda record: None) -> None:
-        """`log` is called with every request when it has been answered."""
+        """`log` is called with each request after it has been answered."""
         self.started = int(time.time())
         self._log = log
         self._requests: Counter[tuple[str, int]] = Counter()

@@ -1,5 +1,5 @@
-"""The API of a server as an OpenAPI document: what its dialects say of themselves, and what all
-servers have."""
+"""The API of a server as an OpenAPI document: the descriptions of its dialects, and the routes that
+all servers have."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Health(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Paths and the types that they name."""
+    """The paths of one part of an API, and the schemas that they refer to."""
 
     paths: Mapping[str, Schema]
     schemas: Mapping[str, Schema]
@@ -102,8 +102,8 @@ def asking(
     body: type, answer: type, chunk: type | None, text: str, *,
     error: type = ErrorResponse, last: str | None = None,
 ) -> Schema:  # fmt: skip
-    """A route that is asked something, and answers whole or, if there is a `chunk`, in a stream.
-    `last`: what that ends with, if it is no chunk."""
+    """A route that answers a request whole or, if there is a `chunk` type, in a stream. `last`: the
+    data that ends a stream, if it is not a chunk."""
     content = _json(ref(answer))
     if chunk is not None:
         data: Schema = {
@@ -126,7 +126,7 @@ def asking(
 
 
 def telling(body: type | None, text: str, failures: Mapping[int, str]) -> Schema:
-    """A route that is told something, and answers that it was heard."""
+    """A route that accepts a message and answers with 204."""
     made = _answers(text, {}, {**failures, **(BODY if body else {})})
     del made["responses"]["200"]
     made["responses"]["204"] = {"description": text, "headers": _REQUEST_ID}

@@ -1,8 +1,8 @@
-"""Policies: which scope of a token opens which route. A route that has no row here is not served:
+"""Policies: the token scopes that may use each route. A route without a row here is not served:
 `create_app` refuses to start.
 
-An admin's token opens everything. The tokens of a session open a route with `{session}` in it only
-for their own session. HEAD is as GET.
+An admin's token permits everything. The tokens of a session permit routes with `{session}` in them
+only for their own session. HEAD is treated as GET.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SCHEDULER: Policy = frozenset({Scope.SCHEDULER, Scope.ADMIN})
 ANY: Policy = frozenset(Scope)
 
 MAY_CHOOSE_PRIORITY: Policy = USER
-"""Whose requests say themselves how urgent they are. An agent is not among them: it would overtake
-the people who wait, and the other attempts of its group."""
+"""Scopes whose requests may set their own priority. Agents are not among them: they would overtake
+people who wait, and the other attempts of their group."""
 
 CONVERSATIONS = (
     ("POST", "/v1/chat/completions"),
@@ -38,12 +38,12 @@ CONVERSATIONS = (
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
 )
-"""Those of every dialect, alone and within a session."""
+"""Routes of all dialects, outside and inside a session."""
 
 POLICIES: Mapping[tuple[str, str], Policy] = {
     **dict.fromkeys(CONVERSATIONS, USER),
-    # A harness has no way to the model that is not recorded, cannot undo what was recorded, and
-    # cannot say what it was worth.
+    # A harness cannot reach the model without being recorded, cannot undo what was recorded, and
+    # cannot set its own score.
     **{(method, "/s/{session}" + path): SESSION for method, path in CONVERSATIONS},
     ("GET", "/s/{session}/segments"): ADMIN,
     ("GET", "/s/{session}/disturbed"): ADMIN,
@@ -76,7 +76,7 @@ POLICIES: Mapping[tuple[str, str], Policy] = {
 
 
 def policy_of(method: str, path: str) -> Policy:
-    """Of a route, by its pattern."""
+    """The policy of a route, by its pattern."""
     try:
         return POLICIES["GET" if method == "HEAD" else method, path]
     except KeyError:

@@ -1,9 +1,9 @@
-"""Workers in pools, and which of them answers whom.
+"""Worker pools, and the choice of the pool that answers a user.
 
-The gateway follows what the run's store says (`core.traffic`): it has each pool load its version,
-and sends each user to the pool of their arm. A session stays with the pool that it began with, as
-long as that answers anybody: then it moves to the live one. So does who would wait for a pool that
-is not up, or not at its version yet: an update must never cost an answer.
+The gateway follows the run's store (`core.traffic`): it has each pool load its version, and sends
+each user to the pool of their arm. A session stays with the pool that it began with for as long as
+that pool serves; then it moves to the live one. A user whose pool is not up, or not yet at its
+version, is also sent to the live pool: an update must never cost an answer.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from etude.serve.router import Router
 from etude.store.realtime import TrafficLog
 
 FOLLOW_S = 1.0
-"""After so long a change is known: as long as a heartbeat of a worker."""
+"""Time until a change is noticed, at most; as long as the heartbeat interval of a worker."""
 MAX_SESSIONS = 100_000
 
 
 class Pools:
-    """The worker pools of a gateway, each with a router, and which of them answers a user, as the
-    newest change in the store says. Before the first change there are no pools."""
+    """The worker pools of a gateway, each with a router, and the choice of one for a user by the
+    newest change in the store. Before the first change there are no pools."""
 
     def __init__(self, make_router: Callable[[], Router], log: TrafficLog) -> None:
         self._make_router = make_router
@@ -42,14 +42,14 @@ class Pools:
         return self._routers[pool]
 
     def home(self, user: str, session: str) -> tuple[Router, Arm] | None:
-        """The router and the arm that answer a session of a user; None if there are no pools."""
+        """The router and the arm for a session of a user; None if there are no pools."""
         if self.change is None:
             return None
         traffic = self.change.traffic
         arm, pinned = traffic.arm(user), self._pinned.get((user, session))
         if pinned is not None:
             pool, version = pinned
-            # a pool takes turns: with another version it is not what the session began with
+            # pools are reused: with another version this is not what the session began with
             if pool in traffic.serving and traffic.pools[pool] == version:
                 arm = Arm(pool=pool, version=version, propensity=arm.propensity)
         if not self._is_up(arm):
@@ -69,14 +69,15 @@ class Pools:
         return fleet.floor >= arm.version and bool(fleet.up)
 
     def status(self) -> dict[str, dict[str, int]]:
-        """By pool, the version that its requests are begun with and the workers that are up."""
+        """For each pool, the version that new requests get and the number of workers that are
+        up."""
         return {
             pool: {"version": router.fleet.floor, "up": len(router.fleet.up)}
             for pool, router in self._routers.items()
         }
 
     async def watch(self) -> None:
-        """Follows the store, until it is cancelled."""
+        """Follow the store until cancelled."""
         while True:
             try:
                 await self.refresh()
@@ -87,7 +88,7 @@ class Pools:
             await asyncio.sleep(FOLLOW_S)
 
     async def refresh(self) -> None:
-        """Learns of what was decided since, and has pools load what they lack."""
+        """Read the newest change, and have pools load the versions that they lack."""
         self.change = await asyncio.to_thread(self._log.newest)
         if self.change is None:
             return
@@ -97,7 +98,8 @@ class Pools:
                 self._loading[pool] = asyncio.create_task(self._load(pool, version))
 
     async def _load(self, pool: str, version: int) -> None:
-        """Tried again at the next look if it fails; meanwhile the others answer."""
+        """Load a version into a pool. If that fails, the next refresh tries again; meanwhile other
+        pools answer."""
         try:
             await self.router(pool).load(version)
         except ApiError as e:

@@ -1,4 +1,4 @@
-"""Server processes: a token, a port, and a clean stop."""
+"""Server processes: token, port and a clean stop."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from etude.serve.connections import Connections
 NEVER_S = 10**6
 MAX_OPEN_FILES = 1 << 16
 TOKEN_VARIABLE = "ETUDE_TOKEN"
-"""The token that requests of this process carry; at a worker and at `etude serve` also the one that
-requests to it must carry. An environment variable, because everyone on a machine can read the
-arguments of a process."""
+"""The token that this process sends with its requests. At a worker and at `etude serve` it is also
+the token that clients must send. It is an environment variable because everyone on a machine can
+read the arguments of a process."""
 
 
 def token(file: Path | None = None) -> str | None:
-    """From a file that only its owner should be able to read, or from the environment."""
+    """The token from a file, which only its owner should be able to read, or from the
+    environment."""
     if file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
     try:
@@ -49,13 +50,13 @@ def token(file: Path | None = None) -> str | None:
 
 
 def authorization(token: str | None) -> dict[str, str]:
-    """The header that our own requests carry."""
+    """The header of our own requests."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def bind(host: str, port: int, key: str | None, variable: str = TOKEN_VARIABLE) -> socket.socket:
-    """A listening port. Without a key, only where nobody but this machine can reach it. `variable`:
-    where the key is taken from."""
+    """Open a listening port. Without a key, it must be reachable from this machine only.
+    `variable`: the variable that the key comes from, for the error message."""
     if key is None and not is_loopback(host):
         raise EtudeError(
             f"{host} can be reached from outside: set {variable}, or serve on 127.0.0.1"
@@ -87,7 +88,7 @@ def is_loopback(host: str) -> bool:
 
 
 def log_to_stderr(line: object) -> None:
-    """A line of a log, with the time (UTC)."""
+    """Write a line of a log, with the time (UTC)."""
     now = time.strftime("%FT%TZ", time.gmtime())
     print(now, line, file=sys.stderr, flush=True)
 
@@ -98,7 +99,8 @@ def url_of(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn listens to signals only while it serves, and would lose one of the moment before."""
+    """A uvicorn server without its own signal handling: it would handle signals only while it
+    serves, and lose one that came just before."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,8 +112,8 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Answers on the port while the block runs. The task that is handed out ends when the process
-    is told to stop, from the first line of the block on."""
+    """Serve on the port while the block runs. The yielded task ends when the process is told to
+    stop, which is noticed from the first line of the block on."""
     connections = Connections()
     config = uvicorn.Config(
         app,
@@ -119,9 +121,9 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
         ws="none",
         lifespan="off",
         access_log=False,
-        # its warnings are of what clients send, as often as they like
+        # its warnings are about clients' input, as often as clients like
         log_level="error",
-        timeout_keep_alive=NEVER_S,  # idle connections are ended by the others' rule
+        timeout_keep_alive=NEVER_S,  # `Connections` closes idle connections
         timeout_graceful_shutdown=1,
     )
     server = _Server(config)
@@ -145,7 +147,7 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
 
 @contextlib.asynccontextmanager
 async def meanwhile(*doings: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Does these beside the block, and no longer than it takes."""
+    """Run the coroutines concurrently with the block, and cancel them at its end."""
     tasks = [asyncio.create_task(doing) for doing in doings]
     try:
         yield
@@ -155,10 +157,10 @@ async def meanwhile(*doings: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """The life of a server process: its exit status is 0 when it was told to stop while it served,
-    and 2 with one line for a mistake of the user's."""
-    # Before it serves there is nothing to finish, and a model may take minutes to load: either
-    # signal ends it at once, where asyncio would wait for the next pause of the loop.
+    """Run a server process. Its exit status is 0 if it was told to stop while it served, and 2,
+    with one line of output, for a mistake of the user's."""
+    # Until it serves there is nothing to finish, and loading a model may take minutes. So both
+    # signals end the process at once then; asyncio would wait for the next pause of its loop.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)

@@ -1,29 +1,29 @@
-"""From messages to tokens and back, without losing one: the only place that sees both.
+"""Conversion of messages to tokens and back without losing one; the only place that sees both.
 
-A harness speaks messages; the trainer needs the very tokens that the engine read and sampled.
-Rendering and tokenising a history anew would not give them back (another split of the same text,
-arguments of a tool call in another spelling), so what was recorded is kept, and only what the
-harness added since is rendered, encoded and put behind it:
+A harness sends messages; the trainer needs the very tokens that the engine read and sampled.
+Rendering and tokenising a history again would not reproduce them: the same text may be split into
+other tokens, and the arguments of a tool call may be spelled differently. So recorded tokens are
+kept, and only what the harness has added since is rendered, encoded and appended:
 
     turn 1   prompt                              sampled
     turn 2   prompt  sampled  what was added     sampled          (one segment, one unbroken
                                                                   context)
 
-Harnesses seldom send an answer back as they were given it: they drop its reasoning, strip its
-space, or spell the arguments of a call in their own way. Such an echo is known by what it says, and
-the answer as it was recorded takes its place before the history is rendered. So what is compared is
-never a message, but what the template makes of the history: if that begins with the text that the
-recorded tokens stand for, it goes on from them.
+Harnesses seldom send an answer back exactly as they received it: they drop its reasoning, strip
+whitespace, or spell the arguments of a call in their own way. Such an echo is recognised by its
+meaning, and replaced with the recorded answer before the history is rendered. The decision is then
+made on the rendered history, not on single messages: if it begins with the text of the recorded
+tokens, it continues them.
 
-A history that does not go on from anything recorded (a summary, a compaction, a sub-agent) opens a
-new segment. So does one that the template shows in another way than it was recorded, as those do
-that drop the reasoning of earlier turns: a model must see, and be trained on, what its template
-means it to see. A segment's parent is the newest one before it, and its kind is what the harness
-says of the request that opens it.
+A history that continues nothing recorded (a summary, a compaction, a sub-agent) opens a new
+segment. So does one that the template now renders differently from what was recorded, as templates
+do that drop the reasoning of earlier turns: a model must see, and be trained on, exactly what its
+template shows it. A segment's parent is the newest segment before it. Its kind comes from the
+request that opens it.
 
-The experts of a sparse model are recorded once for each token: a turn reports those of the tokens
-that no turn before it has reported. What a token was routed to when it was first read is what the
-tokens behind it were sampled from.
+The experts of a sparse model are recorded once per token: a turn reports those of the tokens that
+no earlier turn has reported. The tokens after a token were sampled from the experts that it was
+routed to when it was first read.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ from etude.serve.segments import OpenSegment, RecordedTurn, RoutedExperts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The tokens that the engine is to read, and the messages that they stand for."""
+    """The tokens for the engine to read, and the messages that they stand for."""
 
     tokens: tuple[int, ...]
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
     text: str
-    """The messages as the template shows them."""
+    """The messages as rendered by the template."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the template."""
+    """Options of the template."""
     routed: RoutedExperts = RoutedExperts()
 
 
 @dataclass(frozen=True, slots=True)
 class PartialPrompt:
-    """A prompt whose end, `text`, is still to be encoded."""
+    """A prompt whose last part, `text`, is still to be encoded."""
 
     known: Prompt
     text: str
@@ -69,13 +69,13 @@ class PartialPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where an answer was recorded."""
+    """The place at which an answer was recorded."""
 
     segment: int
     kind: SegmentKind
     parent: int | None
     num_tokens: int
-    """That the segment held before."""
+    """Number of tokens that the segment held before."""
     num_messages: int
 
 
@@ -86,11 +86,11 @@ class _Session:
 
 
 class Hole(Exception):
-    """A turn that cannot be applied, because turns of its session before it are missing."""
+    """A turn that cannot be applied because earlier turns of its session are missing."""
 
 
 class Recorder:
-    """The recorded tokens of all sessions. Pure: no clock, no network. A session is all that is
+    """The recorded tokens of all sessions. Pure: no clock, no network. A session is everything
     recorded under one name; it may hold several conversations."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
@@ -104,14 +104,14 @@ class Recorder:
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] | None = None,
     ) -> PartialPrompt:
-        """The recorded tokens and what the messages add to them, or all of the messages rendered
-        anew. `options`: of the template."""
+        """The recorded tokens and the text that the messages add to them; or, if they continue
+        nothing, all of the messages rendered. `options`: of the template."""
         said = tuple(map(_without_nulls, messages))
         new = Prompt(tokens=(), messages=said, tools=tuple(tools), text="", options=options or {})
         rendered: list[tuple[Sequence[Message], str]] = []
 
         def shown(history: Sequence[Message]) -> str:
-            """Rendered once, however many segments it might go on with."""
+            """Render a history once, however many segments it may continue."""
             for known, text in rendered:
                 if known == history:
                     return text
@@ -129,8 +129,8 @@ class Recorder:
     def _known(
         self, segment: OpenSegment, new: Prompt, shown: Callable[[Sequence[Message]], str]
     ) -> PartialPrompt | None:
-        """What the new prompt adds to the segment, or to what its last answer was asked with; None
-        if it does not go on from there."""
+        """The prompt as a continuation of the segment, or as a repetition of the prompt of its last
+        answer; None if it is neither."""
         again = len(new.messages) == len(segment.messages) - 1
         history = _restored(segment, new.messages, segment.answered[: -1 if again else None])
         if history is None:
@@ -148,12 +148,12 @@ class Recorder:
         return PartialPrompt(known, added)
 
     def _added(self, segment: OpenSegment, text: str) -> str | None:
-        """What stands in `text` behind the segment; None if it does not go on from it."""
+        """The part of `text` after the segment; None if `text` does not continue it."""
         before = self._text(segment)
-        if not text.startswith(before):  # a template that shows old turns in another way
+        if not text.startswith(before):  # the template renders old turns differently
             return None
-        # The end of the answer: sampled, or, if the answer was cut off, missing from what was
-        # recorded so far.
+        # The end mark of the answer was sampled; or, if the answer was cut off, it is missing from
+        # the recorded tokens.
         last = segment.answer[-1]
         ended = last in self._tokenizer.stop_token_ids
         end_mark = self._tokenizer.decode([last]) if ended else self._tokenizer.eos_token
@@ -163,8 +163,9 @@ class Recorder:
         return text[end + len(end_mark) * ended :]
 
     def _shows(self, shown: str, segment: OpenSegment) -> bool:
-        """Whether the template's text of the last answer says what was sampled. Calls may be spelt
-        otherwise, and there may be other space around; no word may be missing."""
+        """True if the template's text of the last answer has the same content as what was sampled.
+        The spelling of calls and the surrounding whitespace may differ, but no word may be
+        missing."""
         answer = segment.answer
         end = segment.answer[-1:]
         if end[0] in self._tokenizer.stop_token_ids:
@@ -180,7 +181,7 @@ class Recorder:
         return _echoes(told, sampled, reasoning=True)
 
     def _text(self, segment: OpenSegment) -> str:
-        """Of a session that was read back it is made when it is needed."""
+        """The rendered text of the segment; for a restored session it is rendered on first use."""
         if segment.text is None:
             segment.text = self._render(segment.messages[:-1], segment.tools, segment.options)
         return segment.text
@@ -194,7 +195,7 @@ class Recorder:
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
         params: SamplingParams, kind: SegmentKind = "turns",
     ) -> Placement:  # fmt: skip
-        """`turn`, applied."""
+        """Make a `turn` and apply it."""
         turn = self.turn(session, prompt, sample, message, params, kind)
         before = self._segments(session)[turn.segment :][:1]
         held = [(len(segment.context), len(segment.messages)) for segment in before]
@@ -213,11 +214,12 @@ class Recorder:
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
         params: SamplingParams, kind: SegmentKind = "turns",
     ) -> RecordedTurn:  # fmt: skip
-        """The engine answered `prompt` with `sample`, drawn with `params`, and the harness was
-        given it as `message`. The experts of the sample begin where those of the prompt end.
-        `kind`: of the segment, if this opens one. Changes nothing before `apply`."""
+        """The record of an answer: the engine answered `prompt` with `sample`, drawn with `params`,
+        and the harness received it as `message`. The experts of the sample begin where those of the
+        prompt end. `kind`: of the segment, if the turn opens one. It changes nothing until
+        `apply`."""
         known = self._sessions.get(session) or _Session()
-        # Tokens decide, not messages: of two answers to the same prompt, the second one begins a
+        # Tokens decide, not messages: of two answers to the same prompt, the second one opens a
         # segment of its own.
         numbers = reversed(range(len(known.segments)))
         number = next((n for n in numbers if _goes_on(known.segments[n], prompt)), None)
@@ -243,8 +245,8 @@ class Recorder:
         )
 
     def apply(self, turn: RecordedTurn, text: str | None = None) -> None:
-        """`text`: the prompt as the template shows it. Raises `Hole` if turns before it are
-        missing."""
+        """Add a turn to its session. `text`: the rendered prompt. Raises `Hole` if earlier turns
+        are missing."""
         session = self._sessions.get(turn.session) or _Session()
         segments = session.segments
         if turn.number != session.num_turns or turn.segment > len(segments):
@@ -257,14 +259,14 @@ class Recorder:
         self._sessions[turn.session] = session
 
     def received(self, turn: RecordedTurn) -> None:
-        """The harness has the answer."""
+        """Note that the harness has received the answer."""
         segments = self._segments(turn.session)
         if turn.segment < len(segments) and segments[turn.segment].unreceived is turn.sample:
             segments[turn.segment].unreceived = None
 
     def take_unreceived(self, session: str, prompt: Prompt, request: Request) -> Sample | None:
-        """The answer to the prompt that was recorded, if its harness may not have it: whoever asks
-        again for the same is given it."""
+        """The recorded answer to the prompt, if its harness may not have received it: a repeated
+        request then gets the same answer."""
         for segment in self._segments(session):
             sample = segment.unreceived
             if (
@@ -279,8 +281,8 @@ class Recorder:
         return None
 
     def _ends_alike(self, sample: Sample, request: Request) -> bool:
-        """Whether a stop text of this request ends the answer, and at its last token, if any text
-        ended it; and none if none did."""
+        """True if the request's stop strings would end the answer exactly where it ended: at its
+        last token if a stop string ended it, and nowhere otherwise."""
         ended = sample.tokens[-1] in request.stop_token_ids
         said = sample.tokens[:-1] if ended else sample.tokens
         stopped = sample.finish_reason == "stop" and not ended
@@ -299,12 +301,12 @@ class Recorder:
         return list(self._sessions)
 
     def segments(self, session: str) -> tuple[Segment, ...]:
-        """All segments of a session in the order in which they began. Raises KeyError for an
+        """All segments of a session, in the order in which they began. Raises KeyError for an
         unknown session."""
         return tuple(segment.to_segment() for segment in self._sessions[session].segments)
 
     def experts(self, session: str) -> tuple[bytes, ...]:
-        """Of each segment; empty if none were reported."""
+        """The routed experts of each segment; empty if none were reported."""
         return tuple(segment.routed.ids for segment in self._sessions[session].segments)
 
     def forget(self, session: str) -> None:
@@ -316,7 +318,7 @@ def _goes_on(segment: OpenSegment, prompt: Prompt) -> bool:
 
 
 def _may_answer(sample: Sample, request: Request) -> bool:
-    """Whether nothing that the request asks for is missing from the sample, or too much of it."""
+    """True if the sample has everything that the request asks for, and is not too long for it."""
     num_tokens = len(sample.tokens)
     most = request.max_tokens
     fits = num_tokens == most if sample.finish_reason == "length" else num_tokens <= most
@@ -324,15 +326,15 @@ def _may_answer(sample: Sample, request: Request) -> bool:
 
 
 def _num_common(known: Sequence[Message], messages: Sequence[Message]) -> int:
-    """Of the messages at the beginning."""
-    if messages[: len(known)] == known:  # as nearly always, and at once
+    """Number of messages that both have in common at the beginning."""
+    if messages[: len(known)] == known:  # nearly always, and fast
         return len(known)
     pairs = enumerate(zip(known, messages, strict=False))
     return next((n for n, (a, b) in pairs if a is not b and a != b), min(len(known), len(messages)))
 
 
 def _without_nulls(message: Message) -> Message:
-    """Without the keys that say nothing: clients send an answer back with or without them."""
+    """The message without keys that are None: clients send answers back with or without them."""
     if None not in message.values():
         return message
     return {key: value for key, value in message.items() if value is not None}
@@ -341,8 +343,8 @@ def _without_nulls(message: Message) -> Message:
 def _restored(
     segment: OpenSegment, said: tuple[Message, ...], answered: Sequence[int]
 ) -> tuple[Message, ...] | None:
-    """The messages with those of the segment's answers as they were given; None if one is not
-    there."""
+    """The messages with the segment's recorded answers in place of their echoes; None if one of the
+    answers is missing."""
     history = list(said)
     for place in answered:
         if place < len(said) and said[place] == segment.messages[place]:
@@ -354,8 +356,8 @@ def _restored(
 
 
 def _echoes(echo: Message, answer: Message, *, reasoning: bool = False) -> bool:
-    """Whether both say the same, but for space and spelling. An echo may leave the reasoning out,
-    unless `reasoning`."""
+    """True if both have the same content, apart from whitespace and spelling. An echo may lack the
+    reasoning, unless `reasoning`."""
     if echo.get("role") != "assistant":
         return False
     (thought, content), (own_thought, own_content) = _texts(echo), _texts(answer)
@@ -369,7 +371,7 @@ def _echoes(echo: Message, answer: Message, *, reasoning: bool = False) -> bool:
 
 
 def _texts(message: Message) -> tuple[str, str]:
-    """Reasoning and content without space; the reasoning may stand within the content."""
+    """Reasoning and content without whitespace. The reasoning may be inside the content."""
     content = "".join((message.get("content") or "").split())
     begin, end = next((marks for marks in THINK_MARKS if marks[1] in content), THINK_MARKS[0])
     thought, _, rest = content.rpartition(end)
@@ -380,7 +382,7 @@ def _texts(message: Message) -> tuple[str, str]:
 
 
 def _call(said: Mapping[str, Any]) -> Call:
-    """Of a message; its arguments may be a text or an object."""
+    """A call of a message; its arguments may be a text or an object."""
     arguments = said["function"]["arguments"]
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)

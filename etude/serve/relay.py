@@ -2,8 +2,8 @@
 
     python -m etude.serve.relay --store RUN --port 8200
 
-Workers find it by `engine.relays` of the run's file, or by `--relay URL`. It keeps nothing that the
-store does not have: it may be killed, moved or missing at any time, and workers ask the store then.
+Workers find it by `engine.relays` of the run's file, or by `--relay URL`. It holds nothing that the
+store does not have, so it may be killed, moved or missing at any time; workers then use the store.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from etude.weights.signing import Corrupt
 
 
 class ShardRelay:
-    """The routes of a relay, over a cache of its own: in that of the workers on its host they would
-    wait for each other."""
+    """The routes of a relay. It has a cache of its own: in the cache of the workers on its host,
+    relay and workers would wait for each other."""
 
     def __init__(self, chain: Chain, cache: HostCache) -> None:
         self._chain = chain
@@ -54,7 +54,8 @@ class ShardRelay:
         return Response(data, media_type="application/octet-stream")
 
     async def _data(self, target: VersionRef, hash: str) -> bytes:
-        """All who ask while it is downloaded wait for the same download, and none in a thread."""
+        """The data of an object. All requests that come while it is downloaded wait for the same
+        download, without a thread each."""
         if (task := self._downloads.get(hash)) is None:
             task = asyncio.create_task(
                 asyncio.to_thread(self._cache.get, hash, lambda: self._chain.shard(target, hash))

@@ -1,9 +1,9 @@
-"""The workers as one policy: a request goes to one of them, and to another one if that dies or
-falls silent.
+"""The workers as one policy: a request goes to one worker, and to another one if that worker dies
+or falls silent.
 
-Who may be asked is decided by `core.fleet`. Here is what follows: the asking, the waiting, and what
-a session is to know of it, because time that it lost in waiting for a worker must not be held
-against it.
+`core.fleet` decides which worker gets a request. This module sends the requests, waits for the
+answers, and notes for each session whether it was delayed by a worker, because that time must not
+count against the session.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from etude.serve.worker_protocol import (
 from etude.store.decoding import decode_json, decode_msgpack
 
 WORKER_WAIT_S = 20.0
-"""How long a request waits for a worker to come up before it fails. For one that is silent it waits
-on."""
+"""Time that a request waits for a worker to come up before it fails. While a worker is silent, the
+wait goes on."""
 LIVENESS_CHECK_S = 0.5
 
 T = TypeVar("T")
@@ -62,7 +62,8 @@ class Router:
         *,
         awaits_load: bool = False,
     ) -> None:
-        """`awaits_load`: no worker is asked before `load` says which weights may answer."""
+        """`awaits_load`: no worker gets a request before `load` sets the version that may
+        answer."""
         self.fleet = Fleet(live, heartbeat_timeout_s, awaits_floor=awaits_load)
         self._first_tokens = FirstTokens()
         self._http = http
@@ -72,7 +73,7 @@ class Router:
         self._changed = asyncio.Condition()
         self._requests: dict[str, SessionRequests] = {}
         self._tokens: dict[str, str] = {}
-        # each for an answer of this worker
+        # Waits for an answer, each with the worker that is to answer.
         self._waits: dict[Wait, Worker] = {}
 
     async def sample(self, request: Request, session: str = "") -> Sample:
@@ -92,8 +93,8 @@ class Router:
                     return replace(sample, regions=regions)
 
     async def stream(self, request: Request, session: str = "") -> AsyncIterator[Token | Sample]:
-        """Tokens as they are sampled. If the worker dies on the way, another one goes on behind
-        what was handed out."""
+        """Tokens as they are sampled. If the worker dies on the way, another one continues after
+        the tokens that were already yielded."""
         begun: list[Token] = []
         regions: list[str] = []
         asked = self._clock.now()
@@ -124,19 +125,19 @@ class Router:
         return Attempts(request, requests, self.fleet, self._clock, lambda: self._pick(session))
 
     def _check_known(self, worker: Worker) -> None:
-        """A worker that was taken out meanwhile may have gone on with weights that are too old by
-        now."""
+        """Raise WorkerFailed if the worker was removed in the meantime: it may have continued with
+        weights that are too old by now."""
         if not self.fleet.knows(worker):
             raise WorkerFailed(f"{worker.url} was taken out")
 
     @contextmanager
     def under_way(self, session: str) -> Iterator[None]:
-        """A request of the session is worked on in the block."""
+        """Count a request of the session as under way while the block runs."""
         requests = self._requests.setdefault(session, SessionRequests())
         requests.pending += 1
         try:
             yield
-        # it stays without an answer
+        # the request gets no answer
         except (asyncio.CancelledError, ClientDisconnected, Unavailable):
             requests.disturbed = True
             raise
@@ -148,45 +149,45 @@ class Router:
         self._requests.setdefault(session, SessionRequests()).disturbed = True
 
     def disturbed(self, session: str, age_s: float = math.inf) -> bool:
-        """Whether the session may have been delayed by a failure. True also while a request of it
-        is under way, which may take any time; after a pause of this process, whose requests may
-        still be unread; and if the session is older than this process, which did not see its first
-        requests. `age_s`: how long ago the session began."""
+        """True if the session may have been delayed by a failure. Also true while a request of it
+        is under way, which may take any time; after a pause of this process, which may not have
+        read all requests yet; and for a session older than this process, which did not see its
+        first requests. `age_s`: seconds since the session began."""
         requests = self._requests.get(session, SessionRequests())
         began = self._clock.now() - age_s
         absent = self._clock.slept_since(began) or -math.inf < began < self._began
         return requests.disturbed or requests.pending > 0 or absent
 
     def forget(self, session: str) -> None:
-        """The session is over."""
+        """Forget a session that is over."""
         self.fleet.forget(session)
         self._requests.pop(session, None)
 
     async def watch(self) -> None:
-        """Takes workers out that are silent, until it is cancelled."""
+        """Remove workers that are silent; runs until it is cancelled."""
         while True:
             self.expire_silent()
             await asyncio.sleep(LIVENESS_CHECK_S)
 
     def expire_silent(self) -> None:
-        """Take silent workers out and end all waits for them: a lost host closes no connection."""
+        """Remove silent workers and end all waits for them: a lost host closes no connection."""
         self.fleet.expire(self._clock.now())
         for wait, worker in list(self._waits.items()):
             if not self.fleet.knows(worker):
-                del self._waits[wait]  # once only
+                del self._waits[wait]  # end each wait only once
                 wait.in_vain = True
                 wait.end()
 
     async def load(self, version: int) -> None:
-        """Returns when no request is begun with older weights any more. A slow worker does not hold
-        that up: it is sent nothing until it has caught up, which its heartbeats see to. One that
-        says that it cannot follow is taken out; if all say so, the promise is not made, and the old
-        weights go on."""
+        """Move the workers to a version; returns when no request is started with older weights any
+        more. A slow worker does not delay this: it gets no requests until it has caught up, as its
+        heartbeats will show. A worker that refuses to load is removed. If all of them refuse, this
+        raises, and the old weights stay live."""
         refusals: dict[Worker, str] = {}
         loading: dict[Worker, asyncio.Task[str | None]] = {}
         try:
             while not self.fleet.may_raise_floor(version, self._clock.now(), refusals):
-                for worker in self.fleet.behind(version):  # some may have joined just now
+                for worker in self.fleet.behind(version):  # more may have joined meanwhile
                     if worker not in loading and worker not in refusals:
                         loading[worker] = asyncio.create_task(self._load_on(worker, version))
                 await asyncio.wait(
@@ -216,8 +217,8 @@ class Router:
         self, gateways: Sequence[str], path: str, told: object, token: str = "",
         method: str = "POST",
     ) -> None:  # fmt: skip
-        """Says the same to other gateways, with the token of who said it here; they must take
-        it."""
+        """Send the same message to other gateways, with the token of its sender. Raises if one of
+        them does not accept it."""
         headers = {FORWARDED: "1", **authorization(token)}
 
         async def one(url: str) -> None:
@@ -234,7 +235,8 @@ class Router:
         await asyncio.gather(*map(one, gateways))
 
     async def join(self, joining: JoinRequest, token: str = "") -> None:
-        """`token`: the worker's own, which it is asked with: no worker learns that of another."""
+        """Register a worker. `token`: the worker's own, used for all requests to it, so that no
+        worker learns another one's token."""
         self._tokens[joining.url] = token
         who = (joining.url, joining.region, joining.version)
         now = self._clock.now()
@@ -253,7 +255,7 @@ class Router:
         await self.wake()
 
     async def regions(self) -> dict[str, WorkerStatus]:
-        """The workers of a region taken together."""
+        """The status of each region: its workers taken together."""
         regions: dict[str, WorkerStatus] = {}
         for status in await self._ask_all("/status", WorkerStatus):
             known = regions.get(status.region)
@@ -268,7 +270,7 @@ class Router:
         return self._first_tokens.p99(self._clock.now())
 
     async def up(self) -> None:
-        """Returns as soon as a worker is."""
+        """Returns as soon as a worker is up."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.fleet.up)
 
@@ -287,8 +289,8 @@ class Router:
             self._changed.notify_all()
 
     async def _ask(self, worker: Worker, request: Request, *, stream: bool = False) -> WorkerAnswer:
-        """The answer of a worker, which is broken off if the worker falls silent. One wait for all
-        of it: a limit for each read costs as much as the read."""
+        """Start a request to a worker; the answer is aborted if the worker falls silent. There is
+        one wait for the whole answer, since a timeout for each read costs as much as the read."""
         url = worker.url + "/generate"
         if (connection := self._client.idle(url)) is None:
             async with self._while_heard(worker, "/generate"):
@@ -303,8 +305,8 @@ class Router:
         return answer
 
     async def _load_on(self, worker: Worker, version: int) -> str | None:
-        """Load a version on a worker; returns why, if it says that it cannot. One that is gone says
-        nothing: it is taken out, and loads what was promised when it joins again."""
+        """Load a version on a worker; returns its error message if it refuses. A worker that is
+        gone is removed instead, and loads the version when it joins again."""
         try:
             status, body = await self._post(
                 worker, "/load", msgspec.json.encode(LoadRequest(version))
@@ -331,8 +333,7 @@ class Router:
 
     @asynccontextmanager
     async def _while_heard(self, worker: Worker, path: str) -> AsyncIterator[None]:
-        """A worker is asked something in the block, which ends with the worker if that falls
-        silent."""
+        """Abort the block's request to the worker if the worker falls silent."""
         wait = Wait(worker.url + path, lambda: limit.reschedule(0.0))
         with wait.failures(), self._kept(wait, worker):
             async with asyncio.timeout(None) as limit:
@@ -340,7 +341,7 @@ class Router:
 
     @contextmanager
     def _kept(self, wait: Wait, worker: Worker) -> Iterator[None]:
-        """It ends if the worker falls silent."""
+        """Keep a wait registered during the block, so that it ends if the worker falls silent."""
         self._waits[wait] = worker
         try:
             yield
@@ -348,7 +349,7 @@ class Router:
             self._waits.pop(wait, None)
 
     async def _ask_all(self, path: str, type: type[T]) -> list[T]:
-        """What the workers say of themselves; those that do not answer are left out."""
+        """The workers' answers to a GET; workers that do not answer are left out."""
 
         async def ask(worker: Worker) -> list[T]:
             with suppress(WorkerFailed):

@@ -1,7 +1,7 @@
 """Segments that may still grow, and the turns that they grow by.
 
-A turn says what it adds to what was recorded before it. So the turns of a session, applied in their
-order, give its segments back: that is how a session outlives the gateway (`session_journal.py`).
+A turn holds what it adds to the record before it. So the turns of a session, applied in order,
+restore its segments; this is how a session outlives the gateway (`session_journal.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Span = TypeVar("Span", VersionSpan, RegionSpan, SamplingSpan)
 
 @dataclass(frozen=True, slots=True)
 class RoutedExperts:
-    """The experts of the first `num_tokens` tokens of a context, as the engine reports them."""
+    """The routed experts of the first `num_tokens` tokens of a context, as reported by the
+    engine."""
 
     num_tokens: int = 0
     ids: bytes = b""
@@ -27,27 +28,27 @@ class RoutedExperts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTurn:
-    """One answer of a session, as a change to what was recorded before it."""
+    """One answer of a session, as a change to the record before it."""
 
     session: str
     number: int
-    """Of the turns of the session, from 0. One that is missing is a hole."""
+    """Number of the turn in its session, from 0. A missing number is a hole."""
     segment: int
-    """The one that it goes on with, or opens if there are only so many."""
+    """Index of the segment that it continues; the next free index opens a new one."""
     kind: SegmentKind
     num_known: int
-    """Messages of the segment that the prompt begins with."""
+    """Number of messages that the prompt and the segment share at the beginning."""
     messages: tuple[Message, ...]
-    """The others of the prompt."""
+    """The other messages of the prompt."""
     message: Message
-    """The answer, as the harness was given it."""
+    """The answer as the harness received it."""
     tools: tuple[Tool, ...]
     options: Mapping[str, Any]
-    """Of the template."""
+    """Options of the template."""
     tokens: tuple[int, ...]
-    """Of the prompt, behind the segment."""
+    """Tokens of the prompt after those of the segment."""
     routed: RoutedExperts | None
-    """Of the prompt, if they are not those of the segment."""
+    """Routed experts of the prompt; None if they are those of the segment."""
     sample: Sample
     params: SamplingParams
 
@@ -61,15 +62,16 @@ class OpenSegment:
     tools: tuple[Tool, ...]
     prompt: tuple[int, ...] = ()
     context: tuple[int, ...] = ()
-    """The prompt, and all behind it."""
+    """The prompt and all tokens after it."""
     messages: tuple[Message, ...] = ()
     answered: list[int] = field(default_factory=list)
-    """Which of the messages were sampled here."""
+    """Indices of the messages that were sampled here."""
     options: Mapping[str, Any] = field(default_factory=dict)
     text: str | None = None
-    """What the tokens before the last answer stand for; None if it is still to be rendered."""
+    """The rendered text of the tokens before the last answer; None if it is still to be
+    rendered."""
     answer: tuple[int, ...] = ()
-    """The last one."""
+    """Tokens of the last answer."""
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
@@ -77,17 +79,17 @@ class OpenSegment:
     sampling: list[SamplingSpan] = field(default_factory=list)
     routed: RoutedExperts = RoutedExperts()
     asked_routed: RoutedExperts = RoutedExperts()
-    """Those that were known before the last answer."""
+    """The routed experts known before the last answer."""
     unreceived: Sample | None = None
-    """The last answer, as long as its harness may not have it."""
+    """The last answer, until its harness is known to have received it."""
 
     @property
     def asked(self) -> tuple[int, ...]:
-        """What the last answer is the answer to."""
+        """The prompt of the last answer."""
         return self.context[: -len(self.answer)]
 
     def apply(self, turn: RecordedTurn, text: str | None) -> None:
-        """`text`: the turn's prompt as the template shows it."""
+        """Add a turn. `text`: the turn's prompt as rendered by the template."""
         sample, added = turn.sample, turn.tokens
         if not self.answer:
             self.prompt, added = turn.tokens, ()
@@ -125,7 +127,7 @@ class OpenSegment:
 
 
 def _extend(spans: list[Span], more: Sequence[Span], key: str) -> None:
-    """Neighbours of one value are one span."""
+    """Append spans, merging neighbours with the same value."""
     for span in more:
         if spans and getattr(spans[-1], key) == getattr(span, key):
             span = type(span)(getattr(span, key), spans.pop().count + span.count)

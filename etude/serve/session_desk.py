@@ -1,20 +1,21 @@
-"""Sessions that others run: they are offered by the controller of a run, claimed by whoever asks
-for one, and settled by the result.
+"""Sessions that others run: the controller of a run offers them, a client claims one, and its
+result settles it.
 
     POST   /v1/sessions {wait_s}            a session to run: task, base URL, token, deadline; 204
                                             if there is none
-    POST   /v1/sessions/{session}/score     what became of it; the first result stands. The token
-                                            that opens it is not the one that an agent is given
-    PUT    /v1/sessions/{session}           offers it; the same again changes nothing
-    GET    /v1/sessions/{session}?wait_s=.. whether it is claimed, and its result: as soon as it is
-                                            claimed, or with `claimed=true` as soon as it has one
-    DELETE /v1/sessions/{session}           takes it back: it is over
+    POST   /v1/sessions/{session}/score     the session's result; the first result stands. This
+                                            needs another token than the one that the agent gets
+    PUT    /v1/sessions/{session}           offers it; repeating the offer changes nothing
+    GET    /v1/sessions/{session}?wait_s=.. its state and its result: answers as soon as it is
+                                            claimed, or with `claimed=true` as soon as it has a
+                                            result
+    DELETE /v1/sessions/{session}           withdraws it: it is over
 
-A result may also be sent for a session that a service was asked to run (`callback_url`). It is in
-the journal before it is acknowledged; what is offered and claimed is not, and the controller offers
-it again to a gateway that does not know it.
+A result may also be sent for a session that a service was asked to run (`callback_url`). Results
+are in the journal before they are acknowledged. Offers and claims are not: the controller repeats
+an offer to a gateway that does not know it.
 
-A score needs an answer of the model: without one, nothing of the session could be trained on.
+A score requires an answer of the model: without one, nothing of the session could be trained on.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class ClaimRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /v1/sessions`."""
 
     wait_s: float = 0.0
-    """How long to wait for a session, if there is none to run now."""
+    """Time to wait for a session, if none is free now."""
 
 
 class SessionDesk:
-    """Which sessions are free, which are claimed, and what became of them. Pure."""
+    """The state of the offered sessions: free, claimed or settled. Pure."""
 
     def __init__(self) -> None:
         self._offers: dict[str, SessionOffer] = {}
@@ -65,7 +66,7 @@ class SessionDesk:
         self._offers[session] = replace(offer, claimed=True) if known and known.claimed else offer
 
     def claim(self, now: float) -> RolloutRequest | None:
-        """The session that waits longest."""
+        """Claim the session that has waited longest."""
         for session, offer in self._offers.items():
             if not offer.claimed and session not in self._results:
                 self._offers[session] = replace(offer, claimed=True)
@@ -73,8 +74,8 @@ class SessionDesk:
         return None
 
     def settle(self, session: str, result: RolloutResult) -> None:
-        """KeyError for a session that nobody offered, ValueError for the result of another rollout
-        than the session's, and for a session that has another result."""
+        """Set the result of a session. Raises KeyError for a session that was not offered, and
+        ValueError for the result of another rollout or if the session has another result."""
         self.outcome(session)
         offer = self._offers.get(session)
         if offer and result.id not in ("", offer.request.id):
@@ -83,17 +84,18 @@ class SessionDesk:
             raise ValueError("has another result already")
 
     def outcome(self, session: str) -> SessionOutcome:
-        """KeyError for a session that nobody offered."""
+        """The session's state. Raises KeyError for a session that was not offered."""
         if (result := self._results.get(session)) is not None:
             return SessionOutcome(claimed=True, result=result)
         return SessionOutcome(claimed=self._offers[session].claimed)
 
     def restore(self, session: str, result: RolloutResult) -> None:
-        """A result of an earlier life, which stands also if nobody has offered the session yet."""
+        """Restore a result of an earlier process; it stands even if nobody has offered the session
+        yet."""
         self._results[session] = result
 
     def forget(self, session: str) -> bool:
-        """Whether it had a result."""
+        """Forget a session; returns True if it had a result."""
         self._offers.pop(session, None)
         return self._results.pop(session, None) is not None
 
@@ -102,7 +104,7 @@ class SessionRoutes:
     """The desk over HTTP."""
 
     def __init__(self, has_answer: Callable[[str], bool] = lambda session: True) -> None:
-        """`has_answer`: whether the model has answered in a session, as far as that is known."""
+        """`has_answer`: returns False if the model is known not to have answered in a session."""
         self.journal: Journal = NoJournal()
         self._has_answer = has_answer
         self._desk = SessionDesk()
@@ -149,10 +151,11 @@ class SessionRoutes:
         return Response(status_code=204)
 
     def _check_scorable(self, session: str, result: RolloutResult) -> None:
-        """KeyError for a session that nobody offered. Nothing is settled by a refusal: the session
-        may still be run, or said to have failed, which needs no answer."""
+        """Reject a score for a session without an answer. Raises KeyError for a session that was
+        not offered. A rejection settles nothing: the session may still be run, or reported as
+        failed, which needs no answer."""
         if self._desk.outcome(session).result is not None:
-            return  # sent again, perhaps when the record was read already
+            return  # sent again, perhaps after the session was read
         if result.score is not None and not self._has_answer(session):
             raise ApiError(
                 f"session {session!r} has a score, but no answer of the model was recorded in it, "
@@ -182,7 +185,7 @@ class SessionRoutes:
         try:
             found = await cancel_on_disconnect(http, self._when(news, wait_s))
             return respond(found or self._desk.outcome(session))
-        except KeyError as e:  # also if it is forgotten meanwhile
+        except KeyError as e:  # also if it is forgotten in the meantime
             raise _unknown(session) from e
 
     async def withdraw(self, http: HttpRequest) -> Response:
@@ -191,7 +194,7 @@ class SessionRoutes:
         return Response(status_code=204)
 
     async def forget(self, session: str) -> None:
-        """It is stored when the journal is committed."""
+        """Forget a session. This is durable once the journal is committed."""
         if self._desk.forget(session):
             self.journal.append(WithdrawnSession(session=session))
         await self._tell()
@@ -201,7 +204,7 @@ class SessionRoutes:
             self._changed.notify_all()
 
     async def _when(self, poll: Callable[[], T | None], wait_s: float) -> T | None:
-        """What `poll` gives, as soon as it gives something, or None after so long."""
+        """The first result of `poll` that is not None, or None after the time limit."""
         found = poll()
         if found is not None or not wait_s > 0:
             return found

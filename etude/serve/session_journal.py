@@ -1,17 +1,18 @@
-"""The journal of a gateway: what its sessions were told, in the store, so that they go on when the
-gateway is back.
+"""The journal of a gateway, in the store: everything its sessions were told, so that they continue
+when the gateway restarts.
 
     sessions/{shard}-of-{shards}/{number:010d}.log      frames: a head, an entry
 
-Nothing is acknowledged to a client before it is stored, and what several sessions have to store is
-stored together. In a directory a frame is appended to the newest file, which costs one write and
-survives the death of the process; a bucket cannot append, and gets an object for all that came
-while the one before was on its way. A file begins where the one before was full, or where its
-writer began; it is deleted when no session is left that has an entry in it or in one before it.
+Nothing is acknowledged to a client before it is stored, and entries of several sessions are stored
+together. In a directory, a frame is appended to the newest file, which costs one write and survives
+the death of the process. A bucket cannot append, so all entries that arrived while the previous
+object was being stored become the next object. A new file begins when the previous one is full, or
+when a writer starts. A file is deleted when neither it nor an earlier one has an entry of a session
+that is still needed.
 
 The end of a file may be cut off: its writer was killed, and nobody was told of that entry. Damage
-anywhere else is a hole, and whose entry is missing cannot be known: every session that was open
-then is told to be incomplete, and none of them is trained on.
+anywhere else is a hole, and the session of the lost entry cannot be known. So every session that
+was open at that point is marked as incomplete, and none of them is trained on.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from etude.store.objects import Objects
 FOLDER = "sessions"
 MAX_FILE_BYTES = 32 << 20
 MAX_IDLE_S = 24 * 3600.0
-"""A session of an earlier life that said nothing for so long is over."""
+"""A session of an earlier process that was idle for so long is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResponse:
-    """A response that the server keeps for its client, of a session or of none ("", or the owner
-    of an `Identity`)."""
+    """A response that the server keeps for its client; `session` is the session's id, or "" or the
+    owner of an `Identity` for a response outside of sessions."""
 
     session: str
     id: str
     previous: str | None
-    """The one that it goes on from."""
+    """The response that it continues."""
     response: dict[str, Any]
     items: tuple[dict[str, Any], ...]
     messages: tuple[dict[str, Any], ...]
-    """Those behind the conversation of `previous`."""
+    """The messages that follow the conversation of `previous`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +70,7 @@ class ForgottenSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenSession:
-    """A session with a hole, and why. It stays until it is forgotten."""
+    """A session with a hole, and the reason. It stays until it is forgotten."""
 
     session: str
     reason: str
@@ -77,16 +78,16 @@ class BrokenSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettledSession:
-    """What became of a session that others run (`serve.session_desk`)."""
+    """The result of a session that others run (`serve.session_desk`)."""
 
     session: str
     result: bytes
-    """JSON, as it was sent: msgpack has no number for all that a message may hold."""
+    """JSON, as it was sent: msgpack cannot hold every number that JSON can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WithdrawnSession:
-    """Nobody needs its result any more."""
+    """Mark that the result of a session is not needed any more."""
 
     session: str
 
@@ -108,15 +109,15 @@ class Envelope(msgspec.Struct, array_like=True):
     t: float
     """Seconds since the epoch."""
     owner: str
-    """Whose it is: it is needed as long as its owner is there."""
+    """Owner of the entry, which is needed until its owner is over."""
     entry: msgspec.Raw
 
 
 class Journal(Protocol):
-    """Where a gateway writes down what must outlive it."""
+    """Storage of everything that must outlive the gateway process."""
 
     def check(self, said: object) -> None:
-        """Raises ValueError for what cannot be stored."""
+        """Raise ValueError for data that cannot be stored."""
 
     def append(self, entry: Entry) -> None: ...
 
@@ -124,7 +125,7 @@ class Journal(Protocol):
 
 
 class NoJournal:
-    """For a process whose sessions end with it."""
+    """A journal for a process whose sessions end with it."""
 
     def check(self, said: object) -> None: ...
 
@@ -134,7 +135,7 @@ class NoJournal:
 
 
 class SessionJournal:
-    """The journal in a store. One process writes it at a time."""
+    """The journal in a store. Only one process may write it at a time."""
 
     def __init__(
         self,
@@ -149,24 +150,24 @@ class SessionJournal:
         self._max_file_bytes = max_file_bytes
         self._buffer: list[bytes] = []
         self._file: _AppendedFile | None = None  # in a directory
-        self._object: tuple[int, bytes] | None = None  # in a bucket: on its way
+        self._object: tuple[int, bytes] | None = None  # in a bucket: the object being stored
         self._storing: asyncio.Task[None] | None = None
         self._num_appended = self._num_taken = self._num_stored = 0
-        # where the next entry goes
+        # Number of the file or object for the next entry.
         self._number = 0
-        # the owners of what each file holds, the oldest file first
+        # The owners of each file's entries, the oldest file first.
         self._owners: OrderedDict[int, set[str]] = OrderedDict()
 
     def restore(self, apply: Callable[[Entry], None]) -> None:
-        """Hands every entry of earlier lives that is still needed to `apply`. They are written
-        anew and the old files deleted, so the journal is as small as it can be. Call it once,
-        first."""
+        """Pass every entry of earlier processes that is still needed to `apply`. These entries are
+        written to a new file and the old files deleted, so the journal starts as small as possible.
+        Call it once, before anything else."""
         self._check_shards()
         keys = self._objects.list(self._folder)
         live = _Live(self._now() - MAX_IDLE_S)
         with contextlib.ExitStack() as stack:
             if keys and (path := self._objects.path(keys[-1])) is not None:
-                stack.callback(_AppendedFile(str(path)).close)  # nobody else has it
+                stack.callback(_AppendedFile(str(path)).close)  # nobody else writes it
             for key in keys:
                 for envelope in self._read(key, live):
                     live.add(envelope)
@@ -182,7 +183,7 @@ class SessionJournal:
         _packed(said)
 
     def append(self, entry: Entry) -> None:
-        """Takes an entry down. Raises ValueError for one that cannot be stored."""
+        """Take an entry into the buffer. Raises ValueError for one that cannot be stored."""
         owner, packed = _owner(entry), _packed(entry)
         envelope = Envelope(type(entry).__name__, self._now(), owner, msgspec.Raw(packed))
         self._buffer.append(_frame(envelope))
@@ -200,7 +201,7 @@ class SessionJournal:
             return
         mark = self._num_appended
         while self._num_stored < mark:
-            # Who comes while an object is on its way goes along with the next one.
+            # Entries that come while an object is being stored go into the next one.
             if self._storing is None:
                 self._storing = asyncio.create_task(self._store())
             await asyncio.shield(self._storing)
@@ -250,13 +251,14 @@ class SessionJournal:
             self._owners[self._number] = set()
 
     def _create(self, number: int, data: bytes) -> None:
-        """It may be there already, if only the answer to a first try was lost."""
+        """Create an object. It may exist already, if only the answer to a first attempt was
+        lost."""
         key = self._key(number)
         if not self._objects.create(key, data) and self._objects.get(key) != data:
             raise EtudeError(f"{self._objects.url}: another gateway has written {key}; stop it")
 
     def _delete_unneeded(self) -> None:
-        # Only from the oldest on: a later file may say that a session of an earlier one is over.
+        # Only from the oldest on: a later file may hold the end of a session of an earlier one.
         for number in list(self._owners):
             if number == self._number or self._owners[number]:
                 return
@@ -264,7 +266,7 @@ class SessionJournal:
             self._objects.delete(self._key(number))
 
     def _read(self, key: str, live: _Live) -> Iterator[Envelope]:
-        """The entries of a file. Damage breaks every session that is open by then."""
+        """The entries of a file. Damage breaks every session that is open at that point."""
         for record in read_frames(self._objects.get(key)):
             if isinstance(record, DamagedFrame):
                 where = f"{self._objects.url}: {key} is damaged at byte {record.place}"
@@ -287,7 +289,7 @@ class SessionJournal:
 
 
 class _AppendedFile:
-    """A file that one process appends to. A write that fails leaves it as it was."""
+    """A file that only this process appends to. A failed write leaves it unchanged."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -315,10 +317,10 @@ class _AppendedFile:
 
 
 class _Live:
-    """The entries that are still needed, by their owners."""
+    """The entries that are still needed, by owner."""
 
     def __init__(self, oldest: float) -> None:
-        """`oldest`: who has said nothing since then is over."""
+        """`oldest`: owners whose last entry is older than this are over."""
         self._oldest = oldest
         self._by_owner: dict[str, list[Envelope]] = {}
 
@@ -330,13 +332,13 @@ class _Live:
 
     def break_all(self, reason: str) -> None:
         for owner, envelopes in self._by_owner.items():
-            if not owner.startswith("/"):  # what is of no session is whole, or not there
+            if not owner.startswith("/"):  # an entry outside of sessions is either whole or missing
                 packed = msgspec.msgpack.encode(BrokenSession(session=owner, reason=reason))
                 kind = BrokenSession.__name__
                 envelopes.append(Envelope(kind, envelopes[-1].t, owner, msgspec.Raw(packed)))
 
     def envelopes(self) -> list[Envelope]:
-        """Those of one owner in their order; owners come in the order of their first."""
+        """The entries by owner, in the order of each owner's first entry."""
         return [
             envelope
             for envelopes in self._by_owner.values()
@@ -353,8 +355,9 @@ def _packed(said: object) -> bytes:
 
 
 def _owner(entry: Entry) -> str:
-    """A session; a response of none is its own, also if it is kept for a user (`/user/..`), and so
-    is a result, which may lie with another shard than its session."""
+    """The owner of an entry: its session. A response outside of sessions, even one kept for a user
+    (`/user/..`), is its own owner. So is a result, which may be on another shard than its
+    session."""
     if isinstance(entry, SettledSession | WithdrawnSession):
         return f"/settled/{entry.session}"
     outside = entry.session.startswith("/") or not entry.session
@@ -364,7 +367,7 @@ def _owner(entry: Entry) -> str:
 
 
 def _is_end(envelope: Envelope) -> bool:
-    """Whether nothing of its owner is needed any more."""
+    """True if the entry ends the need for its owner's entries."""
     if envelope.kind == ForgottenResponse.__name__:
         return envelope.owner.startswith("/")
     return envelope.kind in (ForgottenSession.__name__, WithdrawnSession.__name__)

@@ -1,5 +1,4 @@
-"""What was recorded of all sessions, in memory and in the journal: memory is what the journal
-says."""
+"""The record of all sessions: the recorder in memory, and the journal that restores it."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ from etude.serve.session_journal import (
 )
 
 ENCODED_CHARS = 4 << 20
-"""Of texts whose tokens are remembered."""
+"""Limit on the characters of all remembered texts."""
 
 
 class EncodedTexts:
-    """The tokens of texts that were encoded last. Attempts at a task begin alike, and are shown the
-    same files and tests; to encode a text takes a hundred times as long as to find it here."""
+    """The tokens of recently encoded texts. Attempts at a task begin alike and see the same files
+    and tests, and encoding a text takes a hundred times as long as finding it here."""
 
     def __init__(self, max_chars: int = ENCODED_CHARS) -> None:
         self._max_chars = max_chars
@@ -40,7 +39,7 @@ class EncodedTexts:
 
     def get(self, text: str) -> Sequence[int] | None:
         if (tokens := self._tokens.pop(text, None)) is not None:
-            self._tokens[text] = tokens  # the newest again
+            self._tokens[text] = tokens  # now the newest
         return tokens
 
     def add(self, text: str, tokens: Sequence[int]) -> None:
@@ -55,7 +54,7 @@ class EncodedTexts:
 
 
 class SessionRecords:
-    """The recorder, and the journal that it comes back from."""
+    """The recorder, and the journal that restores it."""
 
     def __init__(self, tokenizer: ChatTokenizer, conversations: ConversationStore) -> None:
         self.recorder = Recorder(tokenizer)
@@ -68,8 +67,8 @@ class SessionRecords:
     def restore(
         self, journal: SessionJournal, settled: Callable[[SettledSession], None]
     ) -> list[str]:
-        """The sessions of earlier lives, which go on; all of them from now on are written down.
-        `settled`: who keeps the results of those that others run."""
+        """Restore the sessions of earlier processes, and write all sessions to the journal from now
+        on. `settled`: receives the results of sessions that others run."""
         journal.restore(lambda entry: self._apply(entry, settled))
         self._journal = self._conversations.journal = journal
         return [*self.recorder.sessions, *self._broken]
@@ -107,22 +106,22 @@ class SessionRecords:
             raise ApiError(message, status=409, code="session_incomplete")
 
     def has_answer(self, session: str) -> bool:
-        """Also one that has lost a turn."""
+        """True if the session has a recorded answer, even one that was lost."""
         return session in self._broken or session in self.recorder.sessions
 
     def life(self, session: str) -> object:
-        """A marker of the session's present life, taken when a request begins; after `forget` there
-        is another one."""
+        """A marker of the session's present life, taken when a request begins; after `forget` the
+        session has another marker."""
         return self._lives.setdefault(session, object())
 
     async def record(
         self, session: str, prompt: Prompt, sample: Sample, message: Message,
         params: SamplingParams, kind: SegmentKind, life: object,
     ) -> RecordedTurn:  # fmt: skip
-        """Record a turn; returns when it is stored. In memory it is at once, so that turns are
-        written in the order in which they build on each other. `life`: the marker from when the
-        request began. If the session was forgotten since, this raises ApiError (404): a late
-        answer must not bring it back, since nobody would forget it again."""
+        """Record a turn; returns when it is stored. In memory it is recorded at once, so that turns
+        are written in the order in which they build on each other. `life`: the marker from when the
+        request began. If the session was forgotten since, this raises ApiError (404): a late answer
+        must not revive the session, since nobody would forget it again."""
         if self._lives.get(session) is not life:
             raise ApiError(f"session {session!r} is over", status=404, code="unknown_session")
         turn = self.recorder.turn(session, prompt, sample, message, params, kind)
@@ -134,8 +133,8 @@ class SessionRecords:
     async def take_unreceived(
         self, session: str, prompt: Prompt, request: Request
     ) -> Sample | None:
-        """As `Recorder.take_unreceived`; returns when the answer is stored, which may have failed
-        before."""
+        """As `Recorder.take_unreceived`, but makes sure that the answer is stored, which may have
+        failed before."""
         sample = self.recorder.take_unreceived(session, prompt, request)
         if sample is not None:
             await self._journal.commit()

@@ -1,4 +1,4 @@
-"""A gateway as OpenAPI describes it: all dialects, and the sessions that others run."""
+"""The gateway's API as an OpenAPI document: all dialects, and the sessions that others run."""
 
 from __future__ import annotations
 

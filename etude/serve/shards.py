@@ -1,8 +1,8 @@
-"""Several gateway processes, each with its share of the sessions.
+"""Several gateway processes (shards), each with its share of the sessions.
 
-The hash of its name says whose a session is. A request that reaches another one is passed on as it
-is, token and all: every URL is as good as another. What sessions there are for others to run is
-known at the first of them. Workers join all of them, and which weights are live is told to all.
+The hash of a session's name determines its shard. A request that reaches another shard is forwarded
+unchanged, token included, so any URL will do. The first shard holds the sessions that others run.
+Workers join all shards, and all shards are told which weights are live.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from etude.serve.http import (
 
 DESK = "/v1/sessions"
 FORWARDED = "x-etude-forwarded"
-"""Of a request that comes from another shard: it goes no further."""
+"""Header of a request from another shard, which is not forwarded again."""
 NOT_PASSED_ON = {b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length"}
-"""Headers of a connection, not of what is said over it."""
+"""Headers that belong to a connection, not to the request."""
 
 
 class Shards:
-    """All shards, and which of them this process is."""
+    """All shards, and the index of this process among them."""
 
     def __init__(self, urls: Sequence[str] = ("",), index: int = 0) -> None:
         if not 0 <= index < len(urls):
@@ -60,10 +60,11 @@ class Shards:
 
 
 class ShardedApp:
-    """The app of one shard, which passes on what belongs to another."""
+    """The app of one shard, which forwards requests that belong to another shard."""
 
     def __init__(self, app: ASGIApp, shards: Shards, http: aiohttp.ClientSession) -> None:
-        """`http`: without headers of its own; a request is passed on with its own token."""
+        """`http`: a client without headers of its own; a request is forwarded with its own
+        token."""
         self._app = app
         self._shards = shards
         self._http = http
@@ -120,5 +121,5 @@ class ShardedApp:
                 await send({"type": "http.response.body", "body": b""})
         except aiohttp.ClientError as e:
             if started:
-                raise  # the connection ends, as that of the other shard did
+                raise  # break off this connection as the other shard did
             raise Unavailable(f"the gateway at {url}, whose session this is, is away") from e

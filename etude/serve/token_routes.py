@@ -1,5 +1,5 @@
-"""The routes by which tokens are made and revoked. What was revoked is kept in the store, for the
-next life of the gateway and for others beside it."""
+"""The routes to make and revoke tokens. Revocations are kept in the store, so that they hold after
+a restart and for other gateways."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class TokenRoutes:
         ]
 
     async def mint(self, http: HttpRequest) -> Response:
-        """A token that was made by means of another ends with it at the latest."""
+        """Make a token. One that was made with another token does not outlive that token."""
         asked = await read(http, TokenRequest)
         try:
             claims = self._authority.claims(
@@ -61,7 +61,7 @@ class TokenRoutes:
         return respond(MintedToken(self._authority.sign(claims), claims.id, claims.expires))
 
     async def revoke(self, http: HttpRequest) -> Response:
-        """Answers when it is written down."""
+        """Revoke a token; answers when this is stored."""
         id: str = http.path_params["id"]
         if not _ID.fullmatch(id):
             raise ApiError(f"{id[:200]!r} is no id of a token", param="id")
@@ -70,7 +70,7 @@ class TokenRoutes:
         return Response(status_code=204)
 
     async def restore(self) -> None:
-        """Knows again what was revoked, here or by another process."""
+        """Read the revocations in the store, made here or by another process."""
         for key in await asyncio.to_thread(self._objects.list, FOLDER):
             self._authority.revoke(key.rpartition("/")[2])
 

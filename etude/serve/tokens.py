@@ -1,8 +1,9 @@
-"""Tokens: who may do what, and until when.
+"""Tokens: permissions with an expiry.
 
-A token is `etude_CLAIMS.MAC`: its scope, whom or what it is for, when it ends, and an id by which
-it can be revoked, signed with the secret of the gateway. Whoever has the secret can make any token;
-it never travels. A token opens what the policy of a route says (`serve/policies.py`), no more.
+A token is `etude_CLAIMS.MAC`: its scope, its subject, its expiry, and an id by which it can be
+revoked, signed with the secret of the gateway. The secret never travels; it allows its holder to
+make any token. A token permits what the policy of a route says (`serve/policies.py`), and nothing
+else.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from etude.core.errors import EtudeError
 from etude.store.decoding import decode_json
 
 SECRET_VARIABLE = "ETUDE_SECRET"
-"""What a gateway signs tokens with. Only whoever makes tokens needs it."""
+"""The secret that a gateway signs tokens with. Only processes that make tokens need it."""
 MIN_SECRET_CHARS = 32
-"""Every token is something to try secrets on, and a harness has time."""
+"""Every token allows its holder to test guesses of the secret, and a harness has time."""
 PREFIX = "etude_"
 MAX_LIFETIME_S = 366 * 86400.0
 MAX_SESSION_S = 2 * 86400.0
-"""Of the token of a session: so long the ids of those that are over are remembered."""
+"""Lifetime of a session's tokens, and time for which the ids of closed sessions are remembered."""
 _CONTEXT = b"etude token 1\n"
 
 
 class Scope(StrEnum):
     SESSION = "session"
-    """One session: speak in it. The subject is its id."""
+    """Take part in one session, whose id is the subject."""
     SCORE = "score"
-    """Say what one session was worth. The subject is its id. No agent is given it: whoever can
-    speak in a session cannot score it."""
+    """Report the score of one session, whose id is the subject. No agent gets such a token: an
+    agent must not score its own session."""
     USER = "user"
-    """Chat without a session; the subject is the user. What the server keeps for one user no other
-    sees."""
+    """Chat without a session; the subject is the user. What the server keeps for one user is hidden
+    from all others."""
     WORKER = "worker"
-    """Join a gateway, and be asked by it."""
+    """Join a gateway, and be sent its requests."""
     SCHEDULER = "scheduler"
-    """Ask for sessions to run elsewhere; each comes with a token of its own."""
+    """Claim sessions to run elsewhere; each session comes with a token of its own."""
     FEEDBACK = "feedback"
-    """Say what became of answers."""
+    """Send feedback on answers."""
     ADMIN = "admin"
-    """Everything, other tokens included."""
+    """Everything, including making other tokens."""
 
 
 OF_ONE_SESSION = frozenset({Scope.SESSION, Scope.SCORE})
@@ -59,10 +60,10 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
     scope: Scope
     subject: str
     expires: float
-    """In seconds since 1970."""
+    """Seconds since 1970."""
     id: str
     organisation: str = ""
-    """That its user belongs to."""
+    """The organisation of the user."""
 
 
 class TokenRefused(Exception):
@@ -75,8 +76,9 @@ def sign(claims: Claims, secret: str) -> str:
 
 
 def verify(token: str, secret: str, now: float) -> Claims:
-    """The claims of a token that is signed with the secret and has not ended. Nothing of it is read
-    before the signature is known to be right, and how long that takes tells nothing."""
+    """The claims of a token that is signed with the secret and has not expired. Nothing in the
+    token is interpreted before its signature is verified, and the verification takes constant
+    time."""
     body, _, mac = token.removeprefix(PREFIX).rpartition(".")
     expected = _mac(body, secret)
     genuine = hmac.compare_digest(mac.encode(errors="replace"), expected.encode())
@@ -98,12 +100,12 @@ def _text(data: bytes) -> str:
 
 
 class TokenAuthority:
-    """Makes tokens, and knows those that were revoked."""
+    """Makes and verifies tokens, and keeps track of those that were revoked."""
 
     def __init__(
         self, secret: str | None = None, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """Without a secret one is made up, and its tokens end with this process."""
+        """Without a secret, a random one is used, and its tokens end with this process."""
         self._secret = secret or secrets.token_urlsafe(32)
         self._clock = clock
         self._revoked: set[str] = set()
@@ -115,7 +117,7 @@ class TokenAuthority:
     def claims(
         self, scope: Scope, subject: str, lifetime_s: float, organisation: str = ""
     ) -> Claims:
-        """The claims of a new token. Raises ValueError for claims that no token may have."""
+        """The claims of a new token. Raises ValueError if no token may have them."""
         longest = longest_s(scope)
         if not 0 < lifetime_s <= longest:
             raise ValueError(
@@ -144,8 +146,7 @@ class TokenAuthority:
         self._revoked.add(id)
 
     def close_session(self, session: str, at: float | None = None) -> None:
-        """The session is over: its tokens open nothing any more. `at`: since when, if not from now
-        on."""
+        """Revoke the tokens of a session that is over. `at`: when it ended; now by default."""
         now = self._clock()
         while self._closed and next(iter(self._closed.values())) < now:
             del self._closed[next(iter(self._closed))]
@@ -153,17 +154,17 @@ class TokenAuthority:
 
 
 def new_session_id() -> str:
-    """One that nobody guesses."""
+    """A random id that nobody can guess."""
     return secrets.token_hex(16)
 
 
 def longest_s(scope: Scope) -> float:
-    """How long a token may live at most."""
+    """The longest lifetime that a token of a scope may have."""
     return MAX_SESSION_S if scope in OF_ONE_SESSION else MAX_LIFETIME_S
 
 
 def read_secret() -> str | None:
-    """From the environment. One that could be found by trying is an error."""
+    """The secret in the environment. Raises if it is short enough to be guessed."""
     secret = os.environ.get(SECRET_VARIABLE) or None
     if secret is not None and len(secret) < MIN_SECRET_CHARS:
         raise EtudeError(

@@ -1,5 +1,6 @@
-"""One answer to a chat: what the dialects have in common that give one answer to a request. They
-translate their body into OpenAI's chat request, and the events of the answer into their own."""
+"""One answer to a chat: the code shared by the dialects that give one answer per request. They
+translate their request body into OpenAI's chat request, and the events of the answer into their
+own."""
 
 from __future__ import annotations
 
@@ -30,10 +31,11 @@ from etude.serve.openai.requests import (
 
 
 class EventWriter(Protocol):
-    """Tells of an answer in a dialect's stream."""
+    """Translates an answer into the events of a dialect's stream."""
 
     def push(self, event: Token | Sample, said: Sequence[Event]) -> Sequence[object]:
-        """The next token, or the sample at the end, and what was said by it."""
+        """Events for the next token, or for the sample at the end, and for the parsed events that
+        it completes."""
 
     def failed(self, error: ApiError) -> object: ...
 
@@ -45,7 +47,7 @@ class Turn:
     request: Request
     tools: Sequence[Tool] | None
     id: str = field(default_factory=new_completion_id)
-    """Of the answer, without the prefix that a client sees."""
+    """The answer's id, without the prefix that a client sees."""
 
     async def sample(self, http: HttpRequest) -> tuple[Sample, list[Event]]:
         """The whole answer."""
@@ -97,7 +99,7 @@ async def open_turn(
 
 
 def stop_text(tokenizer: ChatTokenizer, request: Request, sample: Sample) -> str | None:
-    """The stop text that ended an answer, if one did."""
+    """The stop string that ended an answer, if one did."""
     if sample.finish_reason != "stop" or sample.tokens[-1] in request.stop_token_ids:
         return None
     text = tokenizer.decode(sample.tokens)

@@ -1,28 +1,28 @@
-"""A vLLM server in the place of our engine: the same worker and the same recorder, other kernels.
+"""A vLLM server as the engine of a worker: same worker, same recorder, other kernels.
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --port 8000 \\
         --enable-scale-out --logprobs-mode processed_logprobs
 
-and in the run's file, for each region that has one:
+and in the run's file, for each region with a server:
 
     [engine.vllm_urls]
     east = "http://127.0.0.1:8000"
 
-Nothing in vLLM is changed. `/inference/v1/generate` takes and gives token ids, with log-probs, with
-the version of the weights behind every token, and with routed experts if the server was started to
-record them. New weights come as a directory of safetensors on the machine that both share: `/pause`
-freezes the requests under way, `reload_weights` reads the directory, `/resume` lets them go on with
-the keys and values that they have.
+vLLM itself is unmodified. Its `/inference/v1/generate` takes and returns token ids, with log-probs,
+with the weight version of every token, and with routed experts if the server was started to record
+them. New weights are passed as a directory of safetensors on the machine that worker and server
+share: `/pause` freezes the requests under way, `reload_weights` reads the directory, and `/resume`
+continues the requests with the keys and values that they already have.
 
-Three traps, and what is done about each:
+Three traps, and how they are avoided:
 
-- Given a part of the tensors, vLLM loads that part, says 200 and then writes nonsense. So what is
-  handed over is held against the model's config first, name by name and shape by shape, and
-  anything but the whole is refused.
-- Its prefix cache knows nothing of weights. So every request carries its version as salt, and finds
-  only what the same version has computed.
-- Its log-probs are those before temperature and top-p unless it is told otherwise. So the server is
-  asked what it does, and refused if that is not what a learner needs.
+- Given only some of the tensors, vLLM loads those, answers 200 and then generates nonsense. So the
+  tensors are first checked against the model's config, name by name and shape by shape, and an
+  incomplete set is refused.
+- Its prefix cache ignores the weights. So every request carries its version as salt, and hits only
+  what the same version has computed.
+- Its log-probs are by default those before temperature and top-p. So the worker asks the server for
+  its mode, and refuses a server that does not report what a learner needs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KEEPALIVE_S = 2.0
 
 
 class VersionRange(msgspec.Struct):
-    """Output tokens from `start` up to `end`, without that one."""
+    """Output tokens from `start` up to, but not including, `end`."""
 
     version: str
     start: int
@@ -95,7 +95,7 @@ class GenerateResponse(msgspec.Struct):
 
 
 class VllmServer:
-    """A vLLM server as the engine of a worker: a `Policy`, with the figures that a worker reports.
+    """A vLLM server as the engine of a worker: a `Policy`, with the metrics that a worker reports.
     `version` is -1 until the first `load`."""
 
     def __init__(
@@ -105,7 +105,7 @@ class VllmServer:
         fetch: Callable[[int], Mapping[str, Tensor]],
         files: Mapping[str, bytes],
     ) -> None:
-        """`fetch` gives the checked tensors of a version; it may take long, and runs on a
+        """`fetch` returns the checked tensors of a version. It may take long, and runs on a
         thread."""
         self.url = url
         self.tokenizer = ChatTokenizer(files)
@@ -114,12 +114,12 @@ class VllmServer:
         self.version = -1
         self.num_running = 0
         self.num_waiting = 0
-        self.step_s = 0.0  # nobody tells how long its steps take
+        self.step_s = 0.0  # vLLM does not report how long its steps take
         self.started = time.monotonic()
         self.busy_s = 0.0
         self.num_tokens = 0
         self.pauses_s: deque[float] = deque(maxlen=1000)
-        """How long each of the last swaps held up the server."""
+        """Time that each of the latest weight swaps held up the server."""
         self._http = http
         self._fetch = fetch
         self._files = files
@@ -128,7 +128,7 @@ class VllmServer:
         self._open.set()
 
     async def check(self) -> None:
-        """Raises if the server is not there, or is not one that can be trained with."""
+        """Raise if the server cannot be reached, or cannot be used for training."""
         told = await self._call("GET", "/server_info?config_format=json")
         config = told["vllm_config"]["model_config"]
         if config["logprobs_mode"] != LOGPROBS_MODE:
@@ -167,7 +167,8 @@ class VllmServer:
         return truncate_at_stop(request, sample, self.tokenizer) if request.stop else sample
 
     async def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
-        """Only when it is whole: which version computed a token is said at the end."""
+        """Stream the sample once it is complete, since vLLM reports the weight versions only at the
+        end."""
         async for event in as_stream(await self.sample(request), len(request.begun)):
             yield event
 
@@ -198,7 +199,8 @@ class VllmServer:
 
     @asynccontextmanager
     async def _directory(self, tensors: Mapping[str, Tensor]) -> AsyncIterator[Path]:
-        """The whole model as vLLM reads it, in memory where the system has a place for that."""
+        """A directory with the whole model in vLLM's format, in shared memory if the system has
+        it."""
         try:
             with torch.device("meta"):
                 check_fit(self.config, tensors)
@@ -218,9 +220,9 @@ class VllmServer:
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Requests under way stand still, and new ones wait here, because their salt is not known
-        yet. If something fails in between, nobody knows what the server holds: it serves nothing
-        until a version was loaded."""
+        """Pause the server during the block. Requests under way stand still, and new ones wait
+        here, because their salt is not known yet. If the block fails, the server's weights are
+        unknown, so it serves nothing until a version has been loaded."""
         self._open.clear()
         began, whole = time.monotonic(), False
         try:
@@ -239,7 +241,7 @@ class VllmServer:
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
-        """The time in which any request is under way counts once."""
+        """Count a request as under way during the block. Time with several requests counts once."""
         if not self.num_running:
             self._began = time.monotonic()
         self.num_running += 1
@@ -268,8 +270,9 @@ class VllmServer:
 async def connect(
     url: str, fetch: Callable[[int], Mapping[str, Tensor]], files: Mapping[str, bytes]
 ) -> AsyncIterator[VllmServer]:
-    # As many connections as there are requests, and no limit on their time; idle ones are closed by
-    # us, since a server that closes one while we ask looks like a server that is gone.
+    # As many connections as there are requests, and no limit on their time. Idle connections are
+    # closed on this side, since a server that closes one during a request looks like a server that
+    # is gone.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
     patient = aiohttp.ClientTimeout(total=None, sock_connect=5.0)
     async with aiohttp.ClientSession(connector=connector, timeout=patient) as http:
@@ -284,7 +287,7 @@ async def connect(
 
 
 def generate_request(request: Request, version: int) -> dict[str, Any]:
-    params = asdict(request.params)  # vLLM has the same names
+    params = asdict(request.params)  # vLLM uses the same names
     del params["grammar"]
     return {
         "token_ids": (*request.prompt, *(token.token for token in request.begun)),
@@ -326,7 +329,7 @@ def to_sample(choice: Choice, request: Request, config: ModelConfig) -> Sample:
 
 
 def to_routed_experts(encoded: str, request: Request, config: ModelConfig) -> bytes | None:
-    """From vLLM's array, which has all layers and what type it likes, to the bytes that our engine
+    """Convert vLLM's array, which has all layers and any integer type, to the bytes that our engine
     would report."""
     if request.experts_from is None or config.experts is None:
         return None
@@ -339,14 +342,15 @@ def to_routed_experts(encoded: str, request: Request, config: ModelConfig) -> by
 
 
 def finished_already(request: Request) -> Literal["stop", "length"] | None:
-    """Why there is nothing left to sample of an answer that another worker has begun."""
+    """The reason why nothing is left to sample of an answer that another worker has begun; None if
+    something is left."""
     if request.begun and request.begun[-1].token in request.stop_token_ids:
         return "stop"
     return "length" if len(request.begun) == request.max_tokens else None
 
 
 def with_begun(request: Request, sample: Sample) -> Sample:
-    """With the beginning that another worker has sampled."""
+    """The sample with the beginning that another worker sampled."""
     if not request.begun:
         return sample
     versions = (*(token.version for token in request.begun), *expand_spans(sample.versions))
@@ -361,8 +365,8 @@ def with_begun(request: Request, sample: Sample) -> Sample:
 
 
 def truncate_at_stop(request: Request, sample: Sample, tokenizer: ChatTokenizer) -> Sample:
-    """Up to the token that completes a stop text. What stands before it was sampled as if nothing
-    followed."""
+    """Cut the sample after the token that completes a stop string. The tokens before it do not
+    depend on what was sampled later."""
     decoder, finder = IncrementalDetokenizer(tokenizer.decode), StopStringFilter(request.stop)
     number = 0
     while not finder.found:

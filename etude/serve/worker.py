@@ -3,7 +3,7 @@
     python -m etude.serve.worker --store RUN --region east --port 8101 --gateway
     http://127.0.0.1:8100
 
-A worker without weights serves nothing; it joins the gateway, and the gateway tells it what to
+A worker without weights serves nothing: it joins the gateway, and the gateway tells it what to
 load.
 """
 
@@ -74,13 +74,13 @@ from etude.weights.tensors import root_of
 
 HEARTBEAT_S = 1.0
 STEP_TIMEOUT_FACTOR = 10
-"""A step of the engine, or a swap of weights, may take so many times the heartbeat timeout: the
-first one compiles, and a long prompt on a slow machine is not a fault."""
+"""Factor on the heartbeat timeout for one step of the engine, or one swap of weights: the first
+step compiles, and a long prompt on a slow machine is not a fault."""
 
 
 class Worker:
-    """An engine behind the public API, `/generate` for the gateway, and the routes by which it is
-    told what to load. `engine`: ours, or somebody else's behind the same protocol."""
+    """An engine behind the public API, `/generate` for the gateway, and the routes to load weights.
+    `engine`: our own, or vLLM behind the same protocol."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Worker:
         heartbeat_timeout_s: float = math.inf,
         store: Callable[[], list[StoreUsed]] = list,
     ) -> None:
-        """`store`: what this worker has asked of the run's store, to be told."""
+        """`store`: returns the worker's traffic with the run's store, for its status."""
         self.model = ServedModel(
             tokenizer=engine.tokenizer,
             grammars=GrammarBuilder(files),
@@ -112,7 +112,7 @@ class Worker:
         ]
 
     async def generate(self, http: HttpRequest) -> Response:
-        """What a gateway asks: one sampling request, token ids both ways."""
+        """Answer a gateway: one sampling request, with token ids both ways."""
         asked = await read(http, GenerateRequest, decode_msgpack)
         if self.version < asked.min_weight_version:
             raise Unavailable(
@@ -143,7 +143,7 @@ class Worker:
         self.model.metrics.count_tokens(len(request.prompt), len(event.tokens))
 
     async def load(self, http: HttpRequest) -> Response:
-        """Answers when the version is live."""
+        """Load a version; answers once it is live."""
         asked = await read(http, LoadRequest)
         try:
             await self.engine_thread.load(asked.version)
@@ -170,13 +170,13 @@ class Worker:
 
     @property
     def users_only(self) -> bool:
-        """True while the worker serves users only, and lends RL nothing."""
+        """True while the worker serves users only, and lends nothing to RL."""
         thread = self.engine_thread
         return isinstance(thread, EngineThread) and thread.users_only
 
     def well(self) -> bool:
-        """False if the engine hangs, while the port answers. Then nobody is told that this worker
-        is there."""
+        """False if the engine hangs while the server still answers. The worker then sends no
+        heartbeats."""
         return self.engine_thread.step_s < self._step_s
 
     def report(self) -> WorkerStatus:
@@ -199,11 +199,11 @@ class Worker:
 async def keep_joined(
     worker: Worker, url: str, gateway_url: str, token: str | None, pool: str = ""
 ) -> None:
-    """Tells the gateway again and again that this worker is there: it may have been restarted and
-    know of nobody. The gateway answers when the worker is up, having told it to load what is
-    missing."""
+    """Send heartbeats to the gateway: it may have been restarted, and know no workers. It answers
+    once the worker is up, after telling it to load what is missing."""
     headers = process.authorization(token)
-    # No word waits for the answer to the last one: the gateway counts the time between them.
+    # A heartbeat does not wait long for the answer to the previous one, since the gateway measures
+    # the time between heartbeats.
     short = aiohttp.ClientTimeout(total=HEARTBEAT_S)
     async with aiohttp.ClientSession(headers=headers, timeout=short) as session:
         refused = False
@@ -216,7 +216,7 @@ async def keep_joined(
                 users_only=worker.users_only,
             )
             body = msgspec.json.encode(joining)
-            # it is not there now; it will be
+            # the gateway may be away for a while
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 if worker.well():
                     async with session.post(f"{gateway_url}/workers", data=body) as response:
@@ -234,11 +234,11 @@ async def own_engine(
     config: RunConfig,
     lending: SlotPolicy | None = None,
 ) -> AsyncIterator[EngineThread]:
-    """`lending`: for an engine in front of users. Others, such as that of evaluations, have none of
-    their own to give way to."""
+    """The engine of a worker. `lending`: for an engine that also serves users; others, such as
+    those of evaluations, have no users of their own to give way to."""
     exit_on_engine_failure()
     device = select_device(config.engine.device)
-    # Published weights are bf16. A processor computes with them in fp32, as the trainer does on it.
+    # Published weights are bf16. On a CPU both engine and trainer compute with them in fp32.
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = usual if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
     model = Transformer(ModelConfig.from_json(files["config.json"])).requires_grad_(False)
@@ -271,8 +271,8 @@ async def own_engine(
 
 
 def _max_num_seqs(config: RunConfig) -> int:
-    # One request at a time in deterministic mode: what else is in a batch changes the last bits of
-    # a result, and nothing may depend on what was asked before.
+    # One request at a time in deterministic mode: the other sequences of a batch change the last
+    # bits of a result, and nothing may depend on earlier requests.
     return 1 if config.deterministic else config.engine.max_num_seqs
 
 
@@ -289,9 +289,9 @@ async def serve_worker(
     relay: str | None = None, advertise: str | None = None, pool: str = "",
     overrides: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Settings are those of the run. `advertise`: the URL at which the gateway reaches this worker,
-    if that is not the address it listens at. `overrides`: keys of `[engine]` that are otherwise
-    for this process."""
+    """Run a worker with the settings of the run. `advertise`: the URL at which the gateway reaches
+    this worker, if it differs from the address that it listens at. `overrides`: keys of `[engine]`
+    that differ for this process."""
     token = process.token()
     listener = process.bind(host, port, token)
     run = Run.open(store_url, create=False)

@@ -1,6 +1,7 @@
-"""The answer of one worker to one request, and the tries of a request at one worker after another.
+"""The answer of one worker to one request, and the attempts of a request at several workers in
+turn.
 
-What breaks between gateway and worker becomes a `WorkerFailed` here, whatever it was.
+Any failure between gateway and worker becomes a `WorkerFailed` here.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ from etude.store.decoding import decode_msgpack
 
 MAX_RETRIES = 3
 MAX_SILENCES = 5
-"""Workers that fall silent over one request before it fails. Silence is seldom its fault, but one
-that hangs its worker, or takes down the whole host, closes no connection."""
+"""Number of workers that may fall silent over one request before it fails. Silence is seldom caused
+by the request, but a request that hangs its worker, or takes down the whole host, closes no
+connection."""
 
 
 class WorkerFailed(Exception):
-    """A worker did not answer, or not as it should."""
+    """A worker did not answer, or not correctly."""
 
 
 class WorkerSilent(WorkerFailed):
-    """The worker stopped sending heartbeats and was taken out; the request may not be the cause."""
+    """The worker stopped sending heartbeats and was removed; the request may not be the cause."""
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """A wait for the answer of a worker; `end` makes the waiting task fail."""
+    """A wait for a worker's answer; `end` makes the waiting task fail."""
 
     url: str
     end: Callable[[], None]
     in_vain: bool = False
-    """The worker fell silent, or was taken out."""
+    """The worker fell silent, or was removed."""
 
     @contextmanager
     def failures(self) -> Iterator[None]:
@@ -60,13 +62,13 @@ class Wait:
 
 
 class WorkerAnswer:
-    """An answer that is asked for on a connection of its own. Plain calls, without a generator
-    between them: each token of each session comes this way."""
+    """An answer on a connection of its own. Its methods are plain calls, without a generator in
+    between, since each token of each session passes through here."""
 
     def __init__(
         self, connection: WorkerConnection, url: str, worker: Worker, waits: dict[Wait, Worker]
     ) -> None:
-        """`waits`: all that are under way. It is one of them until it is closed."""
+        """`waits`: all waits under way; this answer is among them until it is closed."""
         self._wait = Wait(url, connection.abort)
         self._waits = waits
         self._waits[self._wait] = worker
@@ -84,7 +86,7 @@ class WorkerAnswer:
         self._connection.close()
 
     async def ask(self, asked: GenerateRequest, headers: Mapping[str, str]) -> None:
-        """Returns when the worker begins to answer."""
+        """Send the request; returns when the worker begins to answer."""
         body = msgspec.msgpack.encode(asked)
         try:
             status = await self._connection.post(self._wait.url, body, headers)
@@ -95,12 +97,12 @@ class WorkerAnswer:
             _raise_refusal(status, error_message(refusal))
 
     async def sample(self) -> Sample:
-        """The whole answer."""
+        """The complete answer."""
         with self._wait.failures():
             return decode_msgpack(await self._connection.read_all(), Sample)
 
     async def events(self) -> Iterator[Token | Sample]:
-        """What has come meanwhile; the sample is the last."""
+        """The events that have arrived since; the sample comes last."""
         try:
             data = await self._connection.read()
             if not data:
@@ -125,25 +127,25 @@ class WorkerAnswer:
 
 @dataclass(slots=True)
 class SessionRequests:
-    """The pending requests of one session, and whether a failure delayed any."""
+    """The pending requests of one session, and whether a failure delayed any of them."""
 
     pending: int = 0
     disturbed: bool = False
-    """True: a request took longer than it would have on a healthy worker, or got no answer."""
+    """True if a request took longer than it would have on a healthy worker, or got no answer."""
 
 
 class Attempts:
-    """The tries of one request at workers, one after the other. Each is a block:
+    """The attempts of one request, at one worker after the other. Each is a block:
 
         with await attempts.next() as attempt: ...
 
-    A worker that fails in it is taken out, and the failure goes no further."""
+    A worker that fails in the block is removed, and the failure is not raised."""
 
     def __init__(
         self, request: Request, requests: SessionRequests, fleet: Fleet, clock: AwakeClock,
         pick: Callable[[], Awaitable[Worker]],
     ) -> None:  # fmt: skip
-        """`pick`: waits for a worker that may be asked."""
+        """`pick`: waits for a worker that may serve the request."""
         self._request = request
         self._requests = requests
         self._fleet = fleet
@@ -153,7 +155,7 @@ class Attempts:
         self._failures: list[WorkerFailed] = []
 
     async def next(self) -> Attempt:
-        """Raises when too many have failed."""
+        """Begin the next attempt. Raises if too many have failed."""
         if self._failures:
             self._check_failures(self._failures)
         self._requests.disturbed |= not self._fleet.up
@@ -166,7 +168,7 @@ class Attempts:
         return Attempt(self, worker, left, self._clock.now())
 
     def end(self, attempt: Attempt, error: BaseException | None) -> bool:
-        """Whether the next one is to be made."""
+        """End an attempt; returns True if the request is to be tried again."""
         if failed := isinstance(error, WorkerFailed):
             self._fleet.leave(attempt.worker)
             self._failures.append(error)
@@ -185,14 +187,14 @@ class Attempts:
 
 @dataclass(slots=True)
 class Attempt:
-    """One try of a request at a worker."""
+    """One attempt of a request at a worker."""
 
     attempts: Attempts
     worker: Worker
     request: Request
-    """What is left of it."""
+    """The request with the time that it has left."""
     asked: float
-    """When."""
+    """Start time."""
 
     def __enter__(self) -> Attempt:
         return self
@@ -202,7 +204,7 @@ class Attempt:
 
 
 def _left(request: Request, elapsed_s: float) -> Request:
-    """The request as it is after so many seconds."""
+    """The request after the given seconds: with a shorter deadline."""
     if request.deadline_s is None:
         return request
     if request.deadline_s <= elapsed_s:
@@ -211,8 +213,8 @@ def _left(request: Request, elapsed_s: float) -> Request:
 
 
 def _raise_refusal(status: int, message: str) -> NoReturn:
-    """What a worker says instead of an answer. A deadline and what can never be answered are not
-    its fault."""
+    """Raise the error that a worker answered with. A passed deadline, or a request that can never
+    be answered, is not the worker's fault."""
     if status == 408:
         raise DeadlineExceeded()
     if 400 <= status < 500 and status not in (401, 403):

@@ -1,8 +1,7 @@
-"""HTTP/1.1 from the gateway to its workers, on connections that are kept.
+"""HTTP/1.1 from the gateway to its workers, over persistent connections.
 
-Every token of every session comes this way: between the socket and whoever waits for it stands
-nothing but the parser. What a worker says is held until it is read, which is no more than one
-answer for each connection.
+Every token of every session passes through here, so only the parser is between the socket and the
+reader. A worker's data is held until it is read, which is at most one answer per connection.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ import httptools
 
 CONNECT_S = 5.0
 IDLE_S = 15.0
-"""Less than a worker keeps an idle connection: whoever closes it first must not be the one who may
-be asked."""
+"""Shorter than workers keep an idle connection: if the worker closed it first, the gateway could be
+sending a request at that moment."""
 
 
 class WorkerClient:
-    """Connections to workers, and which of them are free."""
+    """Connections to workers, with a list of the idle ones."""
 
     def __init__(self) -> None:
         self._idle: dict[str, list[WorkerConnection]] = {}
 
     def idle(self, url: str) -> WorkerConnection | None:
-        """A connection that is free."""
+        """An idle connection to the worker, if there is one."""
         idle, now = self._idle.get(urlsplit(url).netloc), asyncio.get_running_loop().time()
         while idle:
             connection = idle.pop()
@@ -39,7 +38,7 @@ class WorkerClient:
         return None
 
     async def connect(self, url: str) -> WorkerConnection:
-        """A new connection. Raises OSError."""
+        """Open a new connection. Raises OSError."""
         where = urlsplit(url)
         idle = self._idle.setdefault(where.netloc, [])
         async with asyncio.timeout(CONNECT_S):
@@ -59,10 +58,11 @@ class WorkerClient:
 
 
 class WorkerConnection(asyncio.Protocol):
-    """One request at a time: `post`, `read` until there is no more, `close`."""
+    """A connection that carries one request at a time: `post`, `read` until it returns nothing,
+    `close`."""
 
     def __init__(self, idle: list[WorkerConnection]) -> None:
-        """`idle`: where it goes when it is free."""
+        """`idle`: the list that the connection returns to when it is free."""
         self.idle_since = 0.0
         self._idle = idle
         self._loop = asyncio.get_running_loop()
@@ -77,7 +77,8 @@ class WorkerConnection(asyncio.Protocol):
         self._more: asyncio.Future[None] | None = None
 
     async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> int:
-        """The status of the answer. Raises ConnectionError if there is none."""
+        """Send a request; returns the status of the answer. Raises ConnectionError if there is
+        none."""
         self._status, self._parts = 0, []
         self._is_whole = self._is_over = self._is_closed = False
         self._transport.write(_head(urlsplit(url), len(body), headers) + body)
@@ -86,7 +87,8 @@ class WorkerConnection(asyncio.Protocol):
         return self._status
 
     async def read(self) -> bytes:
-        """What has come meanwhile; nothing at the end. Raises ConnectionError if it breaks off."""
+        """The bytes that have arrived since the last call; empty at the end. Raises ConnectionError
+        if the answer breaks off."""
         while not self._parts:
             if self._is_whole:
                 return b""
@@ -102,12 +104,12 @@ class WorkerConnection(asyncio.Protocol):
         return b"".join(parts)
 
     def finish(self) -> None:
-        """Nothing more is of interest: what is left of the answer only ends it."""
+        """Note that the rest of the answer contains no more data, only its end."""
         self._is_over = True
 
     def close(self) -> None:
-        """Free for the next request, when the answer is whole. One that is not wanted to its end is
-        broken off, so that its worker stops. May be called twice."""
+        """Free the connection for the next request once the answer is complete. If the answer is no
+        longer wanted, abort the connection, so that the worker stops. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -160,7 +162,7 @@ class WorkerConnection(asyncio.Protocol):
         self._wake()
 
     async def _wait(self) -> None:
-        """For something to come."""
+        """Wait for data, or for the end of the connection."""
         if self._broken is not None:
             raise ConnectionError(str(self._broken)) from self._broken
         self._more = self._loop.create_future()
@@ -179,7 +181,7 @@ def _head(url: SplitResult, length: int, headers: Mapping[str, str]) -> bytes:
 
 
 def error_message(body: bytes) -> str:
-    """What a server says in place of an answer."""
+    """The message of an error response."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["message"])
     return body.decode(errors="replace")[:200]

@@ -1,4 +1,4 @@
-"""The protocol between gateway and worker, and the model's files that both read from the run's
+"""The protocol between gateway and worker, and the model files that both read from the run's
 store."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from etude.store.runs import Run
 
 
 class GenerateRequest(msgspec.Struct):
-    """The body of `POST /generate`, in MessagePack; the answer is a `core.sampling.Sample`, or
-    frames of one with `stream`."""
+    """The body of `POST /generate`, in MessagePack. The answer is a `core.sampling.Sample`; or,
+    with `stream`, frames of one."""
 
     request: Request
     min_weight_version: int
-    """A worker with older weights refuses (503): what the gateway promised holds even if it is
-    wrong about a worker."""
+    """A worker with older weights refuses (503). So the gateway's promise holds even if its view of
+    a worker is wrong."""
     stream: bool = False
 
 
@@ -30,14 +30,15 @@ FRAME_SIZE_BYTES = 4
 
 
 class GenerateFrame(msgspec.Struct, omit_defaults=True):
-    """A part of a stream: in MessagePack, its size before it. One of these."""
+    """A part of a stream, in MessagePack with its size in front. It holds a token, the sample, or
+    an error."""
 
     token: Token | None = None
     sample: Sample | None = None
-    """The last."""
+    """Comes last."""
     status: int = 0
     error: str = ""
-    """What went wrong behind the first token, as HTTP would have said it."""
+    """An error after the first token, with the status that HTTP would have used."""
 
     def packed(self) -> bytes:
         data = msgspec.msgpack.encode(self)
@@ -45,13 +46,13 @@ class GenerateFrame(msgspec.Struct, omit_defaults=True):
 
 
 class FrameReader:
-    """The frames of a stream, from its bytes as they come."""
+    """Splits the bytes of a stream into frames as they arrive."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def push(self, data: bytes) -> Iterator[GenerateFrame]:
-        # grown in place: the experts of a long context are one frame of megabytes
+        # Grown in place: the routed experts of a long context are one frame of megabytes.
         rest, begin = self._rest, 0
         rest += data
         while begin + FRAME_SIZE_BYTES <= len(rest):
@@ -67,8 +68,8 @@ class FrameReader:
 class LoadRequest(msgspec.Struct):
     version: int
     quarantined: list[str] | None = None
-    """Regions that are to be sent nothing, and no others; None: as before. Only a gateway is told
-    so."""
+    """The quarantined regions, which are sent no requests; None leaves them unchanged. Only
+    gateways get this field."""
 
 
 class JoinRequest(msgspec.Struct):
@@ -76,9 +77,9 @@ class JoinRequest(msgspec.Struct):
     region: str
     version: int
     pool: str = ""
-    """That it stands in (`serve.pools`)."""
+    """The pool that the worker belongs to (`serve.pools`)."""
     users_only: bool = False
-    """It lends nothing now: a gateway of rollouts sends it none."""
+    """The worker lends nothing to RL now, so a gateway of rollouts sends it no requests."""
 
 
 class DrainRequest(msgspec.Struct):
@@ -86,9 +87,9 @@ class DrainRequest(msgspec.Struct):
 
     url: str
     draining: bool = True
-    """False: it is wanted again."""
+    """False ends the draining."""
     keep: int = 0
-    """It is refused (409) if fewer workers than that would be left to answer."""
+    """Number of workers that must be left to answer; otherwise the request is refused (409)."""
 
 
 class WorkerStatus(msgspec.Struct):
@@ -97,15 +98,15 @@ class WorkerStatus(msgspec.Struct):
     running: int
     waiting: int
     busy_s: float
-    """Time in engine steps since the worker began; its growth over the growth of `wall_s` is how
-    busy it is."""
+    """Time in engine steps since the worker began. Its growth divided by that of `wall_s` is the
+    utilisation."""
     wall_s: float
     tokens: int
     store: list[StoreUsed] = []
-    """What each worker has asked of the run's store, if that is a bucket."""
+    """Each worker's traffic with the run's store, if that is a bucket."""
 
     def joined_with(self, other: WorkerStatus) -> WorkerStatus:
-        """Two workers as if they were one; of the versions, what both are at least at."""
+        """Two workers as one; its version is the older of the two."""
         return WorkerStatus(
             region=self.region,
             version=min(self.version, other.version),
@@ -120,17 +121,17 @@ class WorkerStatus(msgspec.Struct):
 
 class WorkerWeights(msgspec.Struct):
     """Proof of the weights that a worker computes with: the root is derived from its live tensors
-    when it is asked."""
+    at the time of the request."""
 
     region: str
     version: int
     root: str
     pauses_s: list[float]
-    """Of the last swaps, each: how long the engine stood still."""
+    """Time that each of the latest weight swaps stopped the engine."""
 
 
 def read_model_files(run: Run) -> dict[str, bytes]:
-    """Of the model of a run, with the context that the run gives it."""
+    """The files of a run's model, with the context length that the run sets."""
     files = run.model_files()
     if missing := [name for name in MODEL_FILES if name not in files]:
         raise EtudeError(

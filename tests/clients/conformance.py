@@ -1,6 +1,6 @@
-"""What any service must answer that speaks the protocol of environments by URL. The one under test
-serves `rollout`s that ask the model once and earn 1 if it says "aei"; the task "broken" fails, and
-"slow" waits until it is cancelled."""
+"""The answers required of any service that implements the protocol of environments by URL. The
+service under test runs rollouts that ask the model once and earn 1 if it says "aei"; the task
+"broken" fails, and "slow" waits until it is cancelled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from etude.store.decoding import decode_known
 
 @contextlib.contextmanager
 def model(answer: str = "aei") -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A base URL where every question gets this answer, and what came in: requests by
+    """A base URL at which every request gets this answer, and a record of what arrived: requests by
     `Authorization`, and callbacks."""
     heard: list[dict[str, Any]] = []
 
@@ -72,7 +72,7 @@ def rollout(id: str, base_url: str, task: str = "1", **more: Any) -> RolloutRequ
 
 
 def result(url: str, id: str) -> RolloutResult:
-    """Once it is over."""
+    """The result of a rollout once it is over."""
     while True:
         status, body = ask("GET", f"{url}/rollouts/{id}?wait_s=10")
         assert status == 200, body
@@ -91,8 +91,8 @@ def until(what: Any) -> None:
 
 
 def check_service(url: str, *, capacity: int) -> None:
-    """At `url` the service described above, for requests that carry "secret"; it has the tasks 0
-    to 6 to train on, and none held out."""
+    """Check the service at `url` that is described above. It accepts requests with the token
+    "secret", has the tasks 0 to 6 for training, and none held out."""
     assert ask("GET", f"{url}/health", token="wrong")[0] == 401
     health = msgspec.json.decode(ask("GET", f"{url}/health")[1], type=ServiceHealth)
     assert (health.status, health.capacity, health.running) == ("ok", capacity, 0)

@@ -1,4 +1,4 @@
-"""The Python client of environments by URL keeps to the protocol."""
+"""The Python client for environments by URL follows the protocol."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def test_it_keeps_to_the_protocol() -> None:
 def gateway(
     *answers: int | None, results: list[dict[str, Any]] | None = None
 ) -> Iterator[tuple[str, list[int | None]]]:
-    """One that offers a session, and answers scores so, one after the other; None: not at all. And
-    those that it has given. `results`: takes what it is sent."""
+    """A gateway that offers a session and answers scores with the given statuses in turn; None
+    closes the connection. Yields its URL and the statuses that it has sent. `results` collects the
+    scores that it receives."""
     given: list[int | None] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -66,7 +67,7 @@ def gateway(
                 if results is not None:
                     results.append(body)
                 if given[-1] is None:
-                    return  # which closes the connection
+                    return  # closes the connection
                 status = given[-1]
                 data = b"no answer of the model" if status == 400 else b""
             self.send_response(status)
@@ -91,7 +92,7 @@ def gateway(
 def test_a_result_waits_for_a_gateway_that_is_away(
     answers: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And is not sent again to one that does not want it."""
+    """A result that the gateway does not want is not sent again."""
     monkeypatch.setattr(etude_environment, "RETRY_S", 0.001)
     with gateway(*answers) as (url, given):
         assert pull(url, "key", lambda asked: Result(reward=1.0))
@@ -121,7 +122,7 @@ def test_all_that_a_score_may_say_is_sent() -> None:
 
 @pytest.mark.parametrize("then", [204, 400])
 def test_a_result_that_is_refused_has_failed(then: int) -> None:
-    """The run is told at once, instead of waiting for the deadline."""
+    """The run learns of it at once, instead of waiting for the deadline."""
     results: list[dict[str, Any]] = []
     with gateway(400, then, results=results) as (url, given):
         assert pull(url, "key", lambda asked: Result(reward=1.0))

@@ -1,5 +1,5 @@
-"""The TypeScript client of environments by URL, in node: it keeps to the protocol, and a product
-around it is trained on: `make test-typescript`."""
+"""The TypeScript client for environments by URL, in node: it follows the protocol, and a product
+built on it is trained on: `make test-typescript`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JUKEBOX = ROOT / "examples" / "by_url" / "dist" / "service.js"
 
 @contextlib.contextmanager
 def node(*argv: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A service in node while the block runs; its URL."""
+    """Run a service in node during the block; yields its URL."""
     process = subprocess.Popen(["node", *map(str, argv)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -59,8 +59,8 @@ def mean_rewards(run: Run) -> list[float]:
 
 
 def test_a_run_is_trained_on_it_and_survives_its_death(tmp_path: Path) -> None:
-    """Reward rises. The service is killed and started again in the middle, twice: every sample that
-    was settled stays so, and no attempt has failed."""
+    """The reward rises. The service is killed and restarted in the middle, twice: every settled
+    sample stays settled, and no attempt fails."""
     port, directory = free_port(), tmp_path / "run"
     argv = [sys.executable, "-m", "etude", "run", str(ROOT / "examples" / "by_url" / "run.toml")]
     argv += ["--dir", str(directory), "--json"]

@@ -1,4 +1,4 @@
-"""What is said in a chat, and what is for the chat itself."""
+"""Input of a chat: text for the model, and commands of the chat itself."""
 
 from __future__ import annotations
 

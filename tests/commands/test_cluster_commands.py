@@ -1,4 +1,4 @@
-"""`etude plan` and `etude simulate`, as a user calls them."""
+"""`etude plan` and `etude simulate` on the command line."""
 
 from __future__ import annotations
 

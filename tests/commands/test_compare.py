@@ -67,7 +67,7 @@ def test_seeds_are_compared_by_their_mean_at_each_task(
 def test_only_what_was_solved_within_so_many_turns_counts(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """a takes two turns, b three; before, only c was solved, in one."""
+    """a takes two turns, b three; before, only c was solved, in one turn."""
     run = Run.open(f"file:{directory}")
     for version, solved in SOLVED.items():
         turns = {"a": 2, "b": 3}
@@ -137,7 +137,8 @@ def test_one_attempt_is_not_compared_with_several(
 def test_a_report_of_an_older_run_says_by_its_rewards_what_was_solved(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before several attempts there was no other figure for each task."""
+    """Older reports, from before evaluations with several attempts, have no other figure per
+    task."""
     run = Run.open(f"file:{directory}")
     report = run.eval("000000.heldout", Report)
     old = to_builtins(replace(report, rewards={"a": 0.5, "b": 0.0, "c": 1.0, "d": 0.0}))

@@ -1,4 +1,4 @@
-"""`etude doctor` on machines of all kinds, and on this one."""
+"""`etude doctor` on various simulated machines, and on this one."""
 
 from __future__ import annotations
 

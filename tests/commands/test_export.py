@@ -1,5 +1,5 @@
-"""Exported models, as other programs read them: they stop, and have the context that they were made
-with."""
+"""Exported models as other programs read them: with stop tokens, and with the context length that
+they were made with."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ steps = 1
 
 
 def exported(directory: Path, files: dict[str, bytes], *overrides: str) -> dict[str, Any]:
-    """A run that was prepared with these files and published once, and the JSON of its export."""
+    """The JSON of an export from a run that was prepared with these files and published once."""
     run = Run.open(f"file:{directory / 'run'}")
     run.put_config(parse(TOML, overrides))
     store_files(run, files)

@@ -1,4 +1,4 @@
-"""Files that a command is given: where they are looked for, and what they may be."""
+"""Files given to a command: where they are looked up, and which are allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etude init`: what it writes is tried, tested and run."""
+"""`etude init`: the written project is tried, tested and run."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ANSWER = "Here it is:\n```python\ndef add(a, b):\n    return b + a\n```\nEnjoy."
 
 @pytest.fixture(scope="session")
 def plain_pytest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with pytest and no plugin: ours takes seconds to load those it has, and
-    commands in sandboxes wait for all others that run."""
+    """A virtual environment with pytest and no plugins: loading the plugins of ours takes seconds,
+    which sandboxes would spend one after another."""
     place = tmp_path_factory.mktemp("plain") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     (packages,) = place.glob("lib/python*/site-packages")
     for name in ("pytest", "pluggy", "iniconfig", "packaging", "pygments"):
         for file in files(name) or pytest.fail(f"nobody knows what {name} installed"):
-            if ".." not in file.parts:  # what is beside the packages is a script
+            if ".." not in file.parts:  # files outside of the packages are scripts
                 (packages / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file.locate(), packages / file)
     return place

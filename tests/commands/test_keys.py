@@ -1,4 +1,4 @@
-"""`etude keys` and docs/config.md: every key of the config, as the tables have it."""
+"""`etude keys` and docs/config.md: every key of the config, as in its tables."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "stage"]) == 2
     said = capsys.readouterr().err
     assert all(f"stage.{kind}" in said for kind in STAGES)
-    assert main(["keys", "harness.code.foo"]) == 2  # both a key and a table
+    assert main(["keys", "harness.code.foo"]) == 2  # the message suggests a key and a table
     assert capsys.readouterr().err.count("harness.code.tool,") == 1
     assert main(["keys", "lr"]) == 2
     assert "stage.rl.lr" in capsys.readouterr().err

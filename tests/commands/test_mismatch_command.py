@@ -1,4 +1,4 @@
-"""`etude mismatch` finds what was planted, names it, and finds nothing where there is nothing."""
+"""`etude mismatch` finds a planted fault and names it, and finds nothing if there is none."""
 
 from __future__ import annotations
 
@@ -178,8 +178,8 @@ def record(
     fp8_kv: bool = False,
     **asked: Any,
 ) -> None:
-    """A run whose last batch was sampled at temperature 0.5 by the weights that it trained.
-    `sampling`: what its rows say about that."""
+    """A run whose last batch was sampled at temperature 0.5 by the weights that trained on it.
+    `sampling`: the sampling spans of its rows."""
     run, small = Run.open(f"file:{path}"), small_files()
     run.put_config(parse(text))
     shape = replace(shape or config(), vocab_size=300, max_position_embeddings=256)
@@ -260,7 +260,7 @@ def test_a_batch_that_was_sampled_at_another_temperature(
 def test_a_batch_whose_rows_say_how_they_were_sampled(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The stage's temperature is another one, and explains nothing."""
+    """The stage's temperature differs, which explains nothing."""
     spans = (SamplingSpan(SamplingParams(temperature=0.8), 20),)
     record(tmp_path, RL, temperature=0.8, sampling=spans)
     recorded = judged(tmp_path, capsys)["recorded"]
@@ -301,7 +301,7 @@ def test_only_rows_of_one_version_are_judged_and_not_too_many() -> None:
 
 
 def test_what_stands_behind_the_last_sampled_token_changes_nothing() -> None:
-    """A session may end with what a tool said."""
+    """A session may end with the answer of a tool."""
     one, tail = model("qwen3_moe"), (7, 8, 9)
     engine = Engine(one, max_num_seqs=1)
     add(engine, request("0", list(PROMPTS[0]), max_tokens=8))
@@ -338,7 +338,7 @@ def test_a_batch_that_cannot_be_explained(
 
 
 def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its last batch was recorded with top-p, of which the config says nothing."""
+    """Its last batch was recorded with top-p, which the config does not mention."""
     run, small = Run.open(f"file:{tmp_path}"), small_files()
     run.put_config(parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
     store_files(run, small)

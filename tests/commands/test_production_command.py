@@ -1,5 +1,5 @@
-"""What production mode recorded, as training data that the stages read as it is; and users who are
-deleted from it, from copies too."""
+"""Recordings of production mode as training data that the stages read exactly, and the deletion of
+users, also from exports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SAID = ["Good. " + call("edit", line=3), "Done.", "Bad.", "Fine."]
 
 @pytest.fixture
 async def recorded(tmp_path: Path) -> AsyncIterator[Path]:
-    """The file of a production mode that has recorded two users."""
+    """The configuration file of a production mode that has recorded two users."""
     (tmp_path / "user.key").write_text(KEY.hex())
     file = tmp_path / "production.toml"
     file.write_text('user_key_file = "user.key"\nstore = "store"\n')
@@ -84,7 +84,7 @@ async def test_every_export_trains(recorded: Path, tmp_path: Path) -> None:
 
     sessions = read_sessions(str(sft), TOKENIZER, 4096, "error")
     lines = [json.loads(line) for line in sft.read_text().splitlines()]
-    # the stage reads the very tokens that were recorded, and messages where it has other ids
+    # The stage reads the very tokens that were recorded, or messages if they have other ids.
     exact = [(line["tokens"], line["mask"]) for line in lines]
     assert sorted((*sessions.train, *sessions.heldout)) == sorted(exact)
     (sampled,) = [t.sampled for t in turns_of(recorded) if t.messages[-1]["content"] == "Done."]
@@ -125,7 +125,7 @@ async def test_a_deleted_user_is_taken_out_of_copies(
     sft, rl = tmp_path / "sft.jsonl", tmp_path / "rl"
     etude("export", recorded, "--for", "sft", sft)
     etude("export", recorded, "--for", "rl", rl)
-    # as an answer may have it: in JSON that ends no line
+    # An answer may contain this: in JSON it does not end a line.
     sft.write_text(sft.read_text().replace('"content": "', '"content": "\u2028'))
     before = sft.read_text().count("\n")
     assert etude("delete", recorded, "--user", "alice@example.com") == 0
@@ -140,7 +140,7 @@ async def test_a_deleted_user_is_taken_out_of_copies(
 
 
 async def test_a_copy_with_line_ends_in_its_texts_is_purged(recorded: Path, tmp_path: Path) -> None:
-    """Those of Unicode, which JSON leaves as they are."""
+    """Unicode's line separators, which JSON leaves unescaped."""
     sft = tmp_path / "sft.jsonl"
     etude("export", recorded, "--for", "sft", sft)
     text = sft.read_text().replace("fix it", "fix\u2028it\x85now")

@@ -1,4 +1,4 @@
-"""How far a long command is: a bar on a terminal, lines elsewhere."""
+"""Progress of a long command: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

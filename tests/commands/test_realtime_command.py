@@ -1,4 +1,4 @@
-"""What a person says to the loop of real-time RL, by one command each."""
+"""The commands by which a person controls the loop of real-time RL."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_is_said(run: Run) -> None:
 
 
 def test_of_two_who_decide_at_once_the_second_sees_what_the_first_did(run: Run) -> None:
-    """The loop takes a version back while somebody stops it."""
+    """The loop rolls a version back while somebody stops it."""
     log = told(run, FIRST, TRYING)
     calls = []
 
@@ -127,7 +127,7 @@ FOLDER = 'environment = "etude.run.task_folder:TaskFolder"\npath = "none"'
 
 @pytest.fixture
 def product(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the two files; whatever is started there is stopped at once."""
+    """A folder with the two files; everything that is started there is stopped at once."""
 
     def stop(program: Coroutine[Any, Any, None]) -> None:
         program.close()
@@ -166,7 +166,7 @@ def test_a_start_from_another_folder_names_the_run_that_is_there(
 def test_what_is_next_is_told_in_words(
     product: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # other tests are about it, and each takes seconds
+    # Other tests cover this check, which takes seconds.
     found = SimpleNamespace(tasks={"heldout": 2})
     monkeypatch.setattr("etude.commands.realtime.check_start", lambda *_, **__: found)
     assert main(["realtime", "run.toml", "--dry-run"]) == 0
@@ -246,7 +246,7 @@ def test_a_mistake_is_told_before_anything_starts(
     change: dict[str, str | None],
     said: str,
 ) -> None:
-    """Some of them would otherwise be noticed by the first update, hours later."""
+    """Otherwise the first update would notice some of them, hours later."""
     for old, new in change.items():
         if old == SECRET_VARIABLE:
             monkeypatch.delenv(old)
@@ -294,7 +294,7 @@ def test_who_is_killed_is_started_again_so_that_users_do_not_notice(
     assert all(each.restarts == RESTARTS for each in programs)
     workers = [each for each in programs if each.name.startswith("worker-")]
     assert workers and all(each.gpus == (3,) for each in workers)
-    # a mistake that was named is there the next time, too; and of two loops one must end
+    # A permanent mistake would only be repeated by a restart, and of two loops one must end.
     assert {each.name for each in programs if each.final == (2,)} == {"trainer", "loop"}
 
 

@@ -1,6 +1,7 @@
-"""What commands say of recorded runs, word by word.
+"""The exact output of commands on recorded runs.
 
-`said.json` holds it as it was. After a change of it, write it again, and read what has changed:
+`said.json` holds the expected output. After a change to it, write it again, and read what has
+changed:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/commands/test_said.py
 """
@@ -83,7 +84,7 @@ def write_evaluation(run: Run, version: int, solved: tuple[int, ...]) -> None:
 
 
 def plain(text: str, folder: Path) -> list[str]:
-    """Without what is of this machine, this version, or drawn."""
+    """The output without details of this machine, this version or random numbers."""
     text = text.replace(str(folder), "HERE").replace(__version__, "VERSION")
     text = re.sub(r"\d+\.\d{7,}(e-?\d+)?", lambda found: f"{float(found[0]):.6g}", text)
     text = re.sub(r"\b[0-9a-f]{16,}\b", "DIGEST", text)

@@ -74,6 +74,6 @@ async def test_the_name_of_the_model_chooses_the_adapter(tmp_path: Path) -> None
 
 
 def _text(told: list[dict[str, object]]) -> str:
-    """What was said, without ids that differ from answer to answer."""
+    """The text of an answer, without ids that differ between answers."""
     first = told[0]
     return str(first.get("text") or first.get("message") or first.get("content"))

@@ -1,4 +1,4 @@
-"""`etude sessions` and `etude show`, on stores that were written by hand."""
+"""`etude sessions` and `etude show`, on stores written by hand."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def group(number: int, *trajectories: Trajectory, task: str = "t1") -> Group:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A settled group, one that waits, an evaluation, and an attempt of a group under way."""
+    """A run with a settled group, one that waits, an evaluation, and an attempt of a group under
+    way."""
     run = Run.open(f"file:{tmp_path}")
     run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))
     for name, data in small_files().items():
@@ -100,7 +101,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def printed(run: Run, width: int | None = None, **chosen: object) -> str:
-    """As in a pipe, or on a terminal of that width."""
+    """The output in a pipe, or on a terminal of the given width."""
     is_terminal = width is not None
     console = Console(record=True, width=width or 160, quiet=False, force_terminal=is_terminal)
     path = Path(run.objects.url.removeprefix("file:"))

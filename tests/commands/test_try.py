@@ -1,4 +1,4 @@
-"""`etude try`: what doing nothing, a solution and a session earn, and what it says about that."""
+"""`etude try`: what doing nothing, a solution and a session earn, and its advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etude doctor RUN`, on a store that was written by hand."""
+"""`etude doctor RUN`, on a store written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etude weights`, as a person calls it."""
+"""`etude weights` on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run lies, and how to go on with it: told so that it holds in any folder."""
+"""Locations of runs, and the command to resume them, which must work in any folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def command_shown(directory: Path) -> str:
 
 
 def words_of(command: str) -> list[str]:
-    """As a shell reads them, with the folder that it goes to first."""
+    """The words of a command as a shell reads them, preceded by the folder that it changes to."""
     told = command.replace("etude run", 'printf "%s\\n" "$PWD"', 1)
     done = subprocess.run(told, shell=True, capture_output=True, text=True, check=True, cwd="/")
     return done.stdout.splitlines()
@@ -99,7 +99,8 @@ def test_the_next_commands_stand_one_a_line(
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a run file; etude is started in the folder above, and every run is stopped at once."""
+    """A folder with a run file; etude is started in its parent, and every run is stopped at
+    once."""
 
     def stop(config: RunConfig, place: RunPlace, *_: object, **__: object) -> None:
         Run.open(place.store).put_config(config)
@@ -116,7 +117,7 @@ def test_a_start_from_another_folder_names_the_run_that_is_there(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     above = project.parent
-    for argv in (["project/run.toml"], ["project/run.toml"]):  # the second goes on
+    for argv in (["project/run.toml"], ["project/run.toml"]):  # the second resumes
         assert main(["run", *argv]) == INTERRUPTED
         told = capsys.readouterr()
         assert "begins anew" not in told.out

@@ -1,4 +1,4 @@
-"""The built-in agent against a model that is a script behind a real HTTP server."""
+"""The built-in agent with a scripted model behind a real HTTP server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONG_S = 60.0
 
 
 def says(*calls: tuple[str, str], content: str | None = None) -> Answer:
-    """An assistant message with these tool calls, arguments as the model wrote them."""
+    """An assistant message with these tool calls; arguments are texts, as a model writes them."""
     message: Answer = {"role": "assistant", "content": content}
     if calls:
         message["tool_calls"] = [
@@ -51,7 +51,7 @@ def says(*calls: tuple[str, str], content: str | None = None) -> Answer:
 async def model(
     respond: Callable[[Answer], Answer | web.Response],
 ) -> AsyncIterator[tuple[str, list[Answer]]]:
-    """The URL of a model, and the requests that it got."""
+    """The URL of a model, and the requests that it received."""
     requests: list[Answer] = []
 
     async def chat(request: web.Request) -> web.StreamResponse:

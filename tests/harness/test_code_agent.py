@@ -1,4 +1,4 @@
-"""The coding harness as an agent: its prompt, what is kept of it, and whole sessions."""
+"""The coding harness as an agent: its prompt, the stored prompt parts, and whole sessions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_a_session_edits_and_submits() -> None:
     transcript, requests, sandbox = await session([says(edit), says(("submit", "{}"))])
     assert transcript.finished and sandbox.files["a.py"] == "x = 2\n"
     assert transcript.messages[-3]["content"] == "ok: line 1"
-    # Every request goes on from the one before, with the same tools: one unbroken context.
+    # Every request continues the previous one, with the same tools: one unbroken context.
     assert [request["messages"] for request in requests] == [
         transcript.messages[:n] for n in (2, 4)
     ]
@@ -157,7 +157,7 @@ async def test_the_prompt_goes_from_what_all_share_to_the_task_and_is_kept_in_pa
     assert user["content"] == (
         "AGENTS.md says:\n\nUse tabs.\n\nFiles, level 1: a.py\n\nFiles, level 2: b/c.py\n\nmend it"
     )
-    # what was left out is there to be tried again
+    # parts that were left out are stored, to be tried again
     short, _, _ = await session([says(("submit", "{}"))], max_tokens=20)
     assert short.messages[0] == {"role": "user", "content": "mend it"}
     assert short.prompt_parts == transcript.prompt_parts

@@ -32,7 +32,7 @@ LONG_S = 600.0
 
 
 class Session:
-    """Tools over a sandbox, to be called as a model calls them."""
+    """The tools over a sandbox, called as a model calls them."""
 
     def __init__(self, sandbox: Sandbox, **config: Any) -> None:
         told = {"command_timeout_s": LONG_S, "test_timeout_s": LONG_S, **config}
@@ -132,12 +132,12 @@ async def test_of_several_places_the_one_that_was_read_last_is_meant(call: Sessi
     await call("read", path="twice.py", start=5, end=6)
     assert await edit("    return 1\n    # so") == f"{chosen}lines 6 to 7"
     assert await call("undo") == "ok: twice.py as before that change"
-    # where it stands now: another tool may have written above it
+    # at its present position: another tool may have inserted lines above
     await call.sandbox.write("twice.py", f"import os\n\n{TWICE}".encode())
     assert await edit("    return 1") == f"{chosen}line 8"
     assert await call.sandbox.read("twice.py") == f"import os\n\n{TWICE[:-2]}1\n"
     await call.sandbox.write("twice.py", TWICE.encode())
-    for start, end in ((1, 6), (3, 4)):  # both of them, or none
+    for start, end in ((1, 6), (3, 4)):  # both places, or neither
         await call("read", path="./twice.py", start=start, end=end)
         assert (await edit("    return 1")).startswith(refused)
 
@@ -226,11 +226,11 @@ async def test_a_shell_that_holds_much_goes_on(call: Session) -> None:
     assert (await call("terminal", command="f | wc -c; g | wc -c")).split() == ["70001"] * 2
     quotes = "\\'" * 40_000
     assert (await call("terminal", command=f"echo {quotes} | wc -c")).strip() == "40001"
-    # Nothing starts with such a variable; it is forgotten, and the rest is not.
+    # No program can start with such a variable; it is dropped, and the rest of the state is kept.
     await call("terminal", command="B=$(printf %0200000d 0); export B; cd etude")
     said = await call("terminal", command='echo "[$B]"; ls core/seeds.py; f | wc -c')
     assert said.split() == ["[]", "core/seeds.py", "70001"]
-    # More than is kept of an output: the shell goes on from what it had before.
+    # More than is kept of an output: the shell keeps its previous state.
     longer = 'eval "$(declare -f f | sed s/a/bbbbb/g)"'
     await call("terminal", command=f"{longer}; cd core")
     assert (await call("terminal", command="ls core/seeds.py; f | wc -c")).split() == [
@@ -276,7 +276,8 @@ async def test_what_is_said(sandbox: Sandbox) -> None:
     )
     items = [{"text": "look", "state": "done"}, {"text": "mend", "state": "open"}]
     assert await call("todo", items=items) == "[x] look\n[ ] mend\n1 of 2 not done"
-    assert call.tools.carried().todos == ("mend",)  # into the next window, if there is a summary
+    # carried into the next window, if there is a summary
+    assert call.tools.carried().todos == ("mend",)
     assert "items[0]: there is no parameter" in await call("todo", items=[{**items[0], "x": 1}])
     assert "must be one of open, doing, done" in await call(
         "todo", items=[{"text": "a", "state": "never"}]
@@ -294,7 +295,7 @@ async def test_what_is_said(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("kind", TOOLS)
 def test_what_a_tool_takes_for_granted_may_be_said(kind: ToolKind) -> None:
-    """Models write defaults out."""
+    """Models write out default values."""
     tool = TOOLS[kind]
     for name, parameter in inspect.signature(tool.call).parameters.items():
         if parameter.default not in (inspect.Parameter.empty, None):
@@ -463,7 +464,7 @@ async def test_undo_leaves_what_somebody_else_wrote(call: Session) -> None:
 
 async def test_a_file_that_cannot_be_written_is_as_before_and_so_are_the_others() -> None:
     class Full(FakeSandbox):
-        """Its disk is full behind the first line of `b`."""
+        """Its disk is full after the first line of `b`."""
 
         async def write(self, path: str, content: str | bytes) -> None:
             await super().write(path, content[:2] if "long" in str(content) else content)

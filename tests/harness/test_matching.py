@@ -1,4 +1,4 @@
-"""Where a text stands that was quoted from memory, and patches over several files."""
+"""Search for text that was quoted from memory, and patches over several files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_was_read_is_found_again(
     new: tuple[str, ...],
     where: str,
 ) -> None:
-    """After a change above it, in it or below it. Lines that bound the three tell them apart."""
+    """After a change above, within or below it. The boundary lines tell the three parts apart."""
     old = {"above": ("<\n", *above, "[\n"), "read": ("(\n", *read, ")\n"), "below": ("]\n", *below)}
     start = len(old["above"])
     seen = ReadLines([*old["above"], *old["read"], *old["below"]], start, start + len(old["read"]))
@@ -233,14 +233,14 @@ REPEATED = "def f():\n    return 1\n\ndef g():\n    return 1\n\ndef h():\n    re
 @pytest.mark.parametrize(
     ("hunk", "after"),
     [
-        # of the places behind the line that is named, the first
+        # the first place after the named line
         (
             "@@ def g():\n-    return 1\n+    return 2",
             REPEATED.replace("1", "2", 2).replace("2", "1", 1),
         ),
-        # one that is there once needs no anchor, and a wrong one does no harm
+        # a unique place needs no anchor, and a wrong anchor does no harm
         ("@@ nowhere\n def g():\n+    x = 0", REPEATED.replace("g():\n", "g():\n    x = 0\n")),
-        # none is behind it
+        # no place after the anchor
         ("@@ def h():\n-def f():\n+def e():", REPEATED.replace("def f", "def e")),
         ("@@ def g():\n+    x = 0", REPEATED.replace("g():\n", "g():\n    x = 0\n")),
         ("@@ -99,0 +99 @@\n+# end", REPEATED + "# end\n"),

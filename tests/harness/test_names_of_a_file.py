@@ -1,4 +1,4 @@
-"""Tools that change files, where a file has several names."""
+"""Tools that change files, on files with several names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def call() -> AsyncIterator[Session]:
 async def test_a_patch_with_two_names_of_one_file_changes_nothing(
     call: Session, second: str
 ) -> None:
-    """Each change is worked out from the file as it was, so one would be lost."""
+    """Each change is computed from the file's original content, so one of them would be lost."""
     await call("terminal", command="ln -s d linked; ln -s d/f.txt link.txt; ln d/f.txt hard.txt")
     await call("write", path="a.py", content="x = 1\n")
     first = "*** Begin Patch\n*** Update File: d/f.txt\n-one\n+1\n"
@@ -46,7 +46,7 @@ async def test_a_patch_with_two_names_of_one_file_changes_nothing(
 
 
 async def test_a_change_under_two_names_of_one_file_is_undone(call: Session) -> None:
-    """Nothing is lost if it is the same change."""
+    """If both changes are the same, nothing is lost."""
     await call("terminal", command="ln -s d/f.txt link.txt")
     patch = "".join(f"*** Update File: {name}\n-one\n+1\n" for name in ("d/f.txt", "link.txt"))
     said = await call("apply_patch", patch=f"*** Begin Patch\n{patch}")

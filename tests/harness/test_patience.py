@@ -1,4 +1,4 @@
-"""A gateway that is away is asked again, for a while."""
+"""Requests to a gateway that is away are repeated for a while."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def test_it_is_given_up_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_session_of_the_built_in_agent_goes_on_when_the_gateway_is_back() -> None:
-    """Nobody listens when it asks first; then it is cut off once; then it is answered."""
-    held = socket.socket()  # bound, so that nobody else takes the port, and not listening yet
+    """The first request finds no listener, the second is cut off, and the third is answered."""
+    held = socket.socket()  # bound but not listening yet, so that nobody else takes the port
     held.bind(("127.0.0.1", 0))
     bodies: list[bytes] = []
 

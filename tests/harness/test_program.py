@@ -1,4 +1,4 @@
-"""A program as an agent: it reaches the model and nothing else, and it ends with its attempt."""
+"""A program as an agent: it reaches only the model, and it ends with its attempt."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ print("done", "key" in os.environ["OPENAI_API_KEY"].split())
 
 
 async def test_its_own_session_is_reached_and_nothing_else() -> None:
-    """Not another session, not the gateway itself, not the network, whatever the spelling."""
+    """No other session, not the gateway itself, and no network, however the URL is spelled."""
     text = """
 import socket
 def connects(*address):
@@ -155,8 +155,9 @@ async def test_what_is_no_object_is_told_so_and_not_asked(body: str) -> None:
 
 
 async def test_answers_stream_and_do_not_wait_for_each_other() -> None:
-    """The second answer is asked for when the first word of the first has come, and the rest of
-    that comes only then. An answer that the program does not want to hear is no failure."""
+    """The second request is sent when the first word of the first answer has arrived, and the rest
+    of that answer arrives only then. A program may stop reading an answer; that is not a
+    failure."""
     text = """
 def begin(**body):
     return urllib.request.urlopen(urllib.request.Request(
@@ -269,7 +270,7 @@ async def test_it_may_ask_in_any_dialect_what_is_too_long(dialect: str) -> None:
 
 
 async def test_a_model_that_is_gone_fails_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its time is over: it does not come back."""
+    """It fails before its time is over, since the model does not return."""
     monkeypatch.setattr("etude.core.patience.AWAY_S", 0.1)
     async with opened("process") as sandbox, aiohttp.ClientSession() as http:
         agent = Script(http, max_tokens=9, timeout_s=600.0, temperature=0.5)
@@ -301,7 +302,7 @@ subprocess.run(["sleep", "1000"])
 """
     async with opened("namespaces") as sandbox:
         if asks:
-            # long enough to ask on any machine
+            # long enough for a request on any machine
             transcript, _ = await play(text, sandbox, says(content="la"), timeout_s=15.0)
             assert (transcript.finished, transcript.limit) == (False, "time")
         else:

@@ -1,4 +1,4 @@
-"""A language server as it is spoken with, played in memory."""
+"""The language server protocol, with a server simulated in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def framed(message: Any) -> bytes:
 
 
 class Played:
-    """A process whose answers are `answer`'s, a few bytes at a time."""
+    """A process that sends the results of `answer`, a few bytes at a time."""
 
     def __init__(self, answer: Answer, greeting: bytes = b"/home/me\n", code: int = 0) -> None:
         self.heard: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ class Played:
 
 
 def polite(*items: dict[str, Any]) -> Answer:
-    """Answers what it is asked, after a word of its own and a question."""
+    """Answers requests, after sending a notification and a request of its own."""
 
     def answer(message: dict[str, Any]) -> list[Any]:
         if "id" not in message or "method" not in message:

@@ -1,4 +1,4 @@
-"""What a program asks of its session's model, and what is passed on."""
+"""Requests of a program to its session's model, and what is forwarded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etude.harness.session_proxy import SessionProxy
 
 
 class Model:
-    """Notes what it is asked, and answers what it is told to."""
+    """Records its requests, and sends the given answers."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, dict[str, str], Any]] = []

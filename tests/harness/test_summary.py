@@ -1,5 +1,5 @@
-"""Sessions over several windows: what opens each, what is recorded of it, and that all of it is
-trained on."""
+"""Sessions over several windows: the beginning of each window, its record, and training on all of
+it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ OUTPUT = "area(3, 4) is 7 not 12"
 
 
 class ScriptedModel(Scripted):
-    """Says what its script says, with the log-probs that a model gives that in the context which
-    it is asked in."""
+    """Follows a script, with the log-probs that a real model gives the script in the same
+    context."""
 
     def __init__(self, texts: Sequence[str], model: Transformer) -> None:
         super().__init__(answers(texts))
@@ -119,8 +119,8 @@ async def test_a_session_goes_on_over_four_windows_and_all_of_it_is_recorded_and
         ("turns", 1),
         ("turns", 2),
     ]
-    # A window holds an action and its summary, the last one the submission alone; each opens with
-    # the summary before it and their number.
+    # A window has an action and its summary, the last one only the submission. Each opens with the
+    # previous summary and the number of summaries.
     assert [len(turns(segment)) for segment in trajectory.segments] == [2, 2, 2, 1]
     openings = [TOKENIZER.decode(segment.prompt) for segment in trajectory.segments]
     assert "summary" not in openings[0].replace('"summarise"', "")
@@ -128,7 +128,7 @@ async def test_a_session_goes_on_over_four_windows_and_all_of_it_is_recorded_and
         assert f"fix area\n\nYour summary {number} of the session so far:\n{summary}" in opening
         assert all(earlier not in opening for earlier in SCRIPT[1::2] if earlier != summary)
 
-    # Every context is the one that the model was asked in, and every log-prob is its own.
+    # Every context is the one that the model was given, and every log-prob matches it.
     for segment in trajectory.segments:
         plain = plain_logprobs(network, segment.prompt, segment.tokens).tolist()
         sampled = [n for n, of_policy in enumerate(segment.mask) if of_policy]
@@ -141,7 +141,7 @@ async def test_a_session_goes_on_over_four_windows_and_all_of_it_is_recorded_and
     ]
     assert said == [tuple(tokens) for tokens in answers(SCRIPT)]
 
-    # The one reward reaches every sampled token of every window.
+    # The single reward reaches every sampled token of every window.
     lost = replace(trajectory, id="g.1", score=Score(0.0))
     group = Group(id="g", task="t", slot=0, admitted=0, trajectories=(trajectory, lost))
     batch, _ = assemble_batch(1, [group], AdvantageEstimator())
@@ -166,7 +166,7 @@ async def test_the_model_may_sum_up_of_its_own_accord(network: Transformer) -> N
     assert "Your summary 1 of the session so far:\narea adds" in TOKENIZER.decode(
         trajectory.segments[1].prompt
     )
-    # Where it is no tool, or has no text, it is a mistake like any other.
+    # If the tool is not offered, or its text is missing, the call is a mistake like any other.
     for options, wrong in (({}, texts[1]), ({"summarise_tool": True}, call("summarise"))):
         trajectory, policy = await attempt([wrong, SCRIPT[6]], network, **options)
         assert len(trajectory.segments) == 1
@@ -176,7 +176,7 @@ async def test_the_model_may_sum_up_of_its_own_accord(network: Transformer) -> N
 async def test_what_is_too_long_for_the_window_is_left_out_of_the_summary(
     network: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer of a tool fills the context before the trigger was seen."""
+    """The answer of a tool fills the context before the threshold was noticed."""
     _, policy = await attempt([call("submit")], network)
     room = len(policy.asked[0].prompt) + 250
     monkeypatch.setitem(globals(), "OUTPUT", "x " * 500)

@@ -1,4 +1,4 @@
-"""What the built-in agent is told, it does: sampling, patience, the end of a context."""
+"""The built-in agent follows its settings: sampling, patience, the end of a context."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a model is shown of the tools, and what it is told of a call that is wrong.
+"""The tool schemas that a model sees, and the answers to invalid calls.
 
-`schemas.json` holds the schemas as they were. After a change of them, write it again, and read what
-has changed in it:
+`schemas.json` holds the expected schemas. After a change to them, write it again, and read what has
+changed in it:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/harness/test_tool_words.py
 """
@@ -145,7 +145,7 @@ async def test_a_file_is_shown_in_parts() -> None:
 
 
 async def test_an_answer_has_room_for_whole_lines_and_one_at_least() -> None:
-    text = "\n".join("x" * 12 for _ in range(9))  # of 20 characters with number and end
+    text = "\n".join("x" * 12 for _ in range(9))  # 20 characters with number and line end
     for room, shown in ((0, 1), (20, 1), (39, 1), (40, 2), (60, 3), (180, 9)):
         found = (await read(text, room + 80)).split("\n")
         more = (
@@ -239,7 +239,7 @@ async def test_news_of_a_job_say_nothing_twice(first: int) -> None:
 
 def test_a_long_output_keeps_both_ends_and_what_tells_of_errors() -> None:
     assert clip("a\nb", 4) == "a\nb" and clip("a\nb", 3) != "a\nb"
-    lines = [f"{n:09}" for n in range(100)]  # of 10 characters with their ends
+    lines = [f"{n:09}" for n in range(100)]  # 10 characters with the line end
     lines[50], lines[60] = "an error!", "warnings!"
     found = clip("\n".join(lines), 200).split("\n")
     assert found == [

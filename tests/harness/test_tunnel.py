@@ -1,4 +1,5 @@
-"""The ends of a tunnel: what becomes of it when its forwarder ends, and of that when it does."""
+"""Both ends of a tunnel: what happens to it when its forwarder ends, and to the forwarder when the
+tunnel does."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from etude.harness.tunnel import _CHUNK, _FRAME, _Frames, tunnel_to
 
 
 class Forwarder:
-    """Says what it is told to, and then nothing more: it has ended."""
+    """Sends the given chunks, then ends."""
 
     def __init__(self, *said: bytes) -> None:
         self.said = list(said)
@@ -36,7 +37,7 @@ class Forwarder:
 
 
 class Box:
-    """The sandbox that starts it."""
+    """The sandbox in which the forwarder is started."""
 
     def __init__(self, forwarder: Forwarder) -> None:
         self.forwarder = forwarder
@@ -61,7 +62,7 @@ async def test_a_forwarder_that_has_ended_is_not_read_any_more() -> None:
 
 @pytest.mark.parametrize("said", [b"8080\n", b"no python here\n"], ids=["serves", "cannot"])
 async def test_no_forwarder_is_left_in_the_sandbox(said: bytes) -> None:
-    """The agent goes on in there, and must not reach the model behind its session's back."""
+    """The agent continues in the sandbox, and must not reach the model outside of its session."""
     forwarder = Forwarder(said)
     box: Any = Box(forwarder)
     try:

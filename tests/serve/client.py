@@ -1,4 +1,4 @@
-"""What a harness and a controller say to a gateway."""
+"""Requests of a harness and of a controller to a gateway."""
 
 from __future__ import annotations
 

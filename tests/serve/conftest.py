@@ -54,7 +54,7 @@ class Store:
     """A run's store with a tiny model in a few versions."""
 
     def __init__(self, path: Path, *, versions: Sequence[int] = (0, 1, 2), **shape: Any) -> None:
-        """`shape`: what its config has beyond that of the tiny model."""
+        """`shape`: fields of the model config that differ from the tiny model's."""
         self.url = f"file:{path}"
         self.objects = Objects.open(f"file:{path}")
         Run(self.objects).put_config(parse(RUN))
@@ -74,7 +74,7 @@ class Store:
             )
 
     def model(self, version: int) -> Transformer:
-        """What a worker serves: the published values, which are rounded to bf16."""
+        """The model as a worker serves it: with the published values, which are rounded to bf16."""
         model = sharp(self.config, version)
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -103,7 +103,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 async def worker(
     store: Store, region: str, gateway: str | None = None
 ) -> AsyncIterator[tuple[Worker, str]]:
-    """One without weights, as it is when it starts."""
+    """A worker without weights, as after its start."""
     engine = Engine(Transformer(store.config), max_num_seqs=8, version=-1)
     thread = EngineThread(engine, partial(fetch, store.objects), store.files)
     made = Worker(thread, store.files, region)

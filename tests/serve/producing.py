@@ -28,7 +28,7 @@ ALICE = {"X-Etude-User": "alice@example.com", "X-Etude-Consent": "granted"}
 
 
 class ScriptedEngine(Scripted):
-    """What a worker needs of an engine."""
+    """An engine with the members that a worker needs."""
 
     tokenizer = TOKENIZER
     max_context = 4096
@@ -36,7 +36,7 @@ class ScriptedEngine(Scripted):
 
 @dataclass
 class Produced:
-    """One that is up, and a client of it."""
+    """A running gateway in production mode, and a client of it."""
 
     http: aiohttp.ClientSession
     url: str

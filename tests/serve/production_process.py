@@ -1,5 +1,6 @@
-"""A gateway in production mode as a process, to be killed: python -m tests.serve.production_process
-MODEL STORE ANSWER.. answers each question with the next of the answers."""
+"""A gateway in production mode as a process that tests can kill. `python -m
+tests.serve.production_process MODEL STORE ANSWER..` answers each request with the next of the
+answers."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from etude.store.production import ProductionStore
 
 
 class Endless:
-    """A router over a script."""
+    """A router that answers from a script."""
 
     def __init__(self, tokenizer: ChatTokenizer, answers: list[str]) -> None:
         tokens = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in answers]

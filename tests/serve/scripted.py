@@ -1,5 +1,5 @@
-"""A model that reasons and calls tools by a script, behind the public API: for clients that nobody
-here wrote."""
+"""A model that reasons and calls tools by a script, behind the public API, for testing with clients
+by others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def answers(texts: Sequence[str]) -> list[list[int]]:
-    """Each ended by the model."""
+    """The token ids of each text, with the end-of-sequence token."""
     return [[*TOKENIZER.encode(text), TOKENIZER.eos_token_id] for text in texts]
 
 
@@ -62,5 +62,5 @@ def scripted_app(policy: Scripted, token: str | None = None) -> ASGIApp:
 
 
 def prompts(policy: Scripted) -> list[str]:
-    """What the model was shown, each time."""
+    """The prompts that the model was given, as text."""
     return [TOKENIZER.decode(request.prompt) for request in policy.asked]

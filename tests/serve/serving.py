@@ -46,7 +46,7 @@ def start(model: Path, *arguments: str, token: str | None = None) -> subprocess.
 
 @contextmanager
 def serving(model: Path, *arguments: str, token: str | None = None) -> Iterator[str]:
-    """Its URL. It must end well, and say nothing on the way."""
+    """Yield the URL of a server. The server must stop cleanly and print nothing."""
     child = start(model, "--quiet", *arguments, token=token)
     try:
         assert child.stdout is not None

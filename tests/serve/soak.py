@@ -1,11 +1,11 @@
-"""Many requests of every kind, clients that leave at any moment, weights that change under way:
-nothing may be left.
+"""Soak test: many requests of every kind, clients that disconnect at any moment, and weights that
+change meanwhile. Nothing may leak.
 
     python -m tests.serve.soak --requests 10000
 
-Every request must end in the way that it was made to end: a whole answer, a refusal that was
-provoked, or the client's own leaving. Afterwards there must be no slot, block, inbox or task left,
-and as much memory in use as after a fifth of the requests.
+Every request must end in the intended way: with a complete answer, an error that was provoked, or a
+disconnect of the client. Afterwards no slot, block, inbox or task may be left, and memory use must
+be as after a fifth of the requests.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ async def swap(engine: EngineThread, every_s: float) -> None:
 
 
 async def settled(server: Worker, engine: EngineThread, before: set[Any]) -> None:
-    """What was left behind by those who went away ends in a moment, or never."""
+    """Wait until everything is released that disconnected clients left behind; fail if that takes
+    too long."""
     async with asyncio.timeout(20):
         while (
             asyncio.all_tasks() - before
@@ -122,7 +123,7 @@ def check_empty(server: Worker, engine: EngineThread) -> None:
 
 
 async def one(http: aiohttp.ClientSession, url: str, rng: random.Random, number: int) -> str:
-    """One request; the name of what came of it."""
+    """Send one request; returns the name of its outcome."""
     path, body = question(rng, number)
     patience_s = rng.uniform(0, 0.2) if rng.random() < 0.25 else None
     try:
@@ -174,8 +175,8 @@ async def ask(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tu
 
 
 def check(body: dict[str, Any], answer: Any) -> None:
-    """Every choice ended, has as many tokens as were allowed, and says for each which weights
-    sampled it."""
+    """Check that every choice has ended, has as many tokens as were allowed, and has weight
+    versions for all of them."""
     pieces = [
         choice for chunk in (answer if body["stream"] else [answer]) for choice in chunk["choices"]
     ]

@@ -136,7 +136,8 @@ async def test_what_ends_an_answer_is_told() -> None:
 
 
 async def test_a_stop_sequence_is_named() -> None:
-    """The script does not stop at it by itself, so the sample ends with the token that does."""
+    """The script does not stop on its own, so the sample ends with the token that completes the
+    stop text."""
     stopped = TOKENIZER.encode("read a stop")
     options: Any = {"stop_sequences": ["never", "stop"], "max_tokens": len(stopped)}
 

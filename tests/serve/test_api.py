@@ -401,7 +401,7 @@ def test_a_port_that_others_can_reach_needs_a_token() -> None:
 
 
 class Slow(Scripted):
-    """Never answers; tells when it was asked and when the asker gave up."""
+    """Never answers; signals when it was asked, and when its client gave up."""
 
     def __init__(self) -> None:
         super().__init__([])

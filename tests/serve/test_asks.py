@@ -1,5 +1,4 @@
-"""Every field of a request reaches the policy: what it asks for, and what it means to leave it
-out."""
+"""Every field of a request reaches the policy, with its value and its default."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ async def asks(
 
 
 def said_of(request: Request) -> dict[str, Any]:
-    """Its fields, and those of its sampling parameters."""
+    """The fields of a request and of its sampling parameters."""
     return {
         field.name: getattr(each, field.name)
         for each in (request, request.params)
@@ -315,7 +314,7 @@ def test_places_are_given_back_whatever_happens() -> None:
 
 
 class Breaks(Scripted):
-    """Says a token, and then that it cannot go on."""
+    """Streams one token, then fails."""
 
     async def stream(self, ask: Request) -> AsyncIterator[Token | Sample]:
         yield Token(said("test")[0], -0.5, 0)
@@ -395,7 +394,7 @@ async def test_a_stream_shows_no_more_than_was_asked_for(
         for place in (piece, *piece["choices"])
         if "prompt_token_ids" in place
     ]
-    # a chat has one prompt for all its choices, a completion says it with each choice
+    # a chat has one prompt for all its choices; a completion returns one with each choice
     assert len(with_prompt) == (1 if path == "chat/completions" else 2)
     ids = {tuple(prompt) for prompt in with_prompt}
     assert ids == {(5, 6)} if "prompt" in body else len(ids.pop()) == PROMPT

@@ -1,4 +1,4 @@
-"""A session that is over stays so: its tokens open nothing in the next life of the gateway."""
+"""A closed session stays closed: its tokens are invalid after the gateway restarts, too."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_the_marks_of_shards_that_are_gone_are_deleted(objects: Objects) -
 
 
 async def test_shards_start_together(objects: Objects, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One deletes what the other is about to read."""
+    """One of them deletes an object that the other is about to read."""
     clock = Clock()
     await ClosedSessions(objects, "0-of-1", clock).add("old")
     clock.now += MAX_SESSION_S + 1
@@ -106,7 +106,7 @@ async def test_shards_start_together(objects: Objects, monkeypatch: pytest.Monke
 async def test_an_end_that_is_not_stored_is_not_acknowledged(
     objects: Objects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is not lost: it is stored with the next."""
+    """The mark is not lost: it is stored with the next one."""
     closed = ClosedSessions(objects, now=Clock())
 
     def full(key: str, data: bytes) -> None:
@@ -128,7 +128,8 @@ async def test_a_killed_gateway_knows_which_sessions_are_over_and_settled(
     keys = {name: tokens.mint(Scope.SESSION, name, MAX_SESSION_S) for name in ("over", "open")}
 
     async def enters(gateway: str, session: str) -> bool:
-        """Whether its token still opens it: then nothing is there to be read, yet."""
+        """True if the session's token is still valid. The status is 404 then, since the response
+        does not exist."""
         asked = f"{gateway}/s/{session}/v1/responses/none"
         async with http.get(asked, headers=authorization(keys[session])) as response:
             assert response.status in (401, 404)

@@ -1,4 +1,4 @@
-"""Clients that hold on to a connection, over real sockets. Time passes when the test says so."""
+"""Clients that hold on to a connection, over real sockets. The tests control the clock."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HEAD = b"POST /load HTTP/1.1\r\nHost: localhost\r\n"
 
 
 class Server(Connections):
-    """Its clock stands still; its doors are those of a server with three routes."""
+    """A server with three routes, whose clock stands still."""
 
     url = ""
 
@@ -86,13 +86,13 @@ class Server(Connections):
         )
 
     async def connect(self, data: bytes = b"") -> Client:
-        """Returns when the server has taken the connection, and has what was sent."""
+        """Connect and send data; returns once the server has received it."""
         known = set(self.open)
         place = urlsplit(self.url)
         client = Client(*await asyncio.open_connection(place.hostname, place.port))
         await self.until(lambda: len(self.open - known) == 1 or client.reader.at_eof())
         client.writer.write(data)
-        self.clients.append(client)  # whose connection would end with it
+        self.clients.append(client)  # kept, since losing it would end the connection
         return client
 
 
@@ -102,7 +102,7 @@ class Client:
         self.writer = writer
 
     async def ended(self) -> bytes:
-        """What came up to the end of the connection; waits for that."""
+        """Everything received up to the end of the connection."""
         try:
             return await self.reader.read()
         except ConnectionError:
@@ -121,7 +121,7 @@ class Client:
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     made = Server()
     monkeypatch.setattr("etude.serve.process.Connections", lambda: made)
-    # its own rule, which is not to count, is the strictest
+    # Make uvicorn's own rule, which must not matter, as strict as possible.
     impatient = partial(uvicorn.Config, timeout_keep_alive=0)
     monkeypatch.setattr("etude.serve.process.uvicorn.Config", impatient)
     async with served(made.app()) as made.url:
@@ -181,7 +181,7 @@ async def test_an_answer_takes_as_long_as_it_takes(server: Server) -> None:
 
 @pytest.mark.parametrize("path", [b"/load", b"/nothing"])
 async def test_a_body_that_drips_is_not_waited_for(server: Server, path: bytes) -> None:
-    """Whether somebody reads it or not."""
+    """With and without a handler that reads the body."""
     client = await server.connect(HEAD.replace(b"/load", path) + b"Content-Length: 100\r\n\r\n")
     (connection,) = server.open
     await server.until(lambda: connection._receiving and not connection._in_head)
@@ -244,7 +244,7 @@ async def test_a_url_and_a_trailer_have_one_too(server: Server) -> None:
 
 
 async def test_a_large_head_and_a_large_body_are_read(server: Server) -> None:
-    """However they are cut into packets."""
+    """Independently of packet boundaries."""
     server.go_on.set()
     body = b" " * (1 << 20) + b"{}"
     head = HEAD + b"".join(b"X-%d: %s\r\n" % (n, b"x" * 200) for n in range(100))
@@ -302,7 +302,8 @@ async def test_who_leaves_while_it_is_answered_is_noticed(server: Server) -> Non
 
 
 async def test_who_leaves_behind_a_large_body_is_noticed(server: Server) -> None:
-    """What comes faster than it is read is held back, and the end of the connection with it."""
+    """Reading pauses while the body arrives faster than it is read, which also hides the end of the
+    connection."""
     body = b'{"%b": 1}' % (b"x" * 300_000)
     client = await server.connect(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body[:9])
     (connection,) = server.open
@@ -316,7 +317,8 @@ async def test_who_leaves_behind_a_large_body_is_noticed(server: Server) -> None
 
 
 async def test_who_is_gone_already_is_told_from_the_loop() -> None:
-    """Not in the middle of the task that asks, which could end before it is cancelled."""
+    """The callback does not run inside the task that registers it, which could end before it is
+    cancelled."""
     told: list[str] = []
 
     class Flow:

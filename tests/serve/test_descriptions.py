@@ -1,7 +1,7 @@
-"""The servers' descriptions of themselves, as they were.
+"""The servers' OpenAPI documents, compared with a stored version.
 
-They are what clients are written against. After a change of them, write `descriptions.json` again,
-and read what has changed in it:
+Clients are written against these documents. After a change to them, write `descriptions.json`
+again, and read what has changed in it:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/serve/test_descriptions.py
 """
@@ -29,7 +29,7 @@ DOCUMENTS = {
 
 
 def lines(document: dict[str, Any]) -> dict[str, Any]:
-    """A path or a schema each, without the version."""
+    """The document by path and schema, without the version."""
     found: dict[str, Any] = dict(document["paths"])
     found |= {f"#{name}": told for name, told in document["components"]["schemas"].items()}
     rest = {name: told for name, told in document.items() if name not in ("paths", "components")}

@@ -1,5 +1,5 @@
-"""Text that comes in pieces is the text that comes at once, whatever the tokens are and wherever
-they are cut."""
+"""Text that is decoded in pieces equals the text decoded at once, for all tokens and all
+boundaries."""
 
 from __future__ import annotations
 
@@ -83,8 +83,7 @@ def test_tokens_say_together_what_they_say_one_by_one(seed: int, stop: tuple[str
 
 
 def test_broken_characters_of_a_vocabulary_are_alike_together_and_one_by_one() -> None:
-    """Some vocabularies write a whole character behind which a broken one follows as if both were
-    broken."""
+    """Some vocabularies decode a complete character before a broken one as if both were broken."""
 
     def decode(tokens: Sequence[int]) -> str:
         try:
@@ -105,7 +104,7 @@ def test_a_character_is_held_until_it_is_whole() -> None:
 
 
 def in_bytes(pieces: list[bytes]) -> Callable[[Sequence[int]], str]:
-    """Decodes as a vocabulary of bytes does: tokens end anywhere, also within a character."""
+    """Decode as a byte-level vocabulary does: tokens may end within a character."""
     return lambda tokens: b"".join(pieces[token] for token in tokens).decode(errors="replace")
 
 
@@ -130,7 +129,7 @@ def test_a_stop_text_is_seen_with_its_last_byte(seed: int) -> None:
 
 
 def test_an_answer_ends_with_the_token_that_ends_its_stop_text() -> None:
-    """Also if that token goes on with the first byte of a character, as tokens of large
+    """Even if that token also contains the first byte of a character, as tokens of large
     vocabularies do."""
     files = small_files()
     spelled = json.loads(files["tokenizer.json"])
@@ -161,7 +160,7 @@ def test_a_stop_text_is_found_across_any_cut(seed: int) -> None:
     seen = "".join(pieces[:read])
     assert finder.found == (first_of(stops, text) is not None)
     assert shown == seen[: first_of(stops, seen)]
-    # and it stopped as soon as it could
+    # and it stopped as early as possible
     assert first_of(stops, "".join(pieces[: read - 1])) is None
 
 
@@ -227,7 +226,7 @@ def test_what_is_streamed_is_what_is_answered_at_once(seed: int, kind: str) -> N
 
 
 def joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:
-    """A choice out of its pieces, as a client puts them together."""
+    """A choice assembled from its pieces, as a client does it."""
     last = pieces[-1]
     whole: dict[str, Any] = {
         "index": 0,

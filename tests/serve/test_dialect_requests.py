@@ -1,4 +1,4 @@
-"""What clients of other dialects ask for, as the request that a model is asked with."""
+"""Requests of other dialects, converted to the request for the model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_answer_may_have_to_follow_a_schema() -> None:
 
 
 def test_many_parts_are_one_message() -> None:
-    """As many as a body may have. Put one to the other, each copied once more, they would keep a
+    """As many parts as a body may have. Joining them one by one, copying each time, would keep a
     server busy for minutes."""
     calls = [
         {"type": "function_call", "call_id": f"{n}", "name": "edit", "arguments": "{}"}

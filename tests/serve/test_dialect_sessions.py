@@ -25,7 +25,7 @@ from tests.serve.scripted import FILES, TOKENIZER, answers, call
 
 
 class ScriptedEngine(Scripted):
-    """What a worker needs of an engine."""
+    """An engine with the members that a worker needs."""
 
     tokenizer = TOKENIZER
     max_context = 4096
@@ -80,7 +80,7 @@ async def chat(url: str, *, stream: bool, keep_reasoning: bool) -> None:
 
 
 def put_together(deltas: Sequence[Any]) -> dict[str, Any]:
-    """A message out of its pieces."""
+    """A message assembled from its deltas."""
     said = [delta.model_dump(exclude_none=True) for delta in deltas]
     answer: dict[str, Any] = {"role": "assistant"}
     for key in ("content", "reasoning_content"):
@@ -113,7 +113,7 @@ async def messages(url: str, *, stream: bool, keep_reasoning: bool) -> None:
 
 
 async def responses(url: str, *, stream: bool, keep_reasoning: bool) -> None:
-    """With `keep_reasoning` the server keeps all of it."""
+    """With `keep_reasoning` the server stores all of the conversation."""
     tools: Any = [
         {"type": "function", "name": name, "parameters": EDIT, "strict": False}
         for name in ("edit", "test")
@@ -155,7 +155,7 @@ async def test_a_session_is_one_segment_of_the_sampled_tokens(
         async with http.delete(f"{url}/s/one") as response:
             assert response.status == 204
     assert sampled(segment) == [token for answer in answers(TURNS) for token in answer]
-    # what the model was shown, each time, is the segment up to there
+    # each prompt of the model is the beginning of the segment
     context = segment.prompt + segment.tokens
     for asked in engine.asked:
         assert context[: len(asked.prompt)] == asked.prompt

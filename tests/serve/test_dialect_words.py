@@ -1,7 +1,7 @@
-"""Requests in every dialect, what the policy is asked for each, and every field of the answer.
+"""Requests in every dialect, the resulting request to the policy, and every field of the answer.
 
-`dialects.json` holds them as they were. After a change of what is answered, write it again, and
-read what has changed in it:
+`dialects.json` holds the expected values. After a change of the answers, write it again, and read
+what has changed in it:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/serve/test_dialect_words.py
 """
@@ -68,7 +68,7 @@ TOLD = [
         {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "ok"}]},
         {"type": "text", "text": "and"}, {"type": "text", "text": "now?"}]},
 ]  # fmt: skip
-# path, what the model says, the body
+# path, the model's answer, the body
 ASKED: list[tuple[str, str, dict[str, Any]]] = [
     ("chat/completions", "Done.", ASK),
     ("chat/completions", THOUGHT, ASK | {"tools": FUNCTIONS, "seed": 3, "n": 1}),
@@ -118,7 +118,7 @@ STREAMED = {0, 1, 5, 7, 11, 12, 15, 17, 18, 19, 25, 26, 27, 31}
 
 
 class Policy(Scripted):
-    """With the likeliest tokens, where they are asked for, and stop texts."""
+    """A scripted policy that supports top log-probs and stop texts."""
 
     def answer(self, tokens: list[list[int]]) -> None:
         self._answers = iter(tokens)
@@ -137,7 +137,7 @@ class Policy(Scripted):
 
 
 def plain(value: Any) -> Any:
-    """Without what is drawn or measured."""
+    """The value without random or measured fields."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, dict):
@@ -153,13 +153,13 @@ def plain(value: Any) -> Any:
 
 
 def asked_for(request: Request, body: dict[str, Any]) -> dict[str, Any]:
-    """With the prompt as text, and no seed that was drawn."""
+    """The request with the prompt as text, and without a random seed."""
     seed = request.seed if "seed" in body else "drawn"
     return plain(request) | {"prompt": TOKENIZER.decode(request.prompt), "seed": seed}
 
 
 def said(response: aiohttp.ClientResponse, text: str) -> Any:
-    """A body, or the events of a stream."""
+    """The body of a response, or the events of its stream."""
     if response.content_type != "text/event-stream":
         return json.loads(text)
     events = []
@@ -199,7 +199,7 @@ async def test_every_field_is_what_it_was(http: aiohttp.ClientSession) -> None:
     answers = json.loads(json.dumps(await found(http)))
     if os.environ.get("ETUDE_WRITE_ANSWERS"):
         text = json.dumps(answers, indent=1, ensure_ascii=False)
-        # what is deep down stands on one line
+        # deeply nested values are written on one line
         flat = re.sub(r"\n {4,}", " ", re.sub(r"\n {3}([\]}])", r" \1", text))
         ANSWERS.write_text(f"{flat}\n")
     expected = json.loads(ANSWERS.read_text())

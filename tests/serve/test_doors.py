@@ -1,4 +1,4 @@
-"""Every route x every kind of token x every method: who gets in where, and nobody else."""
+"""Every route with every kind of token and every method: only the intended scopes are let in."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.serve.test_generate import FakeEngine
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 SECRET = "the secret of the gateway of these tests"
 
-# Written down a second time, on purpose: a change of who may do what is a change here, too.
+# Written down a second time on purpose, so that a change of permissions is a change here, too.
 SPEAK = """
 POST /v1/chat/completions
 POST /v1/responses
@@ -95,7 +95,7 @@ def servers(tmp_path: Path) -> dict[str, list[Route]]:
 
 
 def hollow(routes: Iterable[Route]) -> list[Route]:
-    """The same doors, with nothing behind them."""
+    """The same routes without their handlers."""
 
     async def inside(http: Request) -> Response:
         return Response("inside")
@@ -122,7 +122,7 @@ async def ask(
 
 
 def served_by(method: str, path: str) -> tuple[str, str]:
-    """The route that a request to another's path comes to, if that does not have the method."""
+    """The route that handles a request if the path's own route does not have the method."""
     if path.endswith("/responses/input_tokens") and method in ("GET", "DELETE"):
         path = path.replace("input_tokens", "{response}")
     return method, path
@@ -253,7 +253,7 @@ async def test_without_a_token_a_machine_is_served_but_no_browser(who: str, tmp_
 
 
 async def test_with_a_token_the_origin_is_no_matter(tmp_path: Path) -> None:
-    """A page does not have it by itself."""
+    """A web page does not have the token on its own."""
     authority = TokenAuthority(SECRET)
     token = authority.mint(Scope.USER, "ann", 60.0)
     accesses: list[tuple[Access, str]] = [

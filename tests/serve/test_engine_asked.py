@@ -1,5 +1,5 @@
-"""Between the event loop and the engine: nothing of a question is lost, and nothing is left behind
-of an answer."""
+"""Between event loop and engine, no part of a request is lost, and nothing of an answer is left
+behind."""
 
 from __future__ import annotations
 

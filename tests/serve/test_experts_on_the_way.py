@@ -1,4 +1,5 @@
-"""The experts of a sparse model, from the engine through worker, gateway and store to a learner."""
+"""The routed experts of a sparse model, from the engine through worker, gateway and store to a
+learner."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ async def test_a_learner_routes_a_whole_session_as_the_engine_did(
         async with http.get(f"{gateway}/s/s0/segments", params={"experts": "true"}) as response:
             body = await response.read()
     (segment,) = msgspec.msgpack.decode(body, type=tuple[Segment, ...])
-    # Whoever controls the run sees a name, however long the session.
+    # The controller gets only a name, however long the session is.
     assert len(body) <= len(msgspec.msgpack.encode([plain])) + 40
     assert sparse.objects.list("experts") == [f"experts/{segment.experts}"]
     ids = read_ids(get_experts(sparse.objects, segment.experts or ""), FEW)

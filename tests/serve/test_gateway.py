@@ -32,7 +32,7 @@ async def test_recorded_logprobs_are_those_of_the_model(
     await asyncio.gather(*(converse(http, gateway, f"s{n}", turns=3) for n in range(6)))
     model = store.model(0)
     recorded = [await segments(http, gateway, f"s{n}") for n in range(6)]
-    # the same seeds, whichever worker answered
+    # the same seeds give the same tokens, whichever worker answered
     assert len({segment.tokens for (segment,) in recorded}) == 1
     for (segment,) in recorded:
         plain = plain_logprobs(model, segment.prompt, segment.tokens).tolist()
@@ -145,7 +145,8 @@ async def test_weights_that_are_not_what_was_published_are_not_served(
         async with http.post(f"{gateway}/load", json={"version": version}) as response:
             assert response.status == 502
             assert words in (await response.json())["error"]["message"]
-        assert (await status(http, gateway))["up"] == 2  # they go on with what they have
+        # they continue with the weights that they have
+        assert (await status(http, gateway))["up"] == 2
     await converse(http, gateway, "s", turns=1)
     assert await versions(http, gateway, "s") == {0}
 
@@ -173,7 +174,7 @@ async def test_a_worker_that_cannot_follow_is_taken_out(
 async def test_a_worker_that_is_gone_does_not_hold_up_new_weights(
     store: Store, gateway: str, http: aiohttp.ClientSession
 ) -> None:
-    """It has not refused them: it loads them when it is back."""
+    """It has not rejected the weights: it loads them when it returns."""
     async with AsyncExitStack() as stack:
         async with worker(store, "east") as (_, url):
             await post(http, f"{gateway}/workers", {"url": url, "region": "east", "version": 0})
@@ -207,7 +208,7 @@ async def test_a_request_is_not_sent_for_ever(
 async def test_requests_wait_for_the_first_worker(
     store: Store, gateway: str, http: aiohttp.ClientSession
 ) -> None:
-    await post(http, f"{gateway}/load", {"version": 1})  # a promise that the workers will keep
+    await post(http, f"{gateway}/load", {"version": 1})  # a promise, which the workers will keep
     waiting = asyncio.create_task(converse(http, gateway, "s", turns=1))
     async with worker(store, "east", gateway):
         await waiting
@@ -254,7 +255,7 @@ async def test_a_client_that_goes_away_leaves_no_work_behind(
     asked = {"messages": [{"role": "user", "content": "test"}], "logprobs": False}
     before, request, seeds = 0, None, itertools.count()
     while not any(region.report().running for region in regions):
-        if request is None or request.done():  # it may be over before anybody looks
+        if request is None or request.done():  # it may have ended before it was observed
             before = sum(region.report().tokens for region in regions)
             told = asked | {"seed": next(seeds)}
             request = asyncio.create_task(post(http, f"{gateway}/s/s/v1/chat/completions", told))

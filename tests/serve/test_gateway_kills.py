@@ -1,5 +1,5 @@
-"""Gateway and workers as processes that are killed: what a client was told is recorded, once. The
-long form is `etude bench gateway --kills`."""
+"""Gateway and workers as processes that are killed: everything that a client was told is recorded,
+once. The long form is `etude bench gateway --kills`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between gateway and worker: a request arrives as it was sent, and so does the sample."""
+"""Between gateway and worker, requests and samples arrive as they were sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLE = Sample(
 
 
 class FakeEngine(Scripted):
-    """All that a worker wants of an engine to answer."""
+    """Everything that a worker needs of an engine to answer."""
 
     tokenizer, max_context = TOKENIZER, 64
 
@@ -80,7 +80,7 @@ async def test_what_is_left_of_a_deadline_goes_along(http: aiohttp.ClientSession
 
 
 async def test_a_refusal_is_told_from_a_failure(http: aiohttp.ClientSession) -> None:
-    """What can never be answered is nobody's fault but the client's, and neither is a deadline: the
+    """A request that can never be answered, or a passed deadline, is not the worker's fault: the
     worker stays."""
     for error, kind in ((ValueError("top_p must be .."), ValueError), (DeadlineExceeded(),) * 2):
         expected = kind if isinstance(kind, type) else type(kind)

@@ -1,5 +1,4 @@
-"""Whatever a model would like to say, what it can say is what was asked for: the tokens here are
-drawn at random."""
+"""Grammars constrain the answer, whatever the model prefers: tokens are drawn at random here."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ SCHEMAS: list[dict[str, Any]] = [
 
 
 def files(syntax: str, *, tokens: bool) -> dict[str, bytes]:
-    """A model that writes calls so, with or without tokens of their own for the marks around
-    them."""
+    """The files of a model with this call syntax, with or without special tokens for the marks
+    around calls."""
     config = json.loads(COMPACT["tokenizer_config.json"]) | {"tool_syntax": syntax}
     tokenizer = json.loads(COMPACT["tokenizer.json"])
     if not tokens:
@@ -89,7 +88,7 @@ def reasoning_files(*, tokens: bool) -> dict[str, bytes]:
 
 
 def wander(small: dict[str, bytes], grammar: str, seed: int, limit: int = 300) -> str | None:
-    """A text that follows the grammar; None if it does not end within the limit."""
+    """A random text that follows the grammar; None if it does not end within the limit."""
     rng, tokenizer = random.Random(seed), ChatTokenizer(small)
     guide = GrammarCompiler(
         small["tokenizer.json"], vocab_size=310, eos=tokenizer.eos_token_id
@@ -183,8 +182,8 @@ def test_at_most_one_call(tokens: bool) -> None:
 
 
 def test_looking_ahead_leaves_a_guide_where_it_is() -> None:
-    """Masks behind each token of a draft, as far as it may be said; also over the end of the
-    grammar."""
+    """Masks after each token of a draft, as far as the grammar allows it, including past the
+    grammar's end."""
     tokenizer = ChatTokenizer(COMPACT)
     guides = GrammarCompiler(COMPACT["tokenizer.json"], vocab_size=310, eos=tokenizer.eos_token_id)
     grammar = GrammarBuilder(COMPACT).text(SCHEMAS[0])
@@ -278,7 +277,7 @@ def test_calls_are_enforced_where_the_template_is_of_a_family_with_a_grammar(whe
 
 @pytest.mark.parametrize("tokens", [True, False])
 def test_reasoning_that_the_prompt_has_begun_comes_before_the_answer(tokens: bool) -> None:
-    """Also where it looks like the answer. The parser finds both."""
+    """Even if the reasoning looks like the answer. The parser finds both."""
     small = reasoning_files(tokens=tokens)
     grammars, tokenizer = GrammarBuilder(small), ChatTokenizer(small)
     prompt = tokenizer.encode(tokenizer.render([{"role": "user", "content": "a"}]))

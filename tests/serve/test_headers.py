@@ -1,4 +1,4 @@
-"""Who waits for an answer and how long: from the header to the engine, through the gateway too."""
+"""Priority and deadline of requests, from the header to the engine, also through the gateway."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SPOKEN_IN_SESSIONS = [
 async def test_no_agent_says_that_it_comes_first(
     http: aiohttp.ClientSession, path: str, body: dict[str, object]
 ) -> None:
-    """What the token of a session may not choose is not even read."""
+    """Headers that a session's token may not use are not even read."""
     authority, policy = TokenAuthority(), Scripted([said("test")] * 3)
     sessions = PolicySessions(policy, FILES, max_context=64)
     async with served(create_app(sessions.routes(), SignedTokens(authority))) as url:
@@ -114,7 +114,7 @@ async def test_a_deadline_passes_while_nobody_is_up(http: aiohttp.ClientSession)
 
 
 async def test_a_deadline_passes_while_a_worker_hangs(http: aiohttp.ClientSession) -> None:
-    """Nothing is wrong with the worker: it stays."""
+    """The worker is not at fault, and stays."""
     stopped, router = Stopped(), Router(http)
     async with stopped.listening() as url:
         await join(router, url)
@@ -124,7 +124,8 @@ async def test_a_deadline_passes_while_a_worker_hangs(http: aiohttp.ClientSessio
 
 
 async def test_a_worker_is_told_what_is_left(http: aiohttp.ClientSession) -> None:
-    """The first worker falls silent after ten seconds; the second has ten seconds less."""
+    """The first worker falls silent after ten seconds, so the second gets a deadline that is ten
+    seconds shorter."""
     watch, stopped, engine = Watch(http), Stopped(), FakeEngine()
     other = Worker(engine, FILES, "west")  # type: ignore[arg-type]
     async with stopped.listening() as first, served(create_app(other.routes(), None)) as second:

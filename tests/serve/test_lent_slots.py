@@ -1,4 +1,5 @@
-"""RL on the slots that users leave: it keeps to its limit, gives way, and its sessions know."""
+"""RL on slots that users leave free: it keeps to its limit, gives way to users, and its sessions
+are marked."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ async def test_a_session_that_gave_way_is_disturbed(
     waits = asyncio.create_task(converse(http, gateway, "waits", turns=1))
     while not sum(thread.num_waiting for thread in threads):
         await asyncio.sleep(0.01)
-    for _ in range(4):  # users are not held up by the limit, nor by who waits for it
+    for _ in range(4):  # Neither the limit nor the requests waiting for it hold up users.
         await post(http, f"{gateway}/v1/completions", ASKED)
     assert not waits.done()
     for thread in threads:
@@ -51,8 +52,8 @@ async def test_a_session_that_gave_way_is_disturbed(
 async def test_what_users_wait_for_is_measured(
     regions: list[Worker], gateway: str, http: aiohttp.ClientSession, stream: bool
 ) -> None:
-    """By the gateway, for whoever lends whole workers, and by the worker, for its slots; whether
-    the answer is streamed or not."""
+    """Measured by the gateway, which lends whole workers, and by the worker, which lends slots;
+    streamed or not."""
     assert (await status(http, gateway))["users_ttft_p99_s"] is None
     policies = [SlotPolicy(slots=8, max_ttft_s=0.0) for _ in regions]
     for worker, policy in zip(regions, policies, strict=True):
@@ -99,7 +100,7 @@ async def test_an_engine_that_may_not_begin_rests(
 async def test_outside_its_hours_a_worker_is_for_users_alone(
     regions: list[Worker], gateway: str, http: aiohttp.ClientSession
 ) -> None:
-    """What it was sampling goes on elsewhere, and comes to the same end."""
+    """A request continues on another worker, and samples the same tokens."""
     await converse(http, gateway, "expected", turns=1, max_tokens=60)
     east, west = (worker.engine_thread for worker in regions)
     for thread in (east, west):
@@ -108,7 +109,7 @@ async def test_outside_its_hours_a_worker_is_for_users_alone(
     while not east.num_waiting + west.num_waiting:
         await asyncio.sleep(0.01)
     first, other = (east, west) if east.num_waiting else (west, east)
-    far = (time.gmtime().tm_hour + 12) % 24  # from now, whenever this runs
+    far = (time.gmtime().tm_hour + 12) % 24  # far from now, whenever this runs
     hours = (f"{far:02d}:00-{far:02d}:01",)
     first.lending = SlotPolicy(slots=8, max_ttft_s=1.0, hours=hours)
     other.limit_batch(8)
@@ -117,5 +118,5 @@ async def test_outside_its_hours_a_worker_is_for_users_alone(
     lending.cancel()
     own, elsewhere = [await segments(http, gateway, name) for name in ("expected", "moved")]
     assert own[0].tokens == elsewhere[0].tokens
-    while await states(http, gateway) != ["draining", "live"]:  # at its next heartbeat
+    while await states(http, gateway) != ["draining", "live"]:  # known from its next heartbeat
         await asyncio.sleep(0.02)

@@ -1,5 +1,5 @@
-"""Who is let in, how many at once, and what is left of those who go away: over the real engine, in
-this process."""
+"""Authentication, limits on concurrency, and cleanup after clients that disconnect, with a real
+engine in this process."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_one_client_does_not_keep_the_others_out() -> None:
         raise AssertionError
     with limit.acquire(2, "ann"), limit.acquire(2, "bob"):
         pass
-    with limit.acquire(4):  # who is alone has all of them
+    with limit.acquire(4):  # a single client may use all of them
         assert limit.in_use == 4
     assert (limit.in_use, dict(limit._of_clients)) == (0, {})
 
@@ -148,12 +148,12 @@ async def test_a_client_is_who_has_the_token(
 
 
 class Watched(ChatTokenizer):
-    """Tells what it was made to work on, and where."""
+    """A tokenizer that records what it worked on, and on which thread."""
 
     def __init__(self) -> None:
         self._forget()
         super().__init__(FILES)
-        self._forget()  # it works on a little when it is made
+        self._forget()  # its creation encodes a little text
 
     def _forget(self) -> None:
         self.rendered = 0
@@ -216,7 +216,7 @@ TOO_LONG = [
 async def watched(
     http: aiohttp.ClientSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Watched, str]]:
-    """A gateway without workers: whoever is let in waits for one in vain."""
+    """A gateway without workers: every accepted request waits for one in vain."""
     monkeypatch.setattr("etude.serve.router.WORKER_WAIT_S", 0.0)
     made = Gateway(Router(http), Objects.open(f"file:{tmp_path}/run"), FILES, max_context=256)
     tokenizer = Watched()

@@ -1,4 +1,4 @@
-"""What a server counts, as Prometheus reads it, and how it says that something is wrong."""
+"""The metrics of a server in Prometheus' format, and its reports of failures."""
 
 from __future__ import annotations
 

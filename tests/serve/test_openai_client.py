@@ -121,7 +121,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert len(content) == len(choice.token_ids) == answer.usage.completion_tokens
     for entry in content:
         assert entry.logprob <= 0 and len(entry.top_logprobs) == 3
-        # the likeliest was taken
+        # the likeliest token was taken
         assert entry.top_logprobs[0].logprob == pytest.approx(entry.logprob)
         assert (
             bytes(entry.bytes).decode() == entry.token if entry.bytes else "\ufffd" in entry.token
@@ -141,8 +141,8 @@ def test_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_stop_texts_may_cross_tokens(client: openai.OpenAI) -> None:
-    # The answer is fixed, and ASCII: whatever tokens are drawn, every boundary between them is one
-    # between characters.
+    # The answer is fixed, and ASCII: whatever tokens are drawn, every boundary between them is also
+    # one between characters.
     said = {
         "type": "json_schema",
         "json_schema": {"name": "said", "schema": {"const": "submit a test of area.py"}},
@@ -161,7 +161,7 @@ def test_stop_texts_may_cross_tokens(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "stop"
     assert choice.message.content == text[: text.index(stop)]
     shortest = next(n for n in range(len(ids)) if stop in TOKENIZER.decode(ids[:n]))
-    assert choice.token_ids == ids[:shortest]  # not one token was sampled behind it
+    assert choice.token_ids == ids[:shortest]  # no token was sampled after the stop text
     assert stopped.usage.completion_tokens == shortest
 
 
@@ -271,7 +271,7 @@ def test_completions(client: openai.OpenAI) -> None:
     assert both.usage and both.usage.prompt_tokens == len(ids) + len(TOKENIZER.encode("test"))
     chunks = list(client.completions.create(prompt=ids, stream=True, **options))
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
-    for others in (0, 2):  # beside the token that was drawn
+    for others in (0, 2):  # besides the token that was drawn
         asked = {"prompt": ids, "logprobs": others, **options}
         (told,) = (each.logprobs for each in client.completions.create(**asked).choices)
         chunks = list(client.completions.create(stream=True, **asked))

@@ -1,5 +1,5 @@
-"""Requests made up from the server's own description of itself: none breaks it, and every answer is
-as described."""
+"""Requests generated from the server's OpenAPI document: none of them breaks the server, and every
+answer matches the document."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OPERATIONS = 13  # schemathesis leaves out the document itself
 DESK_OPERATIONS = 5  # of a gateway
 TELLING = ("post", "put")
 MANY = 100
-"""Requests of each operation: to make them up takes a processor far longer than to answer them."""
+"""Requests per operation: generating one takes far longer than answering it."""
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    # So little room that any answer is a short one.
+    # So short a context that every answer is short.
     with serving(
         write_model(tmp_path_factory.mktemp("openapi") / "tiny"), "--max-context", "12"
     ) as url:
@@ -54,7 +54,7 @@ def test_the_server_is_as_it_describes_itself(url: str, mode: GenerationMode, co
 
 
 def operations(schema: Any, mode: GenerationMode, count: int) -> list[Any]:
-    """Those of which there are requests in this mode: without parameters none is wrong."""
+    """The operations with requests in this mode: without parameters, none can be invalid."""
     found = [each.ok() for each in schema.get_all_operations()]
     assert len(found) == count
     return [each for each in found if each.method in TELLING or mode == GenerationMode.POSITIVE]
@@ -63,7 +63,7 @@ def operations(schema: Any, mode: GenerationMode, count: int) -> list[Any]:
 @pytest.mark.schema
 @pytest.mark.parametrize("mode", MODES)
 def test_no_request_breaks_a_gateway(tmp_path: Path, mode: GenerationMode) -> None:
-    """Neither outside of a session nor in one, nor at the desk, with the token that is for it."""
+    """Neither outside of sessions, nor in one, nor at the desk, each with the right token."""
     authority, processes = TokenAuthority(SECRET), Processes(Store(tmp_path, **SMALL))
     tokens = {scope: authority.mint(scope, "x", 86400.0) for scope in Scope}
     try:
@@ -93,7 +93,7 @@ def test_no_request_breaks_a_gateway(tmp_path: Path, mode: GenerationMode) -> No
 
 
 def ask_the_desk(case: Any, gateway: str, headers: dict[str, str]) -> None:
-    """Without waiting for a session that nobody offers."""
+    """Do not wait for sessions, since nobody offers any."""
     for said in (case.body, case.query):
         if isinstance(said, dict) and isinstance(said.get("wait_s"), int | float):
             said["wait_s"] = min(said["wait_s"], 0.0)

@@ -1,4 +1,4 @@
-"""The document that describes the API can be read on its own: every name in it stands in it."""
+"""The OpenAPI document is self-contained: every name that it refers to is defined in it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_reference_leads_somewhere(document: Document) -> None:
 
 
 def test_the_events_of_a_stream_are_described_as_json() -> None:
-    """What is said to be of no type is read as any text, whatever schema it is said to have."""
+    """Data without a type is read as any text, whatever its schema."""
     streams = {
         path: operation["responses"]["200"]["content"]["text/event-stream"]["schema"]
         for path, methods in document()["paths"].items()
@@ -65,7 +65,7 @@ def test_the_events_of_a_stream_are_described_as_json() -> None:
     for event in streams.values():
         data = event["properties"]["data"]
         *words, data = data.get("anyOf", [data])
-        assert words in ([], [{"const": "[DONE]"}])  # how OpenAI's streams end
+        assert words in ([], [{"const": "[DONE]"}])  # the end of OpenAI's streams
         assert data["contentMediaType"] == "application/json"
         assert list(references(data["contentSchema"]))
 
@@ -91,7 +91,7 @@ def test_packed_answers_say_that_they_are() -> None:
 
 @DOCUMENTS
 def test_parameters_stand_where_the_standard_wants_them(document: Document) -> None:
-    """A client that is generated from the document reads no more than this."""
+    """A generated client looks for parameters nowhere else."""
     for path, methods in document()["paths"].items():
         for operation in methods.values():
             parameters = operation.get("parameters", [])
@@ -116,7 +116,7 @@ def test_all_that_is_served_is_described_and_nothing_else() -> None:
         (re.sub(r":\w+", "", route.path), method.lower())
         for route in routes
         for method in route.methods or ()
-        # nothing here is made in the background, so there is nothing that could be cancelled
+        # there are no background responses, so nothing could be cancelled
         if method != "HEAD" and not route.path.endswith("/cancel")
     }
     paths = document()["paths"]
@@ -146,7 +146,7 @@ async def test_a_gateway_hands_out_its_own_description(http: aiohttp.ClientSessi
 
 
 def test_how_a_stream_ends_is_described() -> None:
-    """Its last event is no JSON in OpenAI's chat, and like the others everywhere else."""
+    """The last event is not JSON in OpenAI's chat; everywhere else it is like the others."""
     for path, methods in document()["paths"].items():
         answer = methods.get("post", {}).get("responses", {}).get("200", {}).get("content", {})
         if "text/event-stream" in answer:

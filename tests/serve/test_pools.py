@@ -1,4 +1,4 @@
-"""Which pool of workers a session is answered by, as the store says and as workers are up."""
+"""The choice of the worker pool for a session, by the store and by the workers that are up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ USERS = [f"user {n}" for n in range(200)]
 
 
 class FakeRouter:
-    """A fleet whose workers load what they are told, unless they refuse."""
+    """A router whose workers load what they are told to, unless they refuse."""
 
     def __init__(self) -> None:
         self.fleet = Fleet(awaits_floor=True)
@@ -58,7 +58,7 @@ class Served:
     async def hear(self, change: Change) -> Change:
         assert self.log.append(change)
         await self.pools.refresh()
-        await asyncio.sleep(0)  # what is loaded in the background
+        await asyncio.sleep(0)  # let background loads run
         return change
 
     def versions(self, session: str = "") -> dict[str, int]:

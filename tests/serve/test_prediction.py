@@ -1,5 +1,5 @@
-"""A prediction, through gateway and worker: the answer is the same, and the usage says what was
-foreseen."""
+"""Predictions through gateway and worker: the answer is the same, and the usage counts the accepted
+tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 async def url(http: aiohttp.ClientSession, tmp_path: Path) -> AsyncIterator[str]:
-    """In float32: what is computed together does not change a token."""
+    """In float32, so that batching does not change a token."""
     config = ModelConfig.from_json(FILES["config.json"])
     thread = EngineThread(
         Engine(sharp(config, 0, factor=3.0), max_num_seqs=8), lambda version: {}, FILES

@@ -1,4 +1,4 @@
-"""Real processes, really killed and stopped."""
+"""Real processes that are killed and stopped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Processes:
 
 
 def url(child: subprocess.Popen[str]) -> str:
-    """Where it listens; waits until it does."""
+    """The URL that a server prints; waits until it does."""
     assert child.stdout is not None
     return child.stdout.readline().rpartition(" ")[2].strip()
 
@@ -57,7 +57,7 @@ def processes(store: Store) -> Iterator[Processes]:
 async def test_a_request_survives_its_worker(
     processes: Processes, http: aiohttp.ClientSession
 ) -> None:
-    """Each with the token that it needs, and no other."""
+    """Each process gets the token that it needs, and no other."""
     Run(processes.store.objects).put_config(parse(f"heartbeat_timeout_s = 3.0\n{RUN}"))
     gateway = url(processes.start("etude.serve.gateway", ETUDE_SECRET=SECRET))
     authority = TokenAuthority(SECRET)
@@ -80,7 +80,7 @@ async def test_a_request_survives_its_worker(
     }
     expected = (await post(http, f"{gateway}/v1/completions", asked))["choices"][0]["token_ids"]
 
-    # It is stopped, not dead: nothing ends its connections, but it is silent.
+    # Stopped rather than killed: its connections stay open, but it is silent.
     east.send_signal(signal.SIGSTOP)
     asking = [post(http, f"{gateway}/v1/completions", asked) for _ in range(8)]
     answers = await asyncio.gather(*asking)
@@ -89,7 +89,7 @@ async def test_a_request_survives_its_worker(
     east.send_signal(signal.SIGCONT)
     await until_up(http, gateway, 2)
 
-    # so that half of the requests are surely under way when it dies
+    # Stopped first, so that half of the requests are certainly under way when it dies.
     east.send_signal(signal.SIGSTOP)
     waiting = {
         asyncio.create_task(post(http, f"{gateway}/v1/completions", asked)) for _ in range(8)
@@ -102,8 +102,8 @@ async def test_a_request_survives_its_worker(
     assert [answer["choices"][0]["token_ids"] for answer in answers] == [expected] * 8
     assert (await status(http, gateway))["regions"].keys() == {"west"}
 
-    # A worker that starts again has no weights. It is up when it serves what the others serve, not
-    # before.
+    # A worker that restarts has no weights. It is up only once it serves the same version as the
+    # others.
     await post(http, f"{gateway}/load", {"version": 1})
     again = worker("east")
     await until_up(http, gateway, 2)

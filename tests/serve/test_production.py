@@ -1,4 +1,4 @@
-"""Production mode: what is recorded of users, what is not, and what they say of it."""
+"""Production mode: what is recorded of users, what is not, and their feedback."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ TOOLS: Any = [{"type": "function", "function": {"name": "edit", "parameters": {"
 
 
 def bytes_of(directory: Path) -> bytes:
-    """All that is on the disk, names included."""
+    """Everything on the disk, file names included."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return b"\n".join(str(path).encode() + b"\n" + path.read_bytes() for path in files)
 
 
 def scan(directory: Path, *secrets: str) -> None:
-    """No secret is there, in any of its spellings, nor in the texts that tokens stand for."""
+    """Assert that no secret is on the disk, in any spelling, nor in the text of stored tokens."""
     data = bytes_of(directory)
     for secret in secrets:
         spelled = [secret, secret[4:], json.dumps(secret)[1:-1], secret.encode().hex()]
@@ -67,7 +67,7 @@ async def test_a_user_who_consents_is_recorded_token_for_token(
         streamed = await made.ask(history, tools=TOOLS, stream=True)
         second = next(events(streamed))
         (session,) = made.store.sessions().sessions
-        assert not made.mode.recording._writing  # what is stored is held no longer
+        assert not made.mode.recording._writing  # stored data is not kept in memory
     (segment,) = session.segments
     assert [turn.sampled for turn in segment.turns] == [tuple(one) for one in answers(said)]
     assert [turn.completion for turn in segment.turns] == [
@@ -129,7 +129,7 @@ async def test_consent_can_be_withdrawn_in_mid_session(
             200,
             {"granted": False},
         )
-        # an older word that comes late changes nothing, nor does a header
+        # an older consent that arrives late changes nothing, nor does a header
         late = {"granted": True, "time": 1e9}
         assert await made.call("POST", "/v1/consent", late, user) == (200, {"granted": False})
         await made.call("POST", "/v1/chat/completions", body, ALICE)
@@ -177,7 +177,7 @@ async def test_a_refusal_is_heard_although_the_store_could_not_be_read_for_long(
 
 
 def events(stream: str) -> Iterator[Any]:
-    """Of a streamed chat."""
+    """The events of a streamed chat."""
     return (json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {"))
 
 
@@ -188,8 +188,8 @@ def told(stream: str) -> str:
 
 
 async def test_secrets_never_reach_the_disk(http: aiohttp.ClientSession, tmp_path: Path) -> None:
-    """In prompts, answers, calls, results, schemas of tools and feedback; in base64 and in JSON;
-    streamed, and called a password only once."""
+    """Secrets in prompts, answers, calls, results, tool schemas and feedback; in base64 and in
+    JSON; streamed, and recognised as a password only once."""
     blob = base64.b64encode(f'{{"user": "bob", "key": "{SECRET}"}}'.encode()).decode()
     said = [
         f"The key is {SECRET}. " + call("edit", password=PASSWORD),
@@ -203,7 +203,7 @@ async def test_secrets_never_reach_the_disk(http: aiohttp.ClientSession, tmp_pat
         first = await made.ask(history, tools=tools)
         history += [first["choices"][0]["message"], {"role": "tool", "content": f"ok {SECRET}"}]
         streamed = await made.ask(history, tools=tools, stream=True)
-        assert told(streamed) == said[1]  # the user has the whole answer
+        assert told(streamed) == said[1]  # the user gets the whole answer
         event = {"event": f"e {SECRET}", "completion": first["id"], "kind": "follow_up"}
         assert (await made.feedback(**event, text=f"why {SECRET}?"))[0] == 200
         found = made.store.sessions()
@@ -213,7 +213,7 @@ async def test_secrets_never_reach_the_disk(http: aiohttp.ClientSession, tmp_pat
     assert word.text.startswith("why ") and word.text.endswith("?") and SECRET not in word.text
     scan(tmp_path, SECRET, PASSWORD, "bob@example.com")
     assert SECRET not in kept and PASSWORD not in kept and "bob@" not in kept and blob not in kept
-    # whatever is no secret is as it was, in its place
+    # everything that is not a secret is unchanged and in its place
     for turn, whole in zip(session.turns, answers(said), strict=False):
         hidden = {at for span in turn.redacted for at in range(span.start, span.end)}
         assert turn.answer_redacted and len(turn.sampled) == len(whole)
@@ -222,14 +222,14 @@ async def test_secrets_never_reach_the_disk(http: aiohttp.ClientSession, tmp_pat
             for at, (one, other) in enumerate(zip(turn.sampled, whole, strict=True))
             if at + len(turn.read) not in hidden
         )
-        # behind a secret there are no log-probs
+        # there are no log-probs after a secret
         assert len(turn.logprobs) <= min(hidden) or not turn.logprobs
 
 
 async def test_a_secret_that_is_recognised_late_takes_its_sessions_along(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    """Also those of another session, or of a gateway that is no more."""
+    """This includes turns of another session, or of an earlier gateway process."""
     async with production(http, f"file:{tmp_path}", ["Yes?"]) as made:
         await made.say("try correcthorsebattery", "zero")
     async with production(http, f"file:{tmp_path}", ["Yes?", "Done.", "Done."]) as made:
@@ -308,7 +308,7 @@ async def test_feedback_is_checked_limited_and_counted_once(
         ):
             assert await feedback_of(made, **event | wrong) == (400, "invalid_request")
         assert await feedback_of(made, **event) == (429, "too_many_requests")
-        # another user has a limit of their own, and joins nothing
+        # another user has a limit of their own, and none of the answers
         bob = ALICE | {"X-Etude-User": "bob"}
         assert (await made.feedback(bob, **event | {"kind": "thumbs_down"}))[0] == 200
         joined = made.store.joined(made.store.sessions(), horizon_s=60)
@@ -375,7 +375,7 @@ async def test_a_deleted_user_is_gone(http: aiohttp.ClientSession, tmp_path: Pat
         assert count and not found
         assert b"Mnemosyne" not in bytes_of(tmp_path)
         assert [s.user for s in made.store.sessions().sessions] == [pseudonym("bob", KEY)]
-        # who comes back is somebody new
+        # a deleted user who returns is a new user
         await made.say("read")
         assert len(made.store.sessions().sessions) == 2
 

@@ -1,4 +1,5 @@
-"""kill -9 amid answers and feedback: what was acknowledged is there, and no secret is."""
+"""kill -9 during answers and feedback: everything that was acknowledged is stored, and no secret
+is."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ async def test_a_killed_gateway_loses_nothing_and_leaks_nothing(tmp_path: Path) 
     limit = random.Random().randint(20, 60)
 
     async def user(number: int, http: aiohttp.ClientSession, url: str) -> None:
-        """Asks, and says something about it, until the gateway is gone."""
+        """Asks, and sends feedback, until the gateway is gone."""
         headers = ALICE | {"X-Etude-User": f"user {number}", "X-Etude-Session": "s"}
         body = {"messages": [{"role": "user", "content": f"my key is {SECRET}"}]}
         while True:

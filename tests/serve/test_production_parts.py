@@ -1,4 +1,4 @@
-"""The file of production mode, its key, and what ends a recording."""
+"""The configuration file of production mode, its key, and the ways in which a recording ends."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_place_is_the_store_that_the_file_names(tmp_path: Path) -> None:
 async def test_a_word_that_comes_while_the_model_answers_counts(
     http: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    """What was recorded before stays until it is deleted."""
+    """Turns that were recorded before stay until they are deleted."""
     async with production(http, f"file:{tmp_path}", ["one", "two", "three"]) as made:
         await made.say("hello")
         (open_,) = made.mode.recording.sessions.values()

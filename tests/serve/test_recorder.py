@@ -1,4 +1,4 @@
-"""What is recorded is what the engine saw: every token, once, in place."""
+"""The recorder: it records every token that the engine saw, once, in its place."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_segment_says_what_it_is_for_and_what_it_goes_on_from() -> None:
     say(recorder, [user("help me")], said, kind="subagent")
     say(recorder, [user("sum it up")], said, kind="summary")
     say(recorder, [user("it was so")], said)
-    # one that goes on keeps what it was opened as
+    # a segment that continues keeps its kind
     say(recorder, [user("read"), answer, user("more")], said, kind="summary")
     assert [(segment.kind, segment.parent) for segment in recorder.segments("s")] == [
         ("turns", None),
@@ -194,17 +194,17 @@ REASONS = b"{% for m in messages %}<|{{ m.role }}|>SHOWN{{ eos_token }}{% endfor
 ASKS = b"{% if add_generation_prompt %}<|assistant|>PREFIX{% endif %}"
 DROPPED = b"{{ m.content.split('</think>')[-1] }}"
 REASONING = {
-    # The reasoning of no turn is shown, that of the last answer neither. (DeepSeek R1)
+    # Reasoning is never shown, not even that of the last answer. (DeepSeek R1)
     "all": REASONS.replace(b"SHOWN", DROPPED) + ASKS.replace(b"PREFIX", b""),
     "all, and begun": REASONS.replace(b"SHOWN", DROPPED) + ASKS.replace(b"PREFIX", b"<think>"),
-    # It is shown until another user speaks. (Qwen3)
+    # Reasoning is shown until the next message of a user. (Qwen3)
     "old": b"{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     b"{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     + REASONS.replace(
         b"SHOWN", b"{{ m.content if loop.index0 >= ns.last else m.content.split('</think>')[-1] }}"
     )
     + ASKS.replace(b"PREFIX", b""),
-    # That of the last answer is shown, for as long as it is the last.
+    # Only the reasoning of the last answer is shown.
     "all but the last": b"{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == "
     b"'assistant' %}"
     b"{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
@@ -218,8 +218,8 @@ REASONING = {
 @pytest.mark.parametrize("template", REASONING)
 @pytest.mark.parametrize("between", ["user", "tool"])
 def test_what_the_model_is_shown_is_what_its_template_means(template: str, between: str) -> None:
-    """Token by token: whether a turn goes on from the one before it or not, its prompt is the
-    rendered history."""
+    """Token by token: whether or not a turn continues the previous one, its prompt is the rendered
+    history."""
     tokenizer = ChatTokenizer(FILES | {"chat_template.jinja": REASONING[template]})
     recorder, messages, shown = Recorder(tokenizer), [user("start")], list[str]()
     for word in ("read", "test", "submit", "call"):
@@ -249,7 +249,7 @@ def test_what_the_model_is_shown_is_what_its_template_means(template: str, betwe
 
 
 def test_words_that_the_harness_was_not_given_open_a_segment() -> None:
-    """A stop text is sampled, and cut off before the answer is handed over."""
+    """A stop text is sampled, but cut off before the answer is returned."""
     recorder = Recorder(TOKENIZER)
     prompt = prompt_for(recorder, "s", [user("read")], TOOLS)
     answer = {"role": "assistant", "content": "call a "}
@@ -279,8 +279,8 @@ def test_a_template_that_leaves_a_call_out_opens_a_segment() -> None:
     "sent", [{"content": None}, {}, {"content": None, "refusal": None, "audio": None}]
 )
 def test_an_answer_that_only_calls_goes_on_however_it_is_sent_back(sent: Message) -> None:
-    """Clients leave out what is null, or write it out, or add nulls of their own. A split that
-    nobody would make again shows that what goes on is what was recorded."""
+    """Clients omit null fields, keep them, or add their own. The unusual split into tokens shows
+    that the recorded tokens are continued."""
     recorder = Recorder(TOKENIZER)
     pieces = ["<tool_call>", *"edit 3 return", "</tool_call>"]
     call = [
@@ -347,7 +347,7 @@ ECHOES: dict[str, Callable[[Message], Message]] = {
 
 @pytest.mark.parametrize("echo", ECHOES)
 def test_an_answer_is_known_by_what_it_says(echo: str) -> None:
-    """However a harness sends it back, the turn goes on from the sampled tokens."""
+    """However a harness sends it back, the turn continues the sampled tokens."""
     config = b'{"eos_token": "<|end|>", "tool_syntax": "hermes"}'
     tokenizer = ChatTokenizer(
         FILES | {"chat_template.jinja": CALLS, "tokenizer_config.json": config}
@@ -456,7 +456,8 @@ def test_two_answers_to_one_prompt_are_two_segments() -> None:
 def test_a_prompt_is_rendered_once_however_many_segments_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or a long one would keep a gateway busy, in which an agent has asked for many answers."""
+    """Otherwise a long session, in which an agent has asked for many answers, would keep a gateway
+    busy."""
     recorder, said = Recorder(TOKENIZER), [*TOKENIZER.encode("tool"), TOKENIZER.eos_token_id]
     for number in range(10):
         _, answer = say(recorder, [user(f"read {number}")], said)
@@ -481,7 +482,7 @@ def test_a_prompt_is_rendered_once_however_many_segments_there_are(
 def test_an_answer_that_a_stop_text_ended_is_for_who_asks_for_one(
     stop: tuple[str, ...], given: bool
 ) -> None:
-    """Who asks again without it wants to read on."""
+    """A client that repeats the request without the stop text wants to read on."""
     recorder = Recorder(TOKENIZER)
     prompt = prompt_for(recorder, "s", [user("read")])
     sample = replace(sample_of(TOKENIZER.encode("zcall")), finish_reason="stop")
@@ -513,9 +514,9 @@ def test_sessions_do_not_meet() -> None:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_conversations(seed: int) -> None:
-    """Sampled tokens are random ids: mostly no text that a tokenizer would split in the same way.
-    Every call's prompt and answer must be found in the segments, token by token, and nothing else
-    may be marked as sampled."""
+    """Sampled tokens are random ids, whose text a tokenizer would mostly split differently. The
+    prompt and answer of every call must be in the segments, token by token, and nothing else may be
+    marked as sampled."""
     rng, recorder = random.Random(seed), Recorder(TOKENIZER)
     eos, words = (
         TOKENIZER.eos_token_id,
@@ -564,8 +565,8 @@ def test_random_conversations(seed: int) -> None:
 
 
 def test_experts_are_recorded_once_for_each_token() -> None:
-    """Every call reports those of the tokens that none before it has; one byte a token here, which
-    says its place."""
+    """Every call reports the experts of the tokens that no earlier call has reported; here, one
+    byte per token with its position."""
     recorder = Recorder(TOKENIZER)
 
     def answer(messages: list[Message], tokens: list[int], *, reported: bool = True) -> Message:
@@ -586,9 +587,9 @@ def test_experts_are_recorded_once_for_each_token() -> None:
     (segment,) = recorder.segments("s")
     assert recorder.experts("s") == (bytes(range(len(segment.prompt + segment.tokens) - 1)),)
     prompt = prompt_for(recorder, "s", history)
-    # what was reported is not asked for again
+    # reported experts are not requested again
     assert prompt.routed.num_tokens == len(segment.prompt + segment.tokens) - 1
-    # two answers to one prompt: the second has a segment of its own, and all experts of it
+    # two answers to one prompt: the second opens a segment with all its experts
     for text in ("a", "b"):
         places = range(prompt.routed.num_tokens, len(prompt.tokens) + 1)
         sample = replace(sample_of([*TOKENIZER.encode(text), *end]), experts=bytes(places))
@@ -608,7 +609,7 @@ def test_tokens_of_the_newest_texts_are_remembered() -> None:
     encoded = EncodedTexts(max_chars=6)
     encoded.add("ab", [1])
     encoded.add("cd", [2, 3])
-    assert list(encoded.get("ab") or ()) == [1]  # and is newer than "cd" by that
+    assert list(encoded.get("ab") or ()) == [1]  # now newer than "cd"
     encoded.add("ab", [1])
     encoded.add("efg", [4])
     assert encoded.get("cd") is None

@@ -1,5 +1,5 @@
-"""A relay in each region: workers there read each object of the weights once from the store,
-together."""
+"""A relay in each region: its workers together read each object of the weights only once from the
+store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REGIONS, WORKERS, VERSIONS = 2, 6, 4
 
 
 class Counted(Objects):
-    """Counts the bytes of shards alone; manifests are small, and read by everyone."""
+    """Counts only the bytes of shards; manifests are small, and everybody reads them."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store, "s3://fake")
@@ -61,7 +61,7 @@ async def test_a_region_downloads_each_version_once(
         reader.fetch(version)
     stores, loop = [Counted(store) for _ in range(REGIONS)], asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        # threads of their own: the relays need those of the loop
+        # Threads of their own: the relays need those of the loop.
         workers = stack.enter_context(ThreadPoolExecutor(REGIONS * WORKERS))
         followers: list[Follower] = []
         for number, objects in enumerate(stores):

@@ -215,8 +215,8 @@ async def test_mistakes_are_told_as_openai_does(more: dict[str, Any], words: str
 
 
 def test_an_item_is_found_without_a_look_at_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request may refer to a hundred thousand, in a store of as many: nobody else would be
-    answered meanwhile."""
+    """A request may refer to a hundred thousand items, in a store with as many; a slow search would
+    block all other clients."""
     store = ConversationStore(max_bytes=1000)
 
     def keep(session: str, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of a request when workers answer, refuse or fail, and what they say together."""
+"""Requests when workers answer, refuse or fail, and the status of all workers together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def samples(request: web.Request) -> web.Response:
 
 
 class Worker:
-    """Answers with what it was given, again and again."""
+    """Answers with the same responses again and again."""
 
     def __init__(self, **answers: Answer) -> None:
         self.answers = answers

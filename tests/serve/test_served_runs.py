@@ -1,4 +1,4 @@
-"""`etude serve` and `etude chat` of what a run trained, and the log of requests."""
+"""`etude serve` and `etude chat` with trained runs, and the log of requests."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_tokens_belong_to_the_request_that_is_answered() -> None:
     metrics = Metrics(logged.append)
     with metrics.answering(RequestRecord(method="POST", path="/a\x1b[2J")):
         metrics.count_tokens(3, 4)
-    metrics.count_tokens(100, 100)  # of nobody's
+    metrics.count_tokens(100, 100)  # outside of any request
     with metrics.answering(RequestRecord(method="GET", path="/b")):
         pass
     first, second = logged

@@ -1,4 +1,5 @@
-"""What a gateway acknowledged is there when it is back, or its session is told to be incomplete."""
+"""The journal of sessions: everything that a gateway acknowledged is restored, or its session is
+marked as incomplete."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ EOS = TOKENIZER.eos_token_id
 
 
 class Life:
-    """One life of a gateway over a store."""
+    """One run of a gateway over a store."""
 
     def __init__(self, objects: Objects, now: float = 0.0, **options: Any) -> None:
         self.conversations = ConversationStore()
@@ -51,7 +52,7 @@ class Life:
         self.known = self.records.restore(self.journal, self.settled.append)
 
     def end(self) -> None:
-        """As the kernel does it for a process that was killed."""
+        """End it as the kernel does when a process is killed."""
         self.journal.close()
 
     async def say(
@@ -89,7 +90,7 @@ async def test_a_session_goes_on_where_it_was(
     before = life.records.recorder.segments("s"), life.records.recorder.experts("s")
     life.end()
 
-    # another process: what stands for control tokens within messages is another text
+    # another process: control tokens within messages have other stand-ins
     monkeypatch.setattr("etude.model.tokenizer._NONCE", "9876543210")
     monkeypatch.setattr("etude.model.tokenizer._STAND_IN", re.compile(r"~9876543210:(\d+)~"))
     life = Life(objects)
@@ -155,13 +156,13 @@ async def test_who_asks_again_is_given_what_was_recorded(objects: Objects) -> No
         replace(asked, params=SamplingParams()),
         replace(asked, max_tokens=len(answer) - 1),
         replace(asked, top_logprobs=2),
-        replace(asked, stop=("x", "al")),  # it would have ended before
-        replace(asked, stop_token_ids=(EOS + 1,), stop=("x",)),  # and here it would go on
+        replace(asked, stop=("x", "al")),  # it would have ended earlier
+        replace(asked, stop_token_ids=(EOS + 1,), stop=("x",)),  # it would continue here
     ):
         assert await records.take_unreceived("s", prompt, another) is None
     again = await records.take_unreceived("s", prompt, replace(asked, max_tokens=99, seed=1))
     assert again is not None and again.tokens == answer
-    # from now on it has it: another answer to the same is another segment
+    # now it has been received: another answer to the same prompt is another segment
     assert await records.take_unreceived("s", prompt, asked) is None
     await life.say("s", history, "tool")
     assert [segment.prompt for segment in recorder.segments("s")] == [prompt.tokens] * 2
@@ -231,7 +232,7 @@ async def test_a_session_with_a_hole_is_dropped_by_name(objects: Objects, place:
     data = bytearray(objects.get(key))
     data[place] ^= 1
     objects.put(key, bytes(data))
-    for _ in range(2):  # it stays so
+    for _ in range(2):  # it stays broken
         life = Life(objects)
         known = set(life.known)
         assert known <= {"s", "t"}
@@ -306,7 +307,7 @@ async def test_stored_responses_are_there_again(objects: Objects) -> None:
 
 
 async def test_a_result_is_there_until_it_is_withdrawn(objects: Objects) -> None:
-    """It may lie with another shard than its session, so neither takes the other along."""
+    """It may be on another shard than its session, so forgetting one does not forget the other."""
     life = Life(objects)
     settled = [SettledSession(session=session, result=b"{}") for session in ("a", "b")]
     await life.say("b", [user("hi")], "done")
@@ -357,7 +358,7 @@ async def test_an_answer_after_the_end_of_its_session_brings_nothing_back(tmp_pa
     with pytest.raises(ApiError, match="is over"):
         await answerer.sample([asked], lambda request, sample: user("said"), "id")
     assert life.records.recorder.sessions == []
-    await life.say("s", [user("read")], "call")  # whoever takes the name again begins anew
+    await life.say("s", [user("read")], "call")  # a new session with the same name starts afresh
     life.end()
     assert Life(objects).known == ["s"]
 
@@ -374,7 +375,8 @@ async def test_two_gateways_do_not_share_a_journal(tmp_path: Path) -> None:
 
 
 async def test_a_second_gateway_at_a_bucket_is_noticed_by_the_first() -> None:
-    """Nobody can lock a bucket; but what the other has written is not taken for one's own."""
+    """A bucket cannot be locked, but the data of the other gateway is not mistaken for one's
+    own."""
     objects = Objects(MemoryStore(), "s3://fake")
     first = Life(objects)
     await first.say("s", [user("read")], "call")
@@ -386,7 +388,7 @@ async def test_a_second_gateway_at_a_bucket_is_noticed_by_the_first() -> None:
 async def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And none is lost: it is stored with the next."""
+    """No entry is lost: it is stored with the next one."""
     objects = Objects.open(f"file:{tmp_path}/store")
     life = Life(objects)
     await life.say("s", [user("read")], "call")

@@ -1,4 +1,4 @@
-"""Several gateways: every session has one place, whichever of them is asked."""
+"""Several gateways: every session has one shard, whichever gateway gets the request."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_sessions_for_others_to_run_have_one_desk(
     store: Store, http: aiohttp.ClientSession
 ) -> None:
     async with two_gateways(store, http) as urls:
-        for n in range(4):  # two or so belong to each of them
+        for n in range(4):  # about two belong to each of them
             url = f"{urls[n % 2]}/v1/sessions/s{n}"
             async with http.put(url, data=offer(f"s{n}")) as response:
                 assert response.status == 204
@@ -99,7 +99,8 @@ async def test_sessions_for_others_to_run_have_one_desk(
 async def test_only_what_was_recorded_can_be_scored(
     store: Store, http: aiohttp.ClientSession
 ) -> None:
-    """The desk sees the sessions of its own shard; those of others it leaves to the controller."""
+    """The desk checks only the sessions of its own shard; for others it relies on the
+    controller."""
     here = Shards(["here", "away"], 0)
     async with two_gateways(store, http) as urls, worker(store, "east", urls[0]):
         await post(http, f"{urls[0]}/load", {"version": 1})

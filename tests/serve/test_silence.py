@@ -1,5 +1,5 @@
-"""A worker that hangs closes no connection: it is found out by its silence, under a clock that the
-test moves."""
+"""Detection of hanging workers, which close no connection, by their silence. The tests control the
+clock."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ ASK = Request(prompt=(1, 2), max_tokens=3, seed=1)
 
 
 class Stopped:
-    """What a worker looks like that was stopped: connections are accepted, nothing is answered,
-    until it goes on."""
+    """A stopped worker: it accepts connections but answers nothing until it continues."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -69,7 +68,7 @@ SAMPLED = Sample(tokens=(7,), logprobs=(-1.0,), versions=(VersionSpan(0, 1),), f
 
 
 class Watch:
-    """A router whose time passes when the test says so."""
+    """A router whose clock the test controls."""
 
     def __init__(self, http: aiohttp.ClientSession) -> None:
         self.clock = ManualClock()
@@ -107,7 +106,7 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(
         assert [(await each).tokens for each in asked] == [(7,)] * (MAX_RETRIES + 2)
         assert watch.router.disturbed("s")
         assert (await sample(watch.router, "t")).tokens == (7,) and not watch.router.disturbed("t")
-        # What it says late, nobody listens to; when it says that it is there, it is asked again.
+        # Nobody listens to its late answer; after its next heartbeat it gets requests again.
         silent.goes_on.set()
         await join(watch.router, url)
         assert len(watch.router.fleet.up) == 2 and not watch.router.fleet.suspects
@@ -117,7 +116,7 @@ async def test_what_a_silent_worker_was_asked_is_asked_of_another(
 async def test_a_session_whose_worker_stalls_within_its_lease_has_lost_time(
     http: aiohttp.ClientSession, heard_again: bool
 ) -> None:
-    """Its answer may come before its next heartbeat, or after."""
+    """Its answer may arrive before or after its next heartbeat."""
     watch, stalls = Watch(http), Stopped()
     async with stalls.listening() as url:
         await join(watch.router, url)
@@ -140,8 +139,8 @@ async def test_a_session_whose_worker_stalls_within_its_lease_has_lost_time(
 async def test_nobody_waits_for_a_worker_whose_connections_outlive_it(
     http: aiohttp.ClientSession, gone: str
 ) -> None:
-    """Its host lost its power, so no connection was closed: it was started again at the same
-    address, within its lease, or another request has found that it is not there."""
+    """Its host lost power, so no connection was closed. It was restarted at the same address within
+    its lease, or another request found it missing."""
     watch, silent, other = Watch(http), Stopped(), Stopped()
     other.goes_on.set()
     async with silent.listening() as url, other.listening() as its:
@@ -176,7 +175,7 @@ async def test_silence_is_not_counted_as_a_failure_of_what_was_asked(
 async def test_a_request_that_silences_every_worker_fails(
     http: aiohttp.ClientSession, way: str
 ) -> None:
-    """It may be what takes their hosts down: others are not sacrificed to it."""
+    """The request may be what takes workers down, so no more workers are sacrificed to it."""
     watch, only = Watch(http), Stopped()
 
     async def stream() -> None:
@@ -199,7 +198,7 @@ async def test_a_request_that_silences_every_worker_fails(
 
 
 async def fall_silent(watch: Watch, only: Stopped, url: str, times: int) -> None:
-    """A worker joins, is asked, and falls silent, so many times."""
+    """Let a worker join, get a request and fall silent, the given number of times."""
     for number in range(1, times + 1):
         await join(watch.router, url)
         await only.until_asked(*["/generate"] * number)
@@ -237,12 +236,12 @@ async def test_new_weights_and_looks_do_not_wait_for_a_silent_worker(
         watch.wait(int(SILENCE_S))
         await loading
         assert await looking == {} and watch.router.fleet.floor == 1
-        # It comes back with its old weights, and is told to load before it is asked anything.
+        # It returns with its old weights, and has to load new ones before it gets requests.
         silent.asked.clear()
         coming = asyncio.create_task(join(watch.router, url))
         await silent.until_asked("/load")
         assert watch.router.fleet.up == []
-        # it takes its time, but goes on saying that it is there
+        # it takes long, but keeps sending heartbeats
         for _ in range(3 * int(SILENCE_S)):
             watch.wait(1)
             await join(watch.router, url)
@@ -299,7 +298,7 @@ async def test_a_session_knows_of_a_request_that_is_under_way_or_was_broken_off(
         while router._requests["s"].pending:
             await asyncio.sleep(0.001)
         assert await disturbed("s") and not await disturbed("t")
-        router.forget("s")  # another session may have its name one day
+        router.forget("s")  # another session may have the same name later
         assert not await disturbed("s") and not router._requests
 
 
@@ -348,7 +347,7 @@ async def test_an_engine_that_hangs_is_not_well_although_its_port_answers(
 async def test_new_weights_do_not_wait_for_a_slow_worker(
     http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is heard all the time, and its download does not end."""
+    """Its heartbeats go on, but its download does not end."""
     monkeypatch.setattr("etude.serve.router.LIVENESS_CHECK_S", 0.01)
     watch, slow, quick = Watch(http), Stopped(), Stopped()
     quick.goes_on.set()

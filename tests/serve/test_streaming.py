@@ -1,5 +1,5 @@
-"""Streams through a gateway: tokens come as they are sampled, and a worker that dies in mid-answer
-is not noticed in what was said."""
+"""Streams through a gateway: tokens arrive as they are sampled, and the death of a worker in the
+middle of an answer does not show in the text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ Stream = Callable[[EngineThread, Request], AsyncIterator[Token | Sample]]
 
 @pytest.fixture
 def dies_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[Request]]:
-    """The first worker that is asked breaks off behind so many tokens."""
+    """The first worker that is asked fails after the given number of tokens."""
 
     def prepare(num_tokens: int) -> list[Request]:
         whole: Stream = EngineThread.stream
@@ -87,13 +87,13 @@ async def test_another_worker_goes_on_behind_what_was_said(
     regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession,
     dies_once: Callable[[int], list[Request]], num_tokens: int, more: dict[str, Any],
 ) -> None:  # fmt: skip
-    """24 of 24 tokens: all was said but that it is whole."""
+    """24 of 24 tokens: only the end was missing."""
     body = ASK | {"max_tokens": 24, "temperature": 1.5} | more
     whole = await streamed(http, f"{gateway}/s/whole", body)
     assert len(whole) == 24
     asked = dies_once(num_tokens)
     torn = await streamed(http, f"{gateway}/s/torn", body)
-    # What follows is the same too but for rounding: tests/engine/test_begun.py.
+    # Apart from rounding, the rest is the same too: tests/engine/test_begun.py.
     assert torn[:num_tokens] == whole[:num_tokens] and len(torn) == 24
     assert [len(request.begun) for request in asked] == [0, num_tokens]
     (segment,) = await segments(http, gateway, "torn")
@@ -120,11 +120,11 @@ async def test_a_client_that_leaves_a_stream_leaves_no_work_behind(
     while any(region.report().running or region.report().waiting for region in regions):
         await asyncio.sleep(0.01)
     async with http.get(f"{gateway}/s/s/segments") as response:
-        assert response.status == 404  # what nobody has seen the end of is not recorded
+        assert response.status == 404  # an answer whose end nobody has seen is not recorded
 
 
 class Gated(Scripted):
-    """Samples a token each time that it is let."""
+    """Samples one token each time the gate is released."""
 
     tokenizer = TOKENIZER
     max_context = 4096
@@ -183,7 +183,7 @@ async def test_tokens_come_as_they_are_sampled(http: aiohttp.ClientSession, tmp_
             async with http.get(f"{url}/s/s/segments") as response:
                 assert response.status == (200 if whole else 404)
             assert under_way or whole
-            engine.gate.release()  # only now is there a next one
+            engine.gate.release()  # there is a next token only now
         await stream.aclose()
         assert ids == answers(["so it is"])[0]
         async with http.get(f"{url}/s/s/disturbed") as response:
@@ -205,7 +205,7 @@ REQUEST = Request(prompt=(5, 6), max_tokens=9, seed=0, stop_token_ids=(TOKENIZER
 async def test_what_goes_wrong_at_the_end_is_told(
     error: Exception, http: aiohttp.ClientSession
 ) -> None:
-    """And is not the worker's fault: nobody else is asked."""
+    """The worker is not at fault: no other worker is asked."""
     engine = Gated("a", error)
     worker = Worker(engine, FILES, "east")  # type: ignore[arg-type]
     async with served(create_app(worker.routes(), None)) as url:
@@ -245,7 +245,7 @@ async def test_work_is_cancelled_with_its_client_and_never_after_its_end() -> No
     assert await cancel_on_disconnect(http, asyncio.sleep(0, "done")) == "done"
     gone.set()
     for _ in range(5):
-        await asyncio.sleep(0)  # would be where a late cancellation comes
+        await asyncio.sleep(0)  # a late cancellation would arrive here
 
     with pytest.raises(ClientDisconnected):
         await cancel_on_disconnect(http, asyncio.sleep(3600))

@@ -1,5 +1,5 @@
-"""Redaction by token: every token that holds a part of a secret goes, however it was cut into
-tokens, and no other moves or changes."""
+"""Redaction by token: every token that holds a part of a secret is removed, however the secret was
+split into tokens, and no other token moves or changes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_turn_without_secrets_is_as_it_was() -> None:
 
 @pytest.mark.parametrize(("rounds", "settles"), [(0, True), (3, True), (4, False)])
 def test_what_does_not_settle_is_not_kept(rounds: int, settles: bool) -> None:
-    """Each look finds one thing more, so many times."""
+    """Each round finds one more secret, the given number of times."""
     tokens = tuple(TOKENIZER.encode("a b c d e f g h"))
     whole = turn(0, 0, read=tokens, sampled=(), logprobs=())
     looks = 0

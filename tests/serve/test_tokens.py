@@ -191,7 +191,7 @@ async def test_what_others_revoke_is_looked_for_every_10_s(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
         if len(slept) == 2:
-            authority.verify(token)  # not heard of yet
+            authority.verify(token)  # the revocation is not known yet
         if len(slept) == 3:
             raise asyncio.CancelledError
 

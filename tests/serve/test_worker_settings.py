@@ -1,4 +1,4 @@
-"""A worker has the settings of its run, but for those that it was started with."""
+"""A worker uses the settings of its run, except those given on its command line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stop(Exception):
 def store_of(path: Path, run: RunConfig) -> Store:
     store = Store(path / "run")
     Run(store.objects).put_config(run)
-    # A model is made for a config: another one takes its file away.
+    # The model's file belongs to its config: another config removes it.
     store.objects.put_sealed("model/config.json", store.files["config.json"])
     return store
 
@@ -64,7 +64,7 @@ def config(top: str = "", engine: str = "") -> RunConfig:
 async def engine_of(
     store: Store, run: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, dict[str, Any]]:
-    """The model and the settings that the engine is made with."""
+    """The arguments with which the engine is created."""
     made: list[tuple[Any, dict[str, Any]]] = []
 
     def make(model: Any, **settings: Any) -> None:
@@ -149,7 +149,7 @@ def test_what_a_worker_is_started_with_goes_before_the_run(
 def test_a_worker_lends_its_slots_and_an_engine_of_ones_own_does_not(
     tmp_path: Path, top: str, slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else evaluations would end with the hours in which users lend."""
+    """Otherwise evaluations would be limited to the hours in which users lend slots."""
     far = (time.gmtime().tm_hour + 12) % 24
     run = config(top=top, engine=f'lend = {{hours = ["{far:02d}:00-{far:02d}:01"]}}')
     store, made = store_of(tmp_path, run), list[SlotPolicy | None]()
@@ -249,7 +249,7 @@ def test_a_store_without_a_model_says_so(tmp_path: Path) -> None:
 async def test_a_worker_that_is_not_let_in_says_so_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It says so again when it had been let in meanwhile."""
+    """The refusal is logged again if the worker had been accepted in between."""
     statuses = [401, 403, 200, 503, 403, 401]
     asked: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-/** The service that tests/clients/conformance.py of Etude describes, and asks. */
+/** The service that tests/clients/conformance.py of Etude describes and tests. */
 
 import { Service } from "../src/index.js";
 

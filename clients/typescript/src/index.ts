@@ -1,5 +1,5 @@
 /**
- * Your product as an environment of Etude, by URL. Needs node alone.
+ * Your product as an environment of Etude, by URL. It needs only node.
  *
  *     const service = new Service({
  *       tasks: { train: [{ id: "1", prompt: "What is 6 * 7?" }] },
@@ -10,7 +10,7 @@
  *     });
  *     await service.listen(8700);
  *
- * A rollout fails by throwing, and that is never a reward of 0. The protocol is
+ * A rollout fails by throwing; a failure is never a reward of 0. The protocol is
  * docs/environments-by-url.md of Etude.
  */
 
@@ -24,7 +24,7 @@ export interface Message {
   [field: string]: unknown;
 }
 
-/** What there is to do: either a prompt or messages. */
+/** A task, with either a prompt or messages. */
 export interface Task {
   id: string;
   prompt?: string;
@@ -46,14 +46,14 @@ export interface Credit {
   turn?: number | null;
 }
 
-/** Something that a rollout made, for people to look at: a text, or where it lies. */
+/** Something that a rollout made, for people to look at: a text, or a URL. */
 export interface Artifact {
   name: string;
   text?: string;
   url?: string;
 }
 
-/** What a rollout was worth, and what is to be seen of it. */
+/** The result of a rollout: its reward, and details for people to look at. */
 export interface Result {
   reward: number;
   parts?: Part[];
@@ -61,7 +61,7 @@ export interface Result {
   credit?: Credit[];
   artifacts?: Artifact[];
   messages?: Message[];
-  /** `timeout`: your product ran out of its time, and is scored as it stands. */
+  /** `timeout`: your product ran out of time, and is scored in its present state. */
   status?: "done" | "timeout";
 }
 
@@ -69,11 +69,11 @@ export type Tasks = Record<string, Task[]> | ((split: string) => Task[] | Promis
 
 export interface ServiceOptions {
   rollout: (asked: Rollout) => Promise<Result> | Result;
-  /** Split ("train", "heldout", "novel") -> its tasks, the same whenever they are asked for. */
+  /** Split ("train", "heldout", "novel") -> its tasks, the same at every call. */
   tasks?: Tasks;
-  /** Rollouts at once. */
+  /** Limit on concurrent rollouts. */
   capacity?: number;
-  /** What requests must carry, as ETUDE_SERVICE_TOKEN has it on the other side. */
+  /** Required in requests; the same as ETUDE_SERVICE_TOKEN on Etude's side. */
   token?: string;
 }
 
@@ -92,7 +92,7 @@ interface RolloutRequest {
   callback_token?: string | null;
 }
 
-/** Of a `Result`: whatever else is in one is misspelt. */
+/** The fields of a `Result`; any other field is a misspelling. */
 const FIELDS = new Set<string>([
   "reward",
   "parts",
@@ -103,7 +103,7 @@ const FIELDS = new Set<string>([
   "status",
 ] satisfies (keyof Result)[]);
 
-/** What became of a rollout, as it is sent. */
+/** The outcome of a rollout, as it is sent. */
 type Outcome = Record<string, unknown> & { id: string; status: string };
 
 type Reply = [status: number, body?: unknown];
@@ -111,15 +111,15 @@ type Reply = [status: number, body?: unknown];
 const KEPT = 4096;
 const MAX_WAIT_S = 30;
 const MAX_BODY_BYTES = 64 * 2 ** 20;
-/** A gateway that is away for longer does not come back. */
+/** A gateway that is away for longer is given up. */
 const AWAY_MS = 60_000;
-/** After a gateway came back: it may be told of the session only then. */
+/** Tries after a gateway came back: it may learn of the session only then. */
 const CALLBACK_TRIES = 3;
 const REQUIRED = ["id", "task", "base_url", "token", "seed", "deadline"] as const;
 
 class BadRequest extends Error {}
 
-/** What a server answers that does not do what it was asked for. */
+/** An error response of a server. */
 class Refused extends Error {
   constructor(
     message: string,
@@ -129,11 +129,11 @@ class Refused extends Error {
   }
 }
 
-/** One attempt that Etude asks for. */
+/** One attempt that Etude requests. */
 export class Rollout {
   readonly id: string;
   readonly task: Task;
-  /** Point the OpenAI client of your product here, with `token` as its key. */
+  /** Base URL for the OpenAI client of your product, with `token` as its key. */
   readonly baseUrl: string;
   readonly token: string;
   readonly seed: number;
@@ -144,11 +144,11 @@ export class Rollout {
   readonly maxTokens: number;
   readonly callbackUrl: string | null;
   /**
-   * For the result alone. Your product must not have it: an agent that finds it could say itself
-   * what it was worth.
+   * Only for sending the result. Keep it from your product: an agent that finds it could set its
+   * own score.
    */
   readonly callbackToken: string | null;
-  /** Aborted when nobody wants the result any more. */
+  /** Aborted when the result is not wanted any more. */
   readonly signal: AbortSignal;
 
   constructor(asked: RolloutRequest, signal: AbortSignal) {
@@ -170,7 +170,7 @@ export class Rollout {
     return Math.max(0, this.deadline - Date.now() / 1000);
   }
 
-  /** One answer of the model, for products that have no client of their own. */
+  /** One answer of the model, for products without a client of their own. */
   async chat(messages: Message[], options: Record<string, unknown> = {}): Promise<Message> {
     const asked = {
       model: this.model,
@@ -201,7 +201,7 @@ export class Service {
     this.#capacity = options.capacity ?? 8;
   }
 
-  /** Serves on a port; 0 chooses a free one. */
+  /** Serve on a port; 0 chooses a free one. */
   async listen(port = 8700, host = "127.0.0.1"): Promise<{ url: string; server: Server }> {
     const server = createServer((request, response) => void this.handle(request, response));
     await new Promise<void>((resolve, reject) => {
@@ -212,7 +212,7 @@ export class Service {
     return { url: `http://${host}:${bound}`, server };
   }
 
-  /** For a server of your own. */
+  /** The request handler, for a server of your own. */
   async handle(request: IncomingMessage, response: ServerResponse): Promise<void> {
     let [status, body]: Reply = [401, { error: "the token is wrong, or missing" }];
     if (this.#isAllowed(request.headers.authorization ?? "")) {
@@ -334,8 +334,8 @@ export class Service {
 }
 
 /**
- * The other way round: ask a gateway for one session, run it and send the result. False if there
- * was none to run. Call it as often at once as there is room for.
+ * Work the other way round: claim one session at a gateway, run it and send the result. Resolves to
+ * false if there was none. Run as many calls at once as you have room for.
  */
 export async function pull(
   gateway: string,
@@ -404,8 +404,9 @@ async function post(
 }
 
 /**
- * A gateway that is away is waited for. A result that it refuses (400) has failed: told so, the run
- * need not wait for the deadline. Where it refuses us, Etude asks for the result.
+ * Send the result to the gateway, waiting for one that is away. If the gateway rejects the result
+ * (400), send a failure instead, so that the run need not wait for the deadline. If it rejects the
+ * request itself, give up: Etude will ask for the result.
  */
 async function callBack(asked: Rollout, outcome: Outcome): Promise<void> {
   const { callbackUrl, callbackToken } = asked;

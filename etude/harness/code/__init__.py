@@ -1,1 +1,1 @@
-"""The coding harness: the tools of a product, in training as well, chosen by `[harness.code]`."""
+"""The coding harness: the tools of a product, configured by `[harness.code]`, in training too."""

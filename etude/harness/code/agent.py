@@ -1,5 +1,5 @@
-"""The coding harness as an agent: the loop of the built-in one, with the tools and the prompt of a
-product."""
+"""The coding harness as an agent: the loop of the built-in agent, with a product's tools and
+prompt."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from etude.harness.code.tool import TestCache, Workspace
 from etude.harness.code.toolset import Toolset
 
 REMEMBERED = 16384
-"""Results of tests that are kept, of all tasks together."""
+"""Number of test results that are kept, over all tasks."""
 
 
 class CodeAgent(CodingAgent):
-    """A `core.protocols.Agent`. A subclass may bring other tools."""
+    """A `core.protocols.Agent`. A subclass may use other tools."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class CodeAgent(CodingAgent):
         test_results: Memo[CommandResult] | None = None,
         **limits: Any,
     ) -> None:
-        """`test_results`: where they are remembered, if other processes know of them too."""
+        """`test_results`: the cache for results, if it is shared with other processes."""
         super().__init__(session, **limits)
         self._code = code
         self._test_results = test_results or Memo(REMEMBERED)
@@ -56,17 +56,18 @@ class CodeAgent(CodingAgent):
         return Opening(messages=messages, tools=Toolset(workspace), prompt_parts=tuple(parts))
 
     def _test_cache(self, task: Task) -> TestCache | None:
-        """None as well where tests may depend on what is no part of the working copy."""
+        """The cache of a task's test results. None if caching is off, or if tests may depend on
+        more than the working copy."""
         if not self._code.remember_tests or task.sandbox.services or task.sandbox.network:
             return None
         return TestCache(task.id, spec_digest(task.sandbox), self._test_results)
 
     def diagnostics(self, sandbox: Sandbox) -> DiagnosticSource:
-        """Who looks at the edits of a session."""
+        """The linters and type checkers for the edits of a session."""
         servers, timeout_s = self._code.diagnostics, self._code.diagnostics_timeout_s
         return LanguageServers(sandbox, servers, timeout_s=timeout_s)
 
 
 def is_dropped(seed: int, share: float) -> bool:
-    """Whether a session goes without the system prompt: its own seed says so."""
+    """True if a session runs without the system prompt, as derived from its seed."""
     return derive(seed, "prompt dropout") / 2**63 < share

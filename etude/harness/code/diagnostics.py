@@ -1,8 +1,8 @@
-"""What linters and type checkers say of an edit: only what is new or gone, since what was wrong
-before is nobody's news.
+"""Diagnostics of linters and type checkers for an edit. Only new and fixed ones are reported, since
+earlier ones are not news.
 
-A source looks at a text as if the file had it; nothing is written. `servers.LanguageServers` asks
-real language servers in the sandbox, `FakeDiagnostics` a function.
+A source checks a text as if the file contained it; nothing is written. `servers.LanguageServers`
+asks real language servers in the sandbox, `FakeDiagnostics` calls a function.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ SUFFIXES = (".py", ".pyi")
 
 @dataclass(frozen=True, slots=True)
 class Diagnostic:
-    """One complaint."""
+    """One complaint of a linter or type checker."""
 
     line: int
-    """From 1 on."""
+    """Counted from 1."""
     code: str
     message: str
     source: str
-    """Who says so."""
+    """Name of the linter or type checker."""
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """Not the line: an edit moves what stands below it."""
+        """The key that identifies a complaint across an edit. It lacks the line number, since an
+        edit moves the lines below it."""
         return self.source, self.code, self.message
 
 
 class DiagnosticSource(Protocol):
-    """Who looks at texts."""
+    """A source of diagnostics for texts."""
 
     async def check(self, path: str, text: str) -> Sequence[Diagnostic]:
-        """Complaints about a file of the working copy, if this were its text."""
+        """Diagnostics of a file of the working copy, if it had this text."""
 
     def missing(self) -> Mapping[str, str]:
-        """Those that cannot be asked any more, as `Diagnostic.source` names them, each with the
-        reason, and once only."""
+        """Sources that have become unavailable, as named in `Diagnostic.source`, each with the
+        reason. Each is reported only once."""
 
 
 class FakeDiagnostics:
-    """A `DiagnosticSource` that is a function of path and text; without one, there is nothing to
-    complain about."""
+    """A `DiagnosticSource` that calls a function of path and text; by default there are no
+    diagnostics."""
 
     def __init__(
         self, check: Callable[[str, str], Sequence[Diagnostic]] = lambda path, text: ()
@@ -61,7 +62,7 @@ class FakeDiagnostics:
 
 
 class Diagnostics:
-    """What the edits of one session changed."""
+    """Tracks how the edits of one session change its diagnostics."""
 
     def __init__(self, source: DiagnosticSource) -> None:
         self._source = source
@@ -69,7 +70,7 @@ class Diagnostics:
         self._lost: set[str] = set()
 
     async def changed(self, path: str, before: str | None, after: str) -> str:
-        """In lines for the model; empty if nothing changed."""
+        """The change as lines for the model; empty if nothing changed."""
         if not path.endswith(SUFFIXES):
             return ""
         old = [] if before is None else await self._of(path, before)
@@ -77,7 +78,7 @@ class Diagnostics:
         self._last[path] = (after, new)
         missing = self._source.missing()
         self._lost |= missing.keys()
-        # what nobody says any more is not mended
+        # a diagnostic whose source is gone is not fixed
         old = [each for each in old if each.source not in self._lost]
         absent = [f"(no diagnostics of {name}: {reason})" for name, reason in missing.items()]
         return "\n".join([*_told(old, new), *absent])

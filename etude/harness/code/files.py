@@ -1,4 +1,4 @@
-"""Tools for files: read, edit, write, a patch over several, and the way back."""
+"""File tools: read, edit, write, patch several files, and undo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from etude.harness.code.patches import FileChange, after_changes, parse_patch
 from etude.harness.code.tool import Tool, ToolError, boolean, integer, string
 
 READ_LINES = 400
-"""Shown where no range is asked for."""
+"""Number of lines that are shown if no range is given."""
 
 
 class Read(Tool):
@@ -47,9 +47,10 @@ class Read(Tool):
         return shown
 
     def _numbered(self, lines: Sequence[str], start: int, last: int) -> tuple[str, int]:
-        """As many whole lines as the answer has room for, and where to go on; and the last."""
+        """As many whole lines as fit into the answer, with a note where to continue; and the number
+        of the last line."""
         shown: list[str] = []
-        room = self.config.limit_of("read") - 80  # for where to go on
+        room = self.config.limit_of("read") - 80  # for the note
         for number in range(start, last + 1):
             line = f"{number:6}\t{lines[number - 1][:2000]}"
             room -= len(line) + 1
@@ -101,7 +102,7 @@ class Edit(Tool):
                 after, how = replace(read, old, new)
             except NoMatch:
                 raise e from None
-            if how != e.how:  # in the lines that were read something else is meant
+            if how != e.how:  # among the lines that were read, another kind of match was found
                 raise
             return above + after + below, f" (of {e.count} places the one that was read last)"
         return after, "" if how == "exact" else f" (found by {how}: look at the result)"
@@ -139,7 +140,7 @@ class ApplyPatch(Tool):
             before = {name: await self.workspace.find(name) for name in names}
             after = after_changes(before, changes)
             for text in after.values():
-                (text or "").encode()  # what no file can hold
+                (text or "").encode()  # raises for text that cannot be encoded
         except ValueError as e:
             raise ToolError(f"nothing was changed: {e}") from e
         moved = {change.to: change.path for change in changes if change.to}
@@ -160,9 +161,9 @@ class ApplyPatch(Tool):
     async def _check_written(
         self, before: Mapping[str, str | None], after: Mapping[str, str | None]
     ) -> None:
-        """Take the patch back if one file of it changed another. Each is worked out by itself, so
-        of two names of one file, the second would undo the first. What shall be deleted is there
-        until all others are written."""
+        """Undo the patch if writing one of its files changed another. Each new text is computed on
+        its own, so if two names refer to the same file, the second would overwrite the first. Files
+        to be deleted still exist until all others are written."""
         for name, text in after.items():
             if await self.workspace.find(name) != (before[name] if text is None else text):
                 await self.workspace.take_back_call()
@@ -172,7 +173,7 @@ class ApplyPatch(Tool):
                 )
 
     async def _placed(self, change: FileChange) -> FileChange:
-        """With names that are the same if they mean the same file."""
+        """The change with normalised names, so that equal names mean the same file."""
         path, to = [
             posixpath.normpath(await self.workspace.inside(name)) if name else ""
             for name in (change.path, change.to)
@@ -198,7 +199,7 @@ def _plain_lines(text: str) -> list[str]:
 
 
 def _where(before: str, after: str) -> str:
-    """Which lines are new, from the first that differs to the last."""
+    """The range of new lines, from the first that differs to the last."""
     old, new = _plain_lines(before), _plain_lines(after)
     same = num_alike(old, new)
     end = num_alike(old[same:][::-1], new[same:][::-1])

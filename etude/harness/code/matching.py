@@ -1,9 +1,9 @@
-"""Where a piece of text stands in a file, though it was quoted from memory.
+"""Search for a text in a file, even if the text was quoted from memory.
 
-Three ways, from the strictest to the most forgiving: as it is; with other white space; with slips
-in a few lines of several. A more forgiving way is only taken where the stricter ones find nothing,
-and none of them ever chooses between two places: who has only read one of them means that one
-(`ReadLines`).
+There are three ways, from the strictest to the most forgiving: exactly; with different white space;
+and, for several lines, with mistakes in a few of them. A more forgiving way is tried only if the
+stricter ones find nothing. None of them ever chooses between two places, except that a model that
+has read only one of them must mean that one (`ReadLines`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from typing import Literal
 How = Literal["exact", "white space", "fuzzy"]
 
 ALIKE = 0.9
-"""So alike must a place and the text be, of which some lines differ."""
+"""Minimum similarity of a fuzzy match."""
 _MIN_CHARS = 24
-"""A shorter text is alike to too much."""
+"""A shorter text is similar to too many others."""
 _SHOWN_LINES = 12
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 _SPACE = re.compile(r'("[^"]*"|\'[^\']*\')|\s+')
 
 
 class NoMatch(ValueError):
-    """The text stands nowhere, or in several places. Says what to do."""
+    """The text was not found, or found in several places. The message tells the model what to
+    do."""
 
 
 class Ambiguous(NoMatch):
-    """It stands in several places, all found in one way."""
+    """The text was found in several places, all by the same way."""
 
     def __init__(self, lines: Sequence[int], how: How) -> None:
         super().__init__(_ambiguous(lines, "old"))
@@ -42,7 +43,7 @@ class Ambiguous(NoMatch):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Lines `start` to `stop` of a file, counted from 0, the last one not included."""
+    """Lines `start` to `stop` of a file, counted from 0, without `stop` itself."""
 
     start: int
     stop: int
@@ -51,15 +52,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ReadLines:
-    """Lines `start` to `stop` of a file as it was, counted from 0, the last one not included."""
+    """Lines `start` to `stop` of a file at the time of reading, counted from 0, without `stop`
+    itself."""
 
     lines: Sequence[str]
     start: int
     stop: int
 
     def parts_of(self, text: str) -> tuple[str, str, str]:
-        """The file as it is now: what stands above these lines, they themselves, what is below. All
-        that has changed since counts as one piece, which is among them if one of its lines was."""
+        """The file's present text above these lines, at them, and below. All changes since count as
+        one block, which belongs to these lines if one of its lines did."""
         now = lines_of(text)
         same = num_alike(self.lines, now)
         end = len(self.lines) - num_alike(self.lines[same:][::-1], now[same:][::-1])
@@ -73,18 +75,18 @@ class ReadLines:
 
 
 def lines_of(text: str) -> list[str]:
-    """Each with its end, as Python and editors count them: to `str.splitlines` a form feed ends
-    one, too."""
+    """The lines of a text, each with its end, as counted by Python and editors. `str.splitlines`
+    would also split at a form feed."""
     return _LINE.findall(text)
 
 
 def is_crlf(text: str) -> bool:
-    """Whether all of its lines end so. Where only some do, each stays as it is."""
+    """True if all lines end in CRLF. If only some do, each keeps its own end."""
     return 0 < text.count("\n") == text.count("\r\n")
 
 
 def num_alike(one: Sequence[str], other: Sequence[str]) -> int:
-    """At the beginning of both."""
+    """Number of equal items at the beginning of both."""
     return [*map(eq, one, other), False].index(False)
 
 
@@ -102,12 +104,13 @@ def places(lines: Sequence[str], wanted: Sequence[str]) -> list[Place]:
     if spaced:
         return [Place(n, n + count, "white space") for n in spaced]
     if sum(map(bool, plainly_wanted)) == 1:
-        return []  # a line that is alike is as often another one, `f(2)` for `f(1)`
+        return []  # a similar single line is often another one, such as `f(2)` for `f(1)`
     return [Place(n, n + count, "fuzzy") for n in _alike(plain, plainly_wanted, ALIKE)]
 
 
 def replace(text: str, old: str, new: str, *, everywhere: bool = False) -> tuple[str, How]:
-    """The text with `new` for `old`, and how it was found. NoMatch if that is not clear."""
+    """Replace `old` with `new`, and return how `old` was found. Raises NoMatch if the place is not
+    clear."""
     if not old:
         raise NoMatch("old is empty: say which text to replace, or write the whole file")
     if old == new:
@@ -129,7 +132,7 @@ def replace(text: str, old: str, new: str, *, everywhere: bool = False) -> tuple
 
 
 def _apart(found: Sequence[Place]) -> list[Place]:
-    """Those that do not overlap, the first ones first, as `str.replace` has it."""
+    """Places that do not overlap, preferring the first, as `str.replace` does."""
     apart: list[Place] = []
     for place in found:
         if not apart or place.start >= apart[-1].stop:
@@ -138,8 +141,8 @@ def _apart(found: Sequence[Place]) -> list[Place]:
 
 
 def shifted(new: Sequence[str], wanted: Sequence[str], found: Sequence[str]) -> list[str]:
-    """The new lines, indented as the lines that they replace are, where the text that stands for
-    those was indented otherwise."""
+    """The new lines, indented like the lines that they replace, even if the model quoted those with
+    another indentation."""
     pairs = [(a, b) for a, b in zip(wanted, found, strict=False) if a.strip() and b.strip()]
     if not pairs:
         return list(new)
@@ -153,8 +156,7 @@ def shifted(new: Sequence[str], wanted: Sequence[str], found: Sequence[str]) -> 
 
 
 def squeeze(line: str) -> str:
-    """A line without its white space, but for that between quotation marks, where it says
-    something."""
+    """A line without white space, except inside quotation marks, where it matters."""
     return _SPACE.sub(lambda found: found[1] or "", line)
 
 
@@ -163,7 +165,7 @@ def indent(line: str) -> str:
 
 
 def nearest(lines: Sequence[str], wanted: Sequence[str]) -> str:
-    """What is most like it, for whoever has to say it better."""
+    """The most similar lines as a hint for the model, which has to quote again."""
     plain, plainly_wanted = [squeeze(line) for line in lines], [squeeze(line) for line in wanted]
     near = _alike(plain, plainly_wanted, 0.5)
     if not near:
@@ -175,7 +177,7 @@ def nearest(lines: Sequence[str], wanted: Sequence[str]) -> str:
 
 
 def _alike(lines: Sequence[str], wanted: Sequence[str], enough: float) -> list[int]:
-    """Where lines begin that are alike enough; the most alike ones only."""
+    """Start lines of the most similar places, if those are similar enough."""
     if len("".join(wanted)) < _MIN_CHARS:
         return []
     scores = {start: _likeness(lines, start, wanted) for start in _candidates(lines, wanted)}
@@ -184,7 +186,8 @@ def _alike(lines: Sequence[str], wanted: Sequence[str], enough: float) -> list[i
 
 
 def _candidates(lines: Sequence[str], wanted: Sequence[str]) -> list[int]:
-    """Where half of the lines stand that are wanted; where these are few, wherever one is alike."""
+    """Start lines at which half of the wanted lines match. If there are none and only a few lines
+    are wanted, those whose first line is similar."""
     last = len(lines) - len(wanted)
     at: dict[str, list[int]] = {}
     for n, line in enumerate(lines):

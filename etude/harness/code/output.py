@@ -1,5 +1,5 @@
-"""What is shown of a long output: its beginning, its end, and between them the lines that speak of
-errors. A model pays for every token, and the cause is rarely in the middle of a log."""
+"""Shortening of long output: its beginning, its end, and the lines in between that mention errors.
+A model pays for every token, and the cause is rarely in the middle of a log."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _HEAD, _TELLING_SHARE = 0.25, 0.25
 
 
 def clip(text: str, limit: int) -> str:
-    """At most about `limit` characters of a text."""
-    # only at "\n", as they are numbered
+    """Shorten a text to about `limit` characters."""
+    # split at "\n" only, as line numbers are counted
     lines = [_short(line) for line in plain(text).removesuffix("\n").split("\n")]
     if sum(len(line) + 1 for line in lines) <= limit:
         return "\n".join(lines)
@@ -35,7 +35,7 @@ def clip(text: str, limit: int) -> str:
 
 
 def plain(text: str) -> str:
-    """Without what is meant for a terminal: colours, and what a progress bar wrote over."""
+    """The text without terminal control: no colours, and no lines that a progress bar overwrote."""
     text = _ESCAPES.sub("", text).replace("\r\n", "\n")
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
@@ -48,7 +48,7 @@ def _short(line: str) -> str:
 
 
 def _taken(lines: list[str], room: float) -> int:
-    """How many of the first lines have room; one always has."""
+    """Number of lines from the beginning that fit, and at least one."""
     for count, line in enumerate(lines):
         room -= len(line) + 1
         if room < 0:

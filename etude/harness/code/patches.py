@@ -1,8 +1,8 @@
-"""Changes to several files as one text: a unified diff, or the form between `*** Begin Patch` and
+"""Changes to several files in one text: a unified diff, or the format between `*** Begin Patch` and
 `*** End Patch`.
 
-Line numbers are hints: models miscount. A hunk belongs where its lines stand, found as the edit
-tool finds text.
+Line numbers are only hints, since models miscount. A hunk is placed where its lines are found, in
+the same way as the edit tool finds text.
 """
 
 from __future__ import annotations
@@ -23,44 +23,45 @@ _NOISE = (
 
 
 class PatchError(ValueError):
-    """A text that is no patch, or one that does not fit. Says what to do."""
+    """A text that is not a patch, or a patch that does not fit. The message tells the model what to
+    do."""
 
 
 @dataclass(slots=True)
 class Hunk:
-    """Lines as they are and as they will be."""
+    """The old and the new lines of one place."""
 
     line: int | None = None
-    """Where it says that it belongs, from 0 on."""
+    """The line that it claims to begin at, counted from 0."""
     anchor: str = ""
     """A line that comes before it."""
     old: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
     blank: int = 0
-    """Empty lines at its end, which may only stand before what comes next."""
+    """Number of empty lines at its end; they may only separate it from what follows."""
 
 
 @dataclass(slots=True)
 class FileChange:
-    """What becomes of one file."""
+    """The change of one file."""
 
     path: str
     kind: str
     """`add`, `update` or `delete`."""
     to: str = ""
-    """Its new name, if it gets one."""
+    """The new name of a renamed file."""
     hunks: list[Hunk] = field(default_factory=list)
 
 
 def parse_patch(text: str) -> list[FileChange]:
-    """The changes, in order. PatchError if there are none."""
+    """The changes, in order. Raises PatchError if there are none."""
     changes: list[FileChange] = []
     source = ""
     lines = iter(enumerate(all_lines := text.strip("\n").split("\n")))
     for number, line in lines:
         if _is_header(all_lines[number : number + 3], changes):
             change = _unified(_name(line), _name(next(lines)[1]))
-            if changes[-1:] != [change]:  # after git's lines of a renaming it is the same one
+            if changes[-1:] != [change]:  # after git's rename lines this is the same change
                 changes.append(change)
         elif line.startswith("rename from "):
             source = line.removeprefix("rename from ")
@@ -95,8 +96,8 @@ def parse_patch(text: str) -> list[FileChange]:
 def after_changes(
     before: Mapping[str, str | None], changes: Sequence[FileChange]
 ) -> dict[str, str | None]:
-    """The texts of all files after the changes, each on top of those before it. None: there is no
-    such file. PatchError where one does not fit."""
+    """The texts of all files after the changes, each applied on top of those before it; None for a
+    file that does not exist. Raises PatchError if a change does not fit."""
     after = dict(before)
     for change in changes:
         text = after[change.path]
@@ -119,7 +120,7 @@ def after_changes(
 
 
 def patched(text: str, change: FileChange) -> str:
-    """The text of a file after a change. PatchError where a hunk does not fit."""
+    """The text of a file after a change. Raises PatchError if a hunk does not fit."""
     if change.kind == "add":
         return "\n".join([*(line for hunk in change.hunks for line in hunk.new), ""])
     lines = text.split("\n")
@@ -165,8 +166,8 @@ def _after(lines: list[str], anchor: str) -> int:
 
 
 def _is_header(lines: Sequence[str], changes: Sequence[FileChange]) -> bool:
-    """Whether a file is named here. In a hunk, `--- x` may be a line `-- x` that goes: its counts
-    would tell, if models could count."""
+    """True if these lines name a file. Inside a hunk, `--- x` may instead remove a line `-- x`; the
+    hunk's counts would tell, if models could count."""
     names_file = lines[0].startswith("--- ") and lines[1:2] and lines[1].startswith("+++ ")
     is_in_hunk = bool(changes and changes[-1].hunks)
     return bool(names_file and (not is_in_hunk or lines[2:] and lines[2].startswith("@@")))
@@ -187,7 +188,7 @@ def _unified(source: str, target: str) -> FileChange:
 
 def _hunk(line: str) -> Hunk:
     if numbers := _NUMBERS.match(line):
-        # Without lines of the file, a hunk names the one that it comes behind.
+        # A hunk without lines of the file names the line that it follows.
         is_behind = numbers[2] is not None and int(numbers[2]) == 0
         return Hunk(line=max(int(numbers[1]) - (not is_behind), 0))
     return Hunk(anchor=line.strip("@ ").strip())

@@ -1,9 +1,9 @@
 """The first messages of a session, rendered from parts.
 
-Parts come in the order in which they change: what all sessions share, what those of a repository
-share, the task. So what a server has cached of one session is the beginning of the next. Where not
-all fit, the least important ones are left out, wherever they stand. Parts are kept with the
-session: `render` can be asked again, with another budget, for what was said long ago.
+Parts are ordered by how often they change: first those that all sessions share, then those of a
+repository, then the task. So a server's cached prefix of one session is the beginning of the next.
+If not all parts fit, the least important ones are left out, wherever they are. The parts are stored
+with the session, so `render` can be called again later with another budget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ while len(json.dumps(shown)) > int(sys.argv[2]):
 print(json.dumps(shown))
 """
 _TREE_ROOM = 16_000
-"""Bytes of the levels that are told: a sandbox keeps the last 16 KiB of an output."""
+"""Byte limit of the listed levels: a sandbox keeps the last 16 KiB of an output."""
 
 DEFAULT_SYSTEM = """\
 You are a coding agent. You work on a repository, in a sandbox without a network, until the task is
@@ -63,7 +63,7 @@ How to work
 
 
 def system_text(config: CodeConfig) -> str:
-    """With the names that the model knows the tools by."""
+    """The system prompt with the tools' names as the model knows them."""
     text = DEFAULT_SYSTEM
     if config.prompt.system is not None:
         try:
@@ -78,7 +78,7 @@ def system_text(config: CodeConfig) -> str:
 
 
 async def collect_parts(task: Task, sandbox: Sandbox, config: CodeConfig) -> list[PromptPart]:
-    """All that could be said before the model's first word."""
+    """All parts that the first messages could contain."""
     parts = [_part(SYSTEM, system_text(config), "system", _SYSTEM_PRIORITY)]
     if task.messages:
         return parts
@@ -101,8 +101,9 @@ def render(
     *,
     without: Collection[str] = (),
 ) -> list[dict[str, Json]]:
-    """The messages of those parts that fit, in their order. All parts of a priority stay or go, and
-    with them all that matter less; those of priority 0 stay. `without`: names that are left out."""
+    """The messages of the parts that fit, in order. Parts of one priority are kept or dropped
+    together, along with all less important ones; parts of priority 0 are always kept. `without`:
+    names of parts to leave out."""
     wanted = [part for part in parts if part.name not in without]
     kept = {0}
     room = max_tokens - _sum(count, wanted, 0)
@@ -121,7 +122,7 @@ def render(
 
 
 def counter(chars_per_token: float) -> Callable[[str], int]:
-    """Tokens of a text, roughly."""
+    """A function that estimates the number of tokens of a text."""
     return lambda text: int(len(text) / chars_per_token) + 1
 
 

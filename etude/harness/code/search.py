@@ -1,5 +1,5 @@
-"""Tools that find: grep and glob. A small program in the sandbox does both, so that a pattern means
-the same wherever a session runs, and what no one reads (caches, `.git`) is left out."""
+"""Search tools: grep and glob. A small program in the sandbox does both, so that a pattern means
+the same wherever a session runs, and directories that nobody reads (caches, `.git`) are skipped."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ for path in found:
 print(show(lines))
 """
 _ROOM = 12_000
-"""Bytes of what is found: a sandbox keeps the last 16 KiB of an output."""
+"""Byte limit of the results: a sandbox keeps the last 16 KiB of an output."""
 
 
 async def _search(tool: Tool, what: str, **asked: Json) -> str:

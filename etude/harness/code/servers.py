@@ -1,7 +1,8 @@
-"""Language servers in the sandbox, asked about texts that no file has yet.
+"""Language servers in the sandbox, which check texts before these are written to a file.
 
-Each is a process that speaks LSP over its standard streams: JSON-RPC with a header that says how
-long a message is. Diagnostics are pulled, so an answer belongs to the text that it was asked for.
+Each server is a process that speaks LSP over its standard streams: JSON-RPC, with a header that
+contains the length of each message. Diagnostics are pulled, so an answer belongs to the text that
+was sent.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ _ONE_THREAD = {"RAYON_NUM_THREADS": "1", "TY_MAX_PARALLELISM": "1"}
 
 
 class ServerGone(Exception):
-    """A server that is not there, or no longer, or that cannot be understood. Says why."""
+    """The server does not exist, has ended, or is not an LSP server. The message contains the
+    reason."""
 
 
 class LanguageServers:
-    """A `diagnostics.DiagnosticSource`: servers that are started when they are first asked."""
+    """A `diagnostics.DiagnosticSource`: language servers, each started on its first use."""
 
     def __init__(
         self, sandbox: Sandbox, servers: Mapping[str, Sequence[str]], *, timeout_s: float
@@ -75,7 +77,7 @@ class LanguageServers:
 
 
 async def start_server(sandbox: Sandbox, name: str, argv: Sequence[str]) -> LanguageServer:
-    """A server that is ready to be asked. ServerGone if there is none."""
+    """Start a server and wait until it is ready. Raises ServerGone if that fails."""
     command = ["sh", "-c", _START, "sh", sysconfig.get_path("scripts"), *argv]
     process = await sandbox.start(command, env=_ONE_THREAD)
     server = LanguageServer(name, process)
@@ -86,7 +88,7 @@ async def start_server(sandbox: Sandbox, name: str, argv: Sequence[str]) -> Lang
         await process.kill()
         raise ServerGone(f"it did not start within {START_S:g} s") from None
     except ServerGone as e:
-        await process.kill()  # one that speaks something else would go on
+        await process.kill()  # a program that is not a language server would keep running
         code = await process.wait()
         is_missing = code == _NOT_FOUND
         what = f"no program {argv[0]} in the sandbox" if is_missing else f"{e} (exit code {code})"
@@ -95,7 +97,7 @@ async def start_server(sandbox: Sandbox, name: str, argv: Sequence[str]) -> Lang
 
 
 class LanguageServer:
-    """A client of one server."""
+    """A client of one language server."""
 
     def __init__(self, name: str, process: Process) -> None:
         self._name = name
@@ -127,7 +129,7 @@ class LanguageServer:
         await self._notify("initialized", {})
 
     async def check(self, path: str, text: str) -> list[Diagnostic]:
-        """What it says of a file with this text."""
+        """Diagnostics of a file if it had this text."""
         async with self._turn:
             uri = f"{self._root}/{quote(path)}"
             await self._show(uri, text)
@@ -138,7 +140,8 @@ class LanguageServer:
                 Diagnostic(
                     line=item["range"]["start"]["line"] + 1,
                     code=str(item.get("code", "")),
-                    message=str(item["message"]).partition("\n")[0],  # then come hints
+                    # hints follow in the next lines
+                    message=str(item["message"]).partition("\n")[0],
                     source=self._name,
                 )
                 for item in (answer or {}).get("items", ())
@@ -176,7 +179,8 @@ class LanguageServer:
                 await self._answer(message)
 
     async def _answer(self, message: dict[str, Json]) -> None:
-        """What a server asks for: settings, of which there are none, or leave, which it has."""
+        """Answer a request of the server. A request for settings gets a null for each of them; any
+        other gets null, which grants it."""
         is_settings = message["method"] == "workspace/configuration"
         params = message.get("params")
         items = params.get("items") if is_settings and isinstance(params, dict) else None

@@ -1,4 +1,4 @@
-"""Tools that touch no file: the to-do list, the question to the user, and the end."""
+"""Tools that touch no file: the to-do list, questions to the user, and submit."""
 
 from __future__ import annotations
 

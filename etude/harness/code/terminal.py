@@ -1,8 +1,7 @@
-"""The terminal: commands one after another in one shell, as far as anyone can tell, and jobs in the
-background.
+"""The terminal: commands that seem to share one shell, and background jobs.
 
-Each command is a process of its own, which gets the directory, the variables and the functions that
-the one before left behind. So one that hangs, breaks its shell or eats its input costs nothing but
+Each command is in fact a process of its own, which inherits the directory, variables and functions
+of the previous command. So a command that hangs, breaks its shell or reads all its input harms only
 itself.
 """
 
@@ -19,17 +18,17 @@ from etude.core.sandbox import Process, Sandbox
 from etude.harness.code.tool import Tool, ToolError, Workspace, boolean, integer, string
 
 KEPT_BYTES = 256 << 10
-"""Of an output: half of it of its beginning, half of its end."""
+"""Per output; half of it from the beginning, half from the end."""
 _MAX_COMMAND = 100_000
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OWN = {"SHLVL", "_", "PWD", "OLDPWD"}
 
 
 class Job:
-    """A process whose output is kept while it runs."""
+    """A process whose output is collected while it runs."""
 
     def __init__(self, process: Process, end: str = "") -> None:
-        """`end`: what follows it in the output is for `left` alone."""
+        """`end`: a mark in the output; the text after it is only for `Shell.left`."""
         self._process = process
         self._end = end.encode()
         self._output = bytearray()
@@ -37,7 +36,7 @@ class Job:
         self._seen = 0
         self._failure: RolloutFailure | None = None
         self.exit_code: int | None = None
-        # Ends by itself: when the process does, or its sandbox.
+        # This task ends on its own, with the process or its sandbox.
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
@@ -48,11 +47,11 @@ class Job:
                     del self._output[KEPT_BYTES // 2 : KEPT_BYTES // 2 + over]
                     self._dropped += over
             self.exit_code = await self._process.wait()
-        except RolloutFailure as e:  # told to whoever asks; at the end of a session nobody does
+        except RolloutFailure as e:  # raised in `ended`; at the end of a session nobody calls it
             self._failure = e
 
     async def ended(self, wait_s: float) -> bool:
-        """Whether it has ended, at the latest after so long."""
+        """Wait for the process to end, at most for the given time; returns True if it has ended."""
         await asyncio.wait([self._reading], timeout=wait_s)
         if self._failure is not None:
             raise self._failure
@@ -66,14 +65,14 @@ class Job:
         await self._reading
 
     def said(self) -> tuple[str, str]:
-        """The output, and what follows its end, if that was said."""
+        """The output, and the text after the end mark, if the mark was written."""
         output, left = self._split()
         return output.decode(errors="replace"), left.decode(errors="replace")
 
     def news(self) -> str:
-        """The output since the last call, as far as it is kept."""
+        """The output since the last call, except for dropped bytes."""
         output, _ = self._split()
-        half = KEPT_BYTES // 2  # nothing is dropped of the first half
+        half = KEPT_BYTES // 2  # nothing is ever dropped from the first half
         start = self._seen if self._seen <= half else max(self._seen - self._dropped, half)
         new = output[start:]
         self._seen = len(output) + self._dropped
@@ -88,7 +87,7 @@ class Job:
 
 
 class Shell:
-    """What one command leaves to the next: directory, variables, functions."""
+    """The state that one command passes on to the next: directory, variables, functions."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -99,11 +98,11 @@ class Shell:
         self._functions = ""
 
     async def start(self, command: str, *, remember: bool) -> Job:
-        """`remember`: say at the end what it leaves behind (`left`)."""
+        """Start a command. `remember`: have it write its state at the end, for `left`."""
         env = dict(self._env)
         lines = [f"cd -- {shlex.quote(self._directory)}"] if self._directory else []
         lines += [f"unset {name}" for name in sorted(self._known - env.keys())]
-        if (path := env.pop("PATH", None)) is not None:  # it may lead to no shell
+        if (path := env.pop("PATH", None)) is not None:  # it may contain no shell
             lines.append(f"export PATH={shlex.quote(path)}")
         lines += [self._functions] if self._functions else []
         if remember:
@@ -114,7 +113,7 @@ class Shell:
             )
         lines.append(f"eval {shlex.quote(command)} </dev/null")
         script = "\n".join(lines).encode()
-        # The script is no argument: those have at most 128 KiB.
+        # The script is not passed as an argument, since one argument may have at most 128 KiB.
         argv = ["sh", "-c", 'exec "$(command -v bash || echo sh)" -c \'eval "$(cat)"\'']
         job = Job(await self._sandbox.start(argv, env=env), f"\n{self._mark}\0")
         await job.write(script)
@@ -122,13 +121,14 @@ class Shell:
         return job
 
     def left(self, job: Job) -> str:
-        """The output of a command that has ended; what it left behind is there for the next."""
+        """The output of a command that has ended. The state that it left is restored for the next
+        one."""
         output, state = job.said()
         if not state:
             return output
         directory, functions, *pairs = state.split("\0")
         env = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-        if env:  # no program starts with a variable that is too long, nor does the one that tells
+        if env:  # empty if a variable is so long that no program can start, `env` included
             self._env = {k: v for k, v in env.items() if _VARIABLE.fullmatch(k) and k not in _OWN}
             self._known |= self._env.keys()
         self._directory, self._functions = directory.strip("\n"), functions.strip("\n")
@@ -197,7 +197,7 @@ class Terminal(Tool):
 
 
 def _told(output: str, code: int | None) -> str:
-    """Output and exit code, if there is something to tell."""
+    """The output, and the exit code unless it is 0."""
     output = output.rstrip("\n")
     if code == 0:
         return output or "(no output)"

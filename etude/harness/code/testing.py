@@ -1,4 +1,4 @@
-"""Tools that try the code: the tests, and the debugger."""
+"""Tools that run the code: tests and the debugger."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Debug(Tool):
 
 
 class _Pdb:
-    """pdb on a terminal: what it says up to its next prompt."""
+    """pdb on a terminal: returns its output up to its next prompt."""
 
     def __init__(self, process: Process, timeout_s: float) -> None:
         self._job = Job(process)
@@ -117,7 +117,7 @@ class _Pdb:
 
 
 def _ends(said: str) -> str:
-    """As much as is kept of any output, half of it of its beginning: a program may print without
-    an end."""
+    """The beginning and the end of a long text, as for any output: a program may print without
+    end."""
     half = KEPT_BYTES // 2
     return said if len(said) <= 2 * half else said[:half] + said[-half:]

@@ -1,4 +1,4 @@
-"""A tool: its schema, and what it does; and what the tools of a session share."""
+"""The base class of tools, and the workspace that the tools of a session share."""
 
 from __future__ import annotations
 
@@ -37,26 +37,27 @@ def strings(description: str) -> Schema:
 
 
 class ToolError(ValueError):
-    """What the model did wrong, and what it can do instead."""
+    """A mistake of the model, with a hint on what it can do instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class TestCache:
     """Results of the tests of one task."""
 
-    __test__ = False  # no tests, whatever pytest makes of the name
+    __test__ = False  # keeps pytest from collecting this class
 
     task: str
     spec: str
-    """The digest of what its sandboxes are."""
+    """Digest of the specification of the task's sandboxes."""
     results: Memo[CommandResult]
-    """Of all tasks."""
+    """Shared by all tasks."""
 
     async def run(
         self, argv: Sequence[str], change: Patch, run: Callable[[], Awaitable[CommandResult]]
     ) -> CommandResult:
-        """A command that was killed, for its time perhaps, says as much of the machine as of the
-        working copy: others who wait for it are told so, and nobody later."""
+        """Run a test command, or return its result from the cache. A run that was killed, perhaps
+        by its time limit, depends on the machine as much as on the working copy: it is returned to
+        callers that wait for it, but not stored."""
         key = (self.task, self.spec, *argv, patch_digest(change))
         return await self.results.get(key, run, keep=_was_not_killed)
 
@@ -67,7 +68,7 @@ def _was_not_killed(ran: CommandResult) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ChangedFile:
-    """The content of a file before a tool changed it, and after. None: there was no such file."""
+    """The content of a file before and after a change by a tool; None if the file did not exist."""
 
     before: bytes | None
     after: bytes | None
@@ -83,32 +84,33 @@ class Workspace:
         diagnostics: Diagnostics,
         test_cache: TestCache | None = None,
     ) -> None:
-        """`test_cache`: results of the tests in all sessions at the task, if they are to be
-        remembered."""
+        """`test_cache`: results of the tests, shared by all sessions of the task; None disables the
+        cache."""
         self.sandbox = sandbox
         self.config = config
         self.failed_tests = 0
-        """Runs of the tests that failed."""
+        """Number of test runs that failed."""
         self.open_todos: list[str] = []
-        """What the model's own list says is not done."""
+        """Unfinished items of the model's to-do list."""
         self._changes: list[dict[str, ChangedFile]] = [{}]
-        """Of each call of a tool that changed files; the last is the call under way."""
+        """Changed files of each tool call that changed any; the last entry is the call under
+        way."""
         self._read: dict[str, ReadLines] = {}
-        """By path, what was read of it last."""
+        """By path, the lines that were last read."""
         self._diagnostics = diagnostics
         self._test_cache = test_cache
         self._root: str | None = None
         self._finds_python: bool | None = None
 
     def begin_call(self) -> None:
-        """What is changed from now on is one change, to be taken back as a whole."""
+        """Start recording a new change, which can be undone as a whole."""
         if self._changes[-1]:
             self._changes.append({})
 
     async def by_path(self, argv: Sequence[str]) -> Sequence[str]:
-        """A command as the terminal finds it: what a sandbox takes `python` for is a Python without
-        the packages of the task, where the path of the task leads to another. The system's own,
-        which a plain path leads to, is none of the task's."""
+        """Make a command use the PATH of the task, as the terminal does. Otherwise the sandbox
+        resolves `python` to a Python without the task's packages. The command stays unchanged if
+        the task's PATH has no Python, or is the system's default."""
         if self._finds_python is None:
             found = 'command -v python && test "$PATH" != "$0"'
             asked = ["sh", "-c", found, os.defpath]
@@ -117,19 +119,19 @@ class Workspace:
         return ["env", *argv] if self._finds_python else argv
 
     async def run_tests(self, argv: Sequence[str]) -> CommandResult:
-        """Run a command of tests, or return what it said over the same working copy before."""
+        """Run a test command, or return its earlier result for the same working copy."""
         if self._test_cache is None:
             return await self.sandbox.run(argv, timeout_s=self.config.test_timeout_s)
         run = partial(self._run_in_fork, argv)
         try:
             change = await self.sandbox.patch()
-        except ValueError:  # more than can be told apart
+        except ValueError:  # the changes are too many to compare
             return await run()
         return await self._test_cache.run(argv, change, run)
 
     async def _run_in_fork(self, argv: Sequence[str]) -> CommandResult:
-        """What tests leave behind, in the working copy or elsewhere, would differ between sessions
-        that ran them and those that did not."""
+        """Run tests in a fork of the sandbox: files that tests leave behind would differ between
+        sessions that ran them and sessions that used the cache."""
         fork = await self.sandbox.fork()
         try:
             return await fork.run(argv, timeout_s=self.config.test_timeout_s)
@@ -137,7 +139,7 @@ class Workspace:
             await fork.close()
 
     async def inside(self, path: str) -> str:
-        """A path as the sandbox takes it: models often write the whole one."""
+        """A path relative to the working copy; models often write absolute ones."""
         if not path.startswith("/"):
             return path
         if self._root is None:
@@ -149,19 +151,19 @@ class Workspace:
         raise ToolError(f"{path} lies outside of the working copy {self._root}: use the terminal")
 
     async def read(self, path: str) -> str:
-        """ToolError if there is no such text."""
+        """The text of a file. Raises ToolError if there is no such text file."""
         if (text := await self.find(path)) is None:
             raise ToolError(f"there is no file {path}{self._hint}")
         return text
 
     async def remember_read(self, path: str, text: str, start: int, last: int) -> None:
-        """That lines `start` to `last` of a file were shown, counted from 1."""
+        """Remember that lines `start` to `last` of a file, counted from 1, were shown."""
         lines = lines_of(text.replace("\r\n", "\n") if is_crlf(text) else text)
         self._read[posixpath.normpath(await self.inside(path))] = ReadLines(lines, start - 1, last)
 
     async def around_read(self, path: str, text: str) -> tuple[str, str, str]:
-        """A file as it is now, in three parts: the second is where what was read of it last stands
-        now. It is empty if nothing was."""
+        """The present text of a file in three parts; the second corresponds to the lines that were
+        last read, and is empty if none were."""
         seen = self._read.get(posixpath.normpath(await self.inside(path)))
         return (text, "", "") if seen is None else seen.parts_of(text)
 
@@ -172,7 +174,7 @@ class Workspace:
         return f": {self.config.name_of('glob')} finds files by pattern"
 
     async def find(self, path: str) -> str | None:
-        """None if there is no such file. ToolError if it is not text."""
+        """The text of a file; None if it does not exist. Raises ToolError if it is not text."""
         place = await self.inside(path)
         try:
             return await self.sandbox.read(place)
@@ -182,15 +184,15 @@ class Workspace:
             raise ToolError(f"{path} is not text: use the terminal to look at it") from None
 
     async def save(self, path: str, before: str | None, text: str) -> str:
-        """Write a file, and say what that broke or mended: empty if nothing. `before`: its text, if
-        it was there. If it cannot be written, all files of this call are as before."""
+        """Write a file and return the changes in diagnostics, empty if none. `before`: its earlier
+        text, if it existed. If the write fails, all files of this call are restored."""
         place = await self.inside(path)
         said = await self._diagnostics.changed(place, before, text)
         content = await self._content(place)
         try:
             self._changes[-1][place] = ChangedFile(content, text.encode())
             await self.sandbox.write(place, text)
-        except ValueError:  # a disk that is full has half of it
+        except ValueError:  # a full disk keeps a part of it
             await self.take_back_call()
             raise
         return said
@@ -202,13 +204,14 @@ class Workspace:
         await self._restore(changed)
 
     async def remove(self, path: str) -> None:
-        """Delete a file. There is no way back: nobody knows what kind of file it was."""
+        """Delete a file. This cannot be undone, since the kind of the file is not recorded."""
         await self._delete(await self.inside(path))
         self._changes = [{}]
 
     async def undo(self) -> Sequence[str]:
-        """Restore the files of the newest change, and return their names. ToolError if there is no
-        change, or one of them is not as it left it: then that change is not undone at all."""
+        """Restore the files of the newest change, and return their names. Raises ToolError if there
+        is no change, or if one of its files has changed since; then nothing of that change is
+        undone."""
         *earlier, _ = self._changes
         if not earlier:
             raise ToolError("there is no change to take back")
@@ -223,7 +226,7 @@ class Workspace:
         return list(earlier[-1])
 
     async def _restore(self, files: dict[str, ChangedFile]) -> None:
-        # The last one first: of a file with two names, the first knows what was there.
+        # In reverse order: if one file has two names, the first entry has its original content.
         for place, changed in reversed(files.items()):
             if changed.before is None:
                 await self._delete(place)
@@ -233,7 +236,7 @@ class Workspace:
     async def _delete(self, place: str) -> None:
         try:
             await self.sandbox.apply({place: None})
-        except ValueError:  # it is behind a linked directory, which `write` follows, `apply` not
+        except ValueError:  # it is behind a linked directory, which `write` follows, unlike `apply`
             limit_s = self.config.command_timeout_s
             ran = await self.sandbox.run(["rm", "-f", "--", place], timeout_s=limit_s)
             if ran.exit_code != 0:
@@ -258,16 +261,17 @@ class Tool(ABC):
         self.config = workspace.config
 
     def describe(self) -> str:
-        """What the model is told that it does."""
+        """The description that the model sees."""
         return self.description
 
     @abstractmethod
     async def call(self, *args: Any, **arguments: Any) -> str:
-        """The answer. ToolError, or any ValueError, is an answer too."""
+        """Run the tool and return its answer. ToolError, or any ValueError, becomes an answer
+        too."""
 
 
 def check_arguments(arguments: Json, properties: Mapping[str, Schema], required: set[str]) -> str:
-    """What is wrong with them; empty if nothing."""
+    """The first mistake in the arguments; empty if there is none."""
     if not isinstance(arguments, dict):
         return "the arguments are no JSON object"
     if missing := sorted(required - arguments.keys()):

@@ -1,4 +1,4 @@
-"""The tools of a session, by the names that the model knows them by."""
+"""The tools of a session, by the names under which the model knows them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _AS_IT_IS = ToolConfig()
 
 
 class _Named:
-    """A tool as the model knows it."""
+    """A tool with the name, description and parameter names that the model sees."""
 
     def __init__(self, kind: ToolKind, workspace: Workspace) -> None:
         config = workspace.config
@@ -70,7 +70,7 @@ class _Named:
             answer = await self._tool.call(
                 **{self._ours[name]: value for name, value in arguments.items()}
             )
-        except ValueError as e:  # the model, or what it made of the working copy, is to blame
+        except ValueError as e:  # a mistake of the model, or of the working copy that it made
             answer = f"error: {e}"
         return clip(answer, self._limit)
 
@@ -89,8 +89,8 @@ class Toolset:
         self.schemas: list[Schema] = [tool.schema for tool in self._tools.values()]
 
     async def call(self, name: str, arguments: Json) -> str:
-        """The answer to a call as the model wrote it, however wrong it is. Raises only where the
-        sandbox breaks."""
+        """The answer to a call as the model wrote it, however wrong it is. Raises only if the
+        sandbox fails."""
         if name not in self._tools:
             return f"error: there is no tool {name}: those that there are: {', '.join(self._tools)}"
         return await self._tools[name].call(arguments)

@@ -1,1 +1,1 @@
-"""Anthropic's dialect: messages with tools and thinking, and the count of their tokens."""
+"""Anthropic's dialect: messages with tools and thinking, and token counts."""

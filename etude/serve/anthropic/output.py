@@ -15,14 +15,15 @@ from etude.serve.http import ANTHROPIC_ROUTES, ApiError, error_body
 from etude.serve.turn import Turn, stop_text
 
 SIGNATURE = "unsigned"
-"""Clients send thinking back only with one. Nobody checks it here."""
+"""Clients send thinking blocks back only if these have a signature. This server does not check
+it."""
 
 
 class MessageBuilder:
     """The message that answers one request."""
 
     def __init__(self, turn: Turn, model: str, *, thinking: bool) -> None:
-        """`thinking`: the client is shown the reasoning."""
+        """`thinking`: show the reasoning to the client."""
         self._turn = turn
         self._model = model
         self._thinking = thinking
@@ -43,7 +44,7 @@ class MessageBuilder:
         )
 
     def begin(self) -> anthropic.Message:
-        """The message before anything is said."""
+        """The message before it has any content."""
         usage = anthropic.MessageUsage(len(self._turn.request.prompt), 0)
         return anthropic.Message(
             id=self._id, model=self._model, content=[], stop_reason=None, stop_sequence=None,

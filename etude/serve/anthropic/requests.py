@@ -1,4 +1,4 @@
-"""From Anthropic's bodies to chat requests."""
+"""Conversion of Anthropic's request bodies to chat requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def chat_request(asked: anthropic.TokenCountRequest) -> wire.ChatRequest:
 
 
 def _messages(said: anthropic.InputMessage) -> list[Message]:
-    """One message, or several: the results of tools are messages of their own."""
+    """One message of Anthropic's as one or several chat messages: tool results become messages of
+    their own."""
     if isinstance(said.content, str):
         return [{"role": said.role, "content": said.content}]
     if said.role == "assistant":

@@ -1,4 +1,4 @@
-"""Anthropic's dialect as OpenAPI describes it."""
+"""Anthropic's dialect in the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Types of Anthropic's dialect. Fields that are not named here are ignored, as are tools that
-Anthropic's own servers would run: its clients send more of both with every release. What is named
-and not honoured is in docs/serve.md."""
+"""Types of Anthropic's dialect. Fields that are not named here are ignored, and so are tools that
+Anthropic's own servers would run, since its clients send more of both with every release.
+docs/serve.md lists the fields that are named but not honoured."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     is_error: bool | None = None
-    """Not read: the content says so."""
+    """Not read: the content tells the model about the error."""
 
 
 Block = (
@@ -62,7 +62,7 @@ class InputMessage(msgspec.Struct):
 class ToolDefinition(msgspec.Struct):
     name: str
     input_schema: dict[str, Any] | None = None
-    """Without one, the tool is Anthropic's own, and is ignored."""
+    """A tool without a schema is one of Anthropic's own, and is ignored."""
     description: str | None = None
 
 

@@ -1,1 +1,1 @@
-"""OpenAI's dialect: chat completions with tools, completions with text or token ids, models."""
+"""OpenAI's dialect: chat completions with tools, completions of text or token ids, and models."""

@@ -1,4 +1,4 @@
-"""From OpenAI's bodies to sampling requests, one for each choice that is wanted."""
+"""Conversion of OpenAI's request bodies to sampling requests, one per choice."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from etude.serve.openai import types as wire
 from etude.store.decoding import convert
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions."""
+"""OpenAI's default of `max_tokens` for completions."""
 SEEDS = 2**63
 PARAMETERS = tuple(field.name for field in fields(SamplingParams))
 T = TypeVar("T")
 GUESSED_CONTEXTS = 4
-"""Prediction and drafts together have at most this many times the tokens of a context."""
+"""Limit on prediction and drafts together, as a multiple of the model's context."""
 
 
 async def chat_requests(
@@ -61,7 +61,7 @@ async def completion_requests(
 
 
 def sampling_params(asked: wire.Sampling, grammar: str | None) -> SamplingParams:
-    """The parameters that a request gives, by their names; what it leaves out is the default."""
+    """The parameters that a request sets, by name; the others keep their defaults."""
     given = {
         name: value for name in PARAMETERS if (value := getattr(asked, name, None)) is not None
     }
@@ -111,7 +111,7 @@ async def _requests(
 async def _guesses(
     model: ServedModel, asked: wire.Sampling
 ) -> tuple[tuple[int, ...] | None, tuple[tuple[int, ...], ...]]:
-    """Prediction and drafts."""
+    """The token ids of prediction and drafts."""
     prediction = None
     if asked.prediction is not None:
         prediction = await _prediction_tokens(model, asked.prediction.content)
@@ -184,7 +184,8 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
 
 
 async def read_body(http: HttpRequest, type: type[T]) -> T:
-    """A request whose fields are all supported."""
+    """Read a body. Raises a clear error for a field of OpenAI's that this server does not
+    support."""
     try:
         return await read(http, type)
     except ApiError as e:
@@ -199,13 +200,14 @@ def _unsupported(param: str) -> ApiError:
 
 
 def template_options(asked: wire.ChatRequest) -> dict[str, Any]:
-    """What the chat template is told beyond messages and tools; most know nothing of it."""
+    """Options for the chat template, in addition to messages and tools; most templates ignore
+    them."""
     effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
     return effort | (asked.chat_template_kwargs or {})
 
 
 def callable_tools(asked: wire.ChatRequest) -> list[Tool] | None:
-    """None: what looks like a call is text."""
+    """The tools that the model may call; None if text that looks like a call is to stay text."""
     return asked.tools if asked.tools and asked.tool_choice != "none" else None
 
 
@@ -214,7 +216,7 @@ async def read_chat(http: HttpRequest, max_context: int) -> wire.ChatRequest:
 
 
 def checked_chat(asked: wire.ChatRequest, max_context: int) -> wire.ChatRequest:
-    """With all contents as text. Raises for what no chat may be."""
+    """The request with all message contents as text. Raises for an invalid chat."""
     for place, values, shape in (
         ("messages", asked.messages, wire.ChatMessage),
         ("tools", asked.tools or [], wire.Tool),
@@ -226,7 +228,7 @@ def checked_chat(asked: wire.ChatRequest, max_context: int) -> wire.ChatRequest:
                 raise ApiError(f"{place}[{number}]: {e}", param=place) from e
     num_shown = sum(1 + len(message.get("tool_calls") or ()) for message in asked.messages)
     for place, count in (("messages", num_shown), ("tools", len(asked.tools or ()))):
-        if count > max_context:  # each of them, and each call, is shown with a token at least
+        if count > max_context:  # each of them, and each call, takes at least one token
             message = f"{place}: {count} do not fit into a context of {max_context} tokens"
             raise ApiError(message, code="context_length_exceeded", param=place)
     names = [tool["function"]["name"] for tool in asked.tools or []]
@@ -249,7 +251,8 @@ def checked_chat(asked: wire.ChatRequest, max_context: int) -> wire.ChatRequest:
 
 
 def _plain(message: Message) -> Message:
-    """Content may come in parts; chat templates expect text."""
+    """The message with its content as text, which chat templates expect; clients may send it in
+    parts."""
     if not isinstance(content := message.get("content"), list):
         return message
     for part in content:

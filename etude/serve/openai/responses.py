@@ -1,9 +1,9 @@
 """Response builders: samples as OpenAI's chat messages or text completions, whole or streamed.
 Pure.
 
-A `ResponseBuilder` belongs to one request: it turns its samples into choices, and choices into the
-response. The chunks of a `StreamBuilder`, joined, say what the builder says of the whole sample at
-once.
+A `ResponseBuilder` belongs to one request: it turns the samples into choices, and the choices into
+the response. The chunks of a `StreamBuilder`, joined, equal the choice that the `ResponseBuilder`
+makes of the whole sample.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from etude.serve.openai import types as wire
 from etude.store.decoding import convert
 
 Usage = wire.Usage | None | UnsetType
-"""In a stream: null until the last piece, if the client wants it at all."""
+"""In a stream: null until the last chunk if the client wants usage, unset otherwise."""
 TokenLogprobs = tuple[int, float, tuple[tuple[int, float], ...]]
-"""A token, its log-prob, and the likeliest in its place."""
+"""A token, its log-prob, and the likeliest tokens at its position."""
 
 
 class StreamBuilder(Protocol):
     def push(self, event: Token | Sample) -> msgspec.Struct | None:
-        """The next piece of a choice, if there is anything to say yet."""
+        """The next chunk of a choice; None if there is nothing to send yet."""
 
 
 class ResponseBuilder(Protocol):
     @property
     def id(self) -> str:
-        """Of the completion, without the prefix that a client sees."""
+        """The completion's id, without the prefix that a client sees."""
 
     def message(self, request: Request, sample: Sample) -> Message:
         """The answer as a message of a conversation."""
@@ -57,7 +57,7 @@ class ResponseBuilder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResponseBuilder:
-    """The parts that chat and text responses have in common."""
+    """The parts that chat and text responses share."""
 
     tokenizer: ChatTokenizer
     model: str
@@ -67,7 +67,7 @@ class _ResponseBuilder:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def extensions(self, tokens: Sequence[int], sample: Sample | None) -> dict[str, Any]:
-        """What a choice says beyond OpenAI, some of it only when its sample is whole."""
+        """Fields of a choice that OpenAI does not have; some of them need the whole sample."""
         extras: dict[str, Any] = {"token_ids": list(tokens)} if self.with_ids else {}
         if sample is not None:
             extras["weight_version"] = list(sample.versions)
@@ -83,10 +83,10 @@ class _ResponseBuilder:
 class ChatResponseBuilder(_ResponseBuilder):
     prompt: Sequence[int]
     tools: Sequence[Tool] | None
-    """None: what looks like a call is text."""
+    """None: text that looks like a call stays text."""
     readers: dict[int, AnswerReader] = field(default_factory=dict)
-    """Of the answers to requests, by the identity of the request: an answer that is recorded and
-    then sent is read once."""
+    """Readers of the answers, by the `id()` of the request: an answer that is recorded and then
+    sent is parsed only once."""
 
     def message(self, request: Request, sample: Sample) -> Message:
         return message_of(self.reader(request).whole(sample))
@@ -170,7 +170,7 @@ class TextResponseBuilder(_ResponseBuilder):
     def logprobs(
         self, drawn: Sequence[TokenLogprobs], offset: int, with_top: bool
     ) -> wire.TextLogprobs | None:
-        """`offset`: of the first token in the text."""
+        """`offset`: position of the first token in the text."""
         if not self.with_logprobs:
             return None
         text = [self.tokenizer.decode([token]) for token, _, _ in drawn]
@@ -226,7 +226,7 @@ class _ChatStreamBuilder:
         events = self._reader.push(event)
         builder = self._form
         if isinstance(event, Token) and not (builder.with_ids or builder.with_logprobs):
-            # nearly all chunks: nothing but what the token says
+            # nearly all chunks: only the token's text
             return (
                 wire.ChatChunkChoice(index=self._index, delta=self._delta(events))
                 if events

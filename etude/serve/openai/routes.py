@@ -1,8 +1,8 @@
 """The routes of OpenAI's dialect.
 
-A body becomes sampling requests, one for each choice that it wants; the answerer gives samples; a
-builder shows those as chat or as text, whole or as they come. What goes beyond OpenAI is in
-`types.py`.
+A body becomes sampling requests, one per choice. The answerer samples, and a builder turns the
+samples into chat or text responses, whole or streamed. `types.py` has the fields that go beyond
+OpenAI.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from etude.serve.openai.responses import ChatResponseBuilder, ResponseBuilder, T
 
 
 class OpenAi:
-    """OpenAI's API over an answerer for each request."""
+    """OpenAI's API, over an answerer for each request."""
 
     def __init__(self, model: ServedModel, open_answerer: OpenAnswerer) -> None:
         self._model = model
@@ -54,7 +54,7 @@ class OpenAi:
         ]
 
     def session_routes(self) -> list[Route]:
-        """Those of them that go on with a conversation."""
+        """The routes that continue a conversation."""
         return [Route("/v1/chat/completions", self.chat, methods=["POST"])]
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -116,7 +116,7 @@ class OpenAi:
         asked: wire.Sampling, builder: ResponseBuilder,
         requests: Sequence[Request], streams: Sequence[AsyncIterator[Token | Sample]],
     ) -> None:  # fmt: skip
-        """The choices side by side, each piece as it comes."""
+        """Stream all choices at once, each chunk as soon as it is there."""
         with_usage = bool(asked.stream_options and asked.stream_options.include_usage)
         first = True
 
@@ -140,7 +140,7 @@ class OpenAi:
                 await send_event(builder.chunk([], usage, first=False))
 
     def _usage(self, requests: Sequence[Request], samples: Sequence[Sample]) -> wire.Usage:
-        """Choices of one prompt count it once."""
+        """Token counts of a response. Choices of one prompt count it once."""
         prompts = {id(request.prompt): request.prompt for request in requests}
         read = sum(len(prompt) for prompt in prompts.values())
         sampled = sum(len(sample.tokens) for sample in samples)

@@ -1,9 +1,9 @@
-"""OpenAI's dialect as OpenAPI describes it, made from the types that requests are read with and
-answers are written from.
+"""OpenAI's dialect in the OpenAPI document, made from the types that requests are decoded with and
+answers are encoded from.
 
-By hand is only what types do not say: the paths, which statuses they answer with, and the shapes of
-messages and tools, which are read as objects because a chat template may use more of them than we
-know.
+Only what the types do not express is written by hand: the paths, the statuses they answer with, and
+the shapes of messages and tools. Those are decoded as plain objects, because a chat template may
+use more fields of them than are known here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Types of OpenAI's dialect: its names, vLLM's where it has none, and two of our own.
+"""Types of OpenAI's dialect: OpenAI's field names, vLLM's where OpenAI has none, and two of our
+own.
 
-Requests refuse every field that they do not name. Fields that cannot change an answer (`user`,
-`metadata`, ..) are named and not read. Fields that could, and that we cannot honour (`logit_bias`,
-`echo`, ..), are named with the one value that asks for nothing. `schema.py` turns these types into
-the schema, so the schema says what the code does.
+Requests reject every field that they do not name. Fields that cannot change an answer (`user`,
+`metadata`, ..) are named but not read. Fields that could, and that cannot be honoured
+(`logit_bias`, `echo`, ..), are named with only the value that has no effect. `schema.py` derives
+the schema from these types, so it always matches the code.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from msgspec import UNSET, Meta, UnsetType
 from etude.core.sampling import MAX_PENALTY, VersionSpan
 
 MAX_TOP = 20
-"""Most alternatives that are shown for a token."""
+"""Limit on the alternatives that are returned per token."""
 MAX_STOPS = 4
 MAX_STOP_IDS = 1024
 MAX_CHOICES = 128
@@ -42,18 +43,18 @@ UNSUPPORTED = {
     "functions": ", and offer them as tools",
     "function_call": ", and send tool_choice",
 }
-"""Fields of OpenAI's that would change an answer and that we cannot honour, with what to do in
-place of them."""
+"""OpenAI's fields that would change an answer and cannot be honoured, with a hint on what to send
+instead."""
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    """Not read: nothing is ever added to hide lengths."""
+    """Not read: streams are never padded to hide lengths."""
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's name for a grammar that the answer must follow; ours is in the notation of
+    """vLLM's name for a grammar that the answer must follow. Ours is in the notation of
     llguidance."""
 
     grammar: str
@@ -65,22 +66,22 @@ class TextPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Prediction(msgspec.Struct, forbid_unknown_fields=True):
-    """What the answer may look like, such as the file that it is to edit."""
+    """A text that the answer is likely to resemble, such as the file that it is to edit."""
 
     content: str | list[TextPart | TokenId]
-    """A text, whole or in parts, or token ids."""
+    """A text, whole or in parts; or token ids."""
     type: Literal["content"] = "content"
 
 
 class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both kinds of request have."""
+    """Fields of both kinds of requests."""
 
     model: str | None = None
     max_tokens: Count | None = None
     temperature: Temperature | None = None
     top_p: Fraction | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
-    """0 and -1: all of them."""
+    """0 and -1: no limit."""
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=1 / MAX_PENALTY, le=MAX_PENALTY)] | None = None
     seed: Seed | None = None
@@ -91,11 +92,11 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     """Adds `token_ids` and `prompt_token_ids`: exactly what was read and sampled."""
     prediction: Prediction | None = None
-    """Where it is right the answer comes faster. It is the same answer in any case."""
+    """Makes the answer faster where it is right. The answer is the same in any case."""
     drafts: list[list[TokenId]] | None = None
-    """More that the answer may repeat parts of, as token ids: earlier answers to the same question,
-    for example."""
-    # Harmless: not read.
+    """More texts, as token ids, that the answer may repeat parts of, such as earlier answers to the
+    same question."""
+    # Harmless, not read.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -103,7 +104,7 @@ class Sampling(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    # Not supported: only the value that asks for nothing.
+    # Not supported: only the value that has no effect.
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=0)] | None = None
@@ -121,7 +122,7 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """The shape that a message must have. Fields that are not named here are passed on to the chat
+    """The required shape of a message. Fields that are not named here are passed on to the chat
     template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -130,13 +131,14 @@ class ChatMessage(msgspec.Struct):
 
 
 class Parameters(msgspec.Struct):
-    """A JSON schema of an object; what is not named here is passed on as it is."""
+    """A JSON schema of an object. Fields that are not named here are passed on unchanged."""
 
     properties: dict[str, dict[str, Any]] = {}
 
 
 class ToolFunction(msgspec.Struct):
-    # Python's `$` lets a line break follow. Anthropic's names may be twice as long as OpenAI's.
+    # Python's `$` also matches before a final newline. Anthropic allows names twice as long as
+    # OpenAI's.
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,128}$(?!\n)")]
     description: str | None = None
     parameters: Parameters | UnsetType = UNSET
@@ -191,9 +193,9 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's name for what the chat template is told beyond messages and tools."""
+    """vLLM's name for options of the chat template, in addition to messages and tools."""
     reasoning_effort: str | None = None
-    """For the chat template, if it knows of it."""
+    """Passed to the chat template, which may ignore it."""
     # Harmless: not read.
     verbosity: str | None = None
     web_search_options: dict[str, Any] | None = None
@@ -201,24 +203,25 @@ class ChatRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
 
 class CompletionRequest(Sampling, kw_only=True, forbid_unknown_fields=True):
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    """A text, token ids, or a list of one of the two."""
+    """A text, token ids, or a list of either."""
     parse_special: bool | None = None
-    """Control tokens that are spelled in a text are those tokens. Without it they are text, and
-    whoever puts the words of others into a prompt need not look through them."""
+    """Encode control tokens that are spelled out in a text as those tokens. By default they stay
+    text, so that a prompt may contain other people's words without filtering."""
     logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP)] | None = None
-    """0: the sampled tokens only; more: as many alternatives."""
+    """Number of alternatives per token; 0 gives the sampled tokens only."""
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
-    """Exactly these end the answer; without the field, the end of a turn does."""
+    """Only these end the answer; without the field, the model's own end-of-turn tokens do."""
     structured_outputs: StructuredOutputs | None = None
     routed_experts_from: Annotated[int, Meta(ge=0, le=2**31)] | None = None
-    """Of a sparse model: adds `routed_experts`, from this position of the prompt on."""
+    """For a sparse model: adds `routed_experts`, from this position of the prompt on."""
     echo: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
     best_of: Annotated[int, Meta(ge=1, le=1)] | None = None
     suffix: None = None
 
 
 class CompletionDetails(msgspec.Struct):
-    """Draft tokens that were accepted and rejected, from the prediction or elsewhere."""
+    """Counts of draft tokens that were accepted and rejected, from the prediction or from other
+    sources."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -229,14 +232,14 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
-    """If there was a prediction, or drafts."""
+    """Set if there was a prediction, or drafts."""
 
 
 class TopLogprob(msgspec.Struct):
     token: str
     logprob: float
     bytes: list[int] | None
-    """Null for a token that is a part of a character."""
+    """Null for a token that is only a part of a character."""
 
 
 class TokenLogprob(TopLogprob):
@@ -255,21 +258,21 @@ class TextLogprobs(msgspec.Struct):
 
 
 class ChoiceExtensions(msgspec.Struct, kw_only=True):
-    """Fields of every choice beyond OpenAI; in a stream, in the chunk that ends it."""
+    """Fields of every choice beyond OpenAI's; in a stream, in the chunk that ends the choice."""
 
     token_ids: list[int] | UnsetType = UNSET
     weight_version: list[VersionSpan] | UnsetType = UNSET
-    """Which weights sampled which tokens: `[{"version": 7, "count": 21}, ..]`, in order."""
+    """Weight versions of the sampled tokens, in order: `[{"version": 7, "count": 21}, ..]`."""
     routed_experts: bytes | UnsetType = UNSET
-    """If they were asked for, in base64: [tokens read, sparse layers, experts of a token], a byte
-    for each id, or two (int16) with more than 256 experts. The last token was not read."""
+    """Set on request, in base64: [tokens read, sparse layers, experts per token], with one byte per
+    id, or two (int16) for more than 256 experts. The last sampled token was not read."""
 
 
 class AssistantMessage(msgspec.Struct):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | UnsetType = UNSET
-    """The name that DeepSeek gave it; OpenAI shows none."""
+    """DeepSeek's name for the field; OpenAI returns no reasoning."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 

@@ -1,2 +1,2 @@
-"""The gateway in front of a product's users: what they consent to is recorded, and what they say of
-it."""
+"""Production mode: the gateway in front of a product's users, which records their sessions with
+their consent, and their feedback."""

@@ -1,4 +1,5 @@
-"""The file of production mode: who may be recorded, what is taken out, and how long it stays."""
+"""The configuration file of production mode: who may be recorded, what is redacted, and how long
+recordings are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ KEY_BYTES = 32
 
 class ConsentConfig(msgspec.Struct, forbid_unknown_fields=True):
     header: bool = True
-    """Whether the header `X-Etude-Consent` of a request is believed."""
+    """Trust the header `X-Etude-Consent` of requests."""
     users: dict[str, bool] = {}
     organisations: dict[str, bool] = {}
 
@@ -25,23 +26,23 @@ class ConsentConfig(msgspec.Struct, forbid_unknown_fields=True):
 class RedactionConfig(msgspec.Struct, forbid_unknown_fields=True):
     kinds: list[str] = msgspec.field(default_factory=lambda: list(KINDS))
     patterns: dict[str, str] = {}
-    """More of them: regular expressions by name."""
+    """Additional patterns to redact: regular expressions by name."""
 
 
 class ProductionConfig(msgspec.Struct, forbid_unknown_fields=True):
     user_key_file: str
-    """The key of the pseudonyms, made at the first start. It must not lie in the store; without it
-    nobody can be found any more, to be deleted either."""
+    """File with the key of the pseudonyms, created at the first start. It must not lie in the
+    store. Without the key nobody can be found any more, not even to be deleted."""
     store: str | None = None
-    """Where it is recorded; the run's own store if it is not said."""
+    """The store for recordings; the run's own store by default."""
     sampling_rate: float = 1.0
     retention_days: float = 30.0
     pending_hours: float = 24.0
-    """How long feedback waits for an answer that nobody knows."""
+    """Time for which feedback waits for an answer that is not known yet."""
     session_idle_minutes: float = 30.0
-    """After which a session is over, and out of memory."""
+    """Time after which an idle session is over and leaves memory."""
     feedback_per_minute: float = 60.0
-    """Of one user."""
+    """Per user."""
     consent: ConsentConfig = msgspec.field(default_factory=ConsentConfig)
     redaction: RedactionConfig = msgspec.field(default_factory=RedactionConfig)
 
@@ -68,7 +69,7 @@ class ProductionConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_production(path: Path) -> ProductionConfig:
-    """Paths in it begin where it lies."""
+    """Read the file. Paths in it are relative to its own directory."""
     try:
         config = msgspec.toml.decode(path.read_bytes(), type=ProductionConfig)
     except OSError as e:
@@ -82,7 +83,7 @@ def read_production(path: Path) -> ProductionConfig:
 
 
 def read_user_key(path: Path, *, create: bool) -> bytes:
-    """The key of the pseudonyms. Of two processes that make it at once, both have the same."""
+    """The key of the pseudonyms. If two processes create it at once, both get the same key."""
     if create and not path.exists():
         part = path.with_name(f"{path.name}.{os.getpid()}")
         handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,5 +1,5 @@
-"""What production mode recorded, for whoever may read it: a file of production mode, and the store
-that it names."""
+"""Read access to the recordings of production mode, by its configuration file and the store that
+the file names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.store.production import ProductionStore
 
 
 class Place:
-    """The recorded sessions of production mode, opened for reading. `run`: the store of the run, if
+    """The recorded sessions of production mode, opened for reading. `run`: the run's store, used if
     the file names none."""
 
     def __init__(self, file: Path, run: str | None) -> None:
@@ -28,7 +28,7 @@ class Place:
 
     @property
     def refused(self) -> set[str]:
-        """Users and organisations who may not be recorded, as the file says."""
+        """Pseudonyms of the users and organisations that the file forbids to record."""
         consent = self.config.consent
         return {
             pseudonym(name, self.key)
@@ -38,6 +38,6 @@ class Place:
         }
 
     def read(self) -> tuple[Sessions, Joined]:
-        """All that was recorded, and may be read."""
+        """All recordings that may be read, and their feedback."""
         sessions = self.store.sessions(self.refused)
         return sessions, self.store.joined(sessions, horizon_s=self.config.horizon_s)

@@ -1,9 +1,8 @@
-"""Records answers to users, redacted before the first write.
+"""Recording of answers to users, redacted before the first write.
 
-What a session says stays in memory, as it must for the next turn to go on from it; what is written
-is a `RecordedTurn` for each answer, before the client is told that the answer is whole. A session
-that cannot be written without a secret is not written: it is dropped, what was stored of it is
-deleted, and the reason is counted.
+The text of a session stays in memory, since the next turn continues it. A `RecordedTurn` is written
+for each answer, before the client is told that the answer is complete. A session that cannot be
+written without a secret is dropped: what was stored of it is deleted, and the reason is counted.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from etude.serve.router import Router
 from etude.store.production import ProductionStore
 
 MAX_ROUNDS = 4
-"""Of looking at what is left after redaction: what was taken out may make something else look like
-a secret."""
+"""Limit on repeating the redaction: removing one text may make another look like a secret."""
 
 
 class Unredactable(Exception):
@@ -52,19 +50,19 @@ class OpenSession:
     """A session of a user that is being recorded."""
 
     key: str
-    """In memory."""
+    """Its name in memory."""
     name: str
-    """In the store."""
+    """Its name in the store."""
     identity: Identity
     started: float
     propensity: float
     used: float
     router: Router | None = None
-    """That answers it, if workers stand in pools."""
+    """The router that answers it, if there are worker pools."""
     arm: Arm | None = None
     number: int = 0
     known: set[str] = field(default_factory=set)
-    """Values that were called secrets."""
+    """Values that were recognised as secrets."""
     inexact: set[int] = field(default_factory=set)
     """Segments in which something was redacted."""
     dropped: str | None = None
@@ -72,7 +70,8 @@ class OpenSession:
 
 
 class Recording:
-    """The sessions that are recorded now. `permitted`: whether a user may still be."""
+    """The sessions that are being recorded. `permitted`: returns False once a user may not be
+    recorded any more."""
 
     def __init__(
         self,
@@ -101,9 +100,10 @@ class Recording:
         self, session: OpenSession, prompt: Prompt, request: Request, sample: Sample,
         message: Message, kind: SegmentKind, answer: tuple[str, int],
     ) -> None:  # fmt: skip
-        """Returns when the answer is stored, or will never be. A client that goes away meanwhile
+        """Record an answer. Returns when it is stored or dropped. A client that goes away meanwhile
         changes nothing."""
-        # Once forgotten, nobody would forget it again: a deleted user stays in no memory.
+        # A forgotten session must not be recorded again, since nobody would forget it a second
+        # time: a deleted user stays in no memory.
         if session.dropped or self.sessions.get(session.key) is not session:
             return
         placed = self.recorder.record(session.key, prompt, sample, message, request.params, kind)
@@ -153,12 +153,12 @@ class Recording:
             try:
                 clean, new = await in_thread_if_long(size, lambda: self._redacted(session, turn))
                 gone = await asyncio.to_thread(self._store_turn, clean, new)
-            # the others: what is nested too deep to look through, or no program can spell
+            # The other errors: data nested too deep to search, or text that cannot be encoded.
             except (Unredactable, RecursionError, OverflowError, UnicodeError):
                 await self.drop(session, "unredactable")
                 return
             except EtudeError as e:
-                # the user has an answer; what follows would have a hole
+                # the user has an answer; recording what follows would leave a gap
                 print(f"a session is not recorded any more: {e}", file=sys.stderr, flush=True)
                 await self.drop(session, "store_failed", delete=False)
                 return
@@ -177,14 +177,15 @@ class Recording:
         await asyncio.to_thread(self._store.drop, {f"sessions {reason}": 1})
 
     def _store_turn(self, clean: RecordedTurn, new: set[str]) -> int:
-        """What was stored of the user before somebody called it a secret goes, and its sessions
-        with it; this one then lacks its beginning, and is dropped when it is read."""
+        """Store a turn. Earlier sessions of the user that contain one of its newly recognised
+        secrets are deleted. If that includes this session, it now lacks its beginning and is
+        dropped when it is read."""
         gone = self._store.drop_sessions_with(clean.user, set(filter(is_distinctive, new)))
         self._store.put_turn(clean)
         return gone
 
     def _redacted(self, session: OpenSession, turn: RecordedTurn) -> tuple[RecordedTurn, set[str]]:
-        """The turn as it may be stored, and the values that it is the first to call secrets."""
+        """The redacted turn, and the values that it is the first to reveal as secrets."""
         said = [_with_parsed_calls(message) for message in turn.messages]
         new = self._redactor.remember(self._tokens.text(turn))
         new |= self._redactor.values([*said, *turn.tools])
@@ -209,7 +210,7 @@ class Recording:
 
 
 class TokenRedactor:
-    """Redacts by places of tokens: every one that holds a part of a secret."""
+    """Redacts token positions: each token that holds a part of a secret."""
 
     def __init__(self, tokenizer: ChatTokenizer, redactor: Redactor) -> None:
         self._decode = tokenizer.decode
@@ -231,14 +232,14 @@ class TokenRedactor:
             before = len(places)
             for place, kind in self._places((*clean.read, *clean.sampled), found):
                 places.setdefault(place, kind)
-            if len(places) == before:  # stand-ins that look like one
+            if len(places) == before:  # the stand-ins themselves look like a secret
                 return clean
             clean = stripped(turn, _spans(places), self._stand_in, exact_before=exact_before)
         raise Unredactable
 
     def _places(self, tokens: Sequence[int], found: Sequence[Finding]) -> list[tuple[int, str]]:
-        """The tokens that the findings touch. One that is a part of a character touches what that
-        character does."""
+        """The positions of tokens that overlap the findings. A token that is only a part of a
+        character overlaps what that character overlaps."""
         detokenizer = IncrementalDetokenizer(self._decode)
         begins, at = [], 0
         for token in tokens:
@@ -266,8 +267,8 @@ def _spans(places: dict[int, str]) -> list[Redaction]:
 
 
 def _with_parsed_calls(message: Message) -> Message:
-    """With the arguments of its calls as objects: their fields have names, and their texts are not
-    spelt."""
+    """The message with the arguments of its calls as objects, so that fields have names and texts
+    are unescaped."""
     if not message.get("tool_calls"):
         return message
 
@@ -295,7 +296,7 @@ def _with_spelled_calls(message: Message) -> Message:
 
 
 class RecordingAnswerer:
-    """Answers one request of a session that is recorded."""
+    """Answers one request of a recorded session."""
 
     def __init__(
         self, model: ServedModel, router: Router, recording: Recording, session: OpenSession,
@@ -346,7 +347,7 @@ class RecordingAnswerer:
     async def _keep(
         self, request: Request, sample: Sample, show: Show, answer: tuple[str, int]
     ) -> None:
-        """What continues a plain text is no conversation, and not recorded."""
+        """Record the answer, unless it continues a plain text, which is not a conversation."""
         if self._prompt is not None:
             await self._recording.keep(
                 self._session, self._prompt, request, sample, show(request, sample), self._kind,

@@ -1,15 +1,15 @@
-"""The routes of production mode, and who may be recorded there.
+"""The routes of production mode, and the decision who may be recorded.
 
     POST   /v1/chat/completions, /v1/responses, /v1/messages, also under /s/{session}
                           the dialects: recorded if the user consents and the session is sampled
     POST   /v1/feedback   what a user did about an answer
-    POST   /v1/consent    what a user, or an organisation, says: {granted, time}
+    POST   /v1/consent    consent of a user or an organisation: {granted, time}
     DELETE /v1/users      deletes all that is stored of a user
 
-The product's backend speaks for its users, with an admin's token. Headers say for whom:
+The product's backend acts for its users, with an admin's token. Headers name the user:
 `X-Etude-User`, `X-Etude-Organisation`, `X-Etude-Session` and `X-Etude-Consent: granted` or
-`refused`. They are turned into pseudonyms here, and not kept. The token of a user speaks for that
-user alone, and says itself which organisation that is of.
+`refused`. They are turned into pseudonyms here, and not stored. A user's own token acts for that
+user alone, and itself contains the user's organisation.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ from etude.store.production import Conflict, ProductionStore, digest
 from etude.store.runs import Run
 
 REFRESH_S = 5.0
-"""How long another gateway's consents may be unknown here."""
+"""Time for which a consent given to another gateway may be unknown here."""
 SWEEP_S = 3600.0
 CLOCK_SKEW_S = 300.0
 WORDS = {"granted": True, "refused": False}
 
 
 class Production:
-    """Production mode over the model and the router of a gateway."""
+    """Production mode, over the model and the router of a gateway."""
 
     def __init__(
         self, model: ServedModel, router: Router, store: ProductionStore,
         config: ProductionConfig, key: bytes, policy: str, pools: Pools | None = None,
     ) -> None:  # fmt: skip
-        """`pools`: who answers whom, if the run learns from its users."""
+        """`pools`: the worker pools, if the run learns from its users."""
         self._model = model
         self._router = router
         self._pools = pools
@@ -92,7 +92,7 @@ class Production:
             for name, granted in table.items()
         }
         self._said: dict[str, Consent] = {}
-        self._heard = CLOCK_SKEW_S  # until when
+        self._heard = CLOCK_SKEW_S  # the time up to which consents were read
 
     def routes(self) -> list[Route]:
         dialects = public_routes(self._model, self._answerer, self._gauges)
@@ -107,7 +107,8 @@ class Production:
         ]
 
     def _for_user(self, route: Route, path: str) -> Route:
-        """Conversations that the server keeps are kept apart by user, or else by session."""
+        """Conversations that the server keeps are separated by user, or by session if there is no
+        user."""
 
         @wraps(route.endpoint)
         async def endpoint(http: HttpRequest) -> Response:
@@ -145,10 +146,10 @@ class Production:
         )
 
     def _session(self, http: HttpRequest, identity: Identity) -> OpenSession | None:
-        """The session to record; None if it may not be, or is not one of the sample."""
+        """The session to record; None if it may not be recorded, or was not sampled."""
         if not self._permitted(http, identity):
             return None
-        # without a name of its own, every answer is a session
+        # without a session name, every answer is a session of its own
         name = http.scope["etude.session"] or secrets.token_hex(16)
         rate = self._config.sampling_rate
         if not is_sampled(identity, name, rate, self._key):
@@ -156,7 +157,7 @@ class Production:
         key = f"{identity.user}/{name}"
         now = self._store.now()
         if (found := self.recording.sessions.get(key)) is None:
-            # two gateways may begin it at once
+            # Two gateways may begin the same session at once.
             stored = pseudonym(key, self._key)[:16] + secrets.token_hex(8)
             found = OpenSession(
                 key=key,
@@ -183,7 +184,7 @@ class Production:
         return [*said, *map(self._configured.get, subjects)]
 
     def _still_permitted(self, session: OpenSession) -> bool:
-        """Whether nobody has said no since the session was asked for."""
+        """False if the user or the organisation has since refused to be recorded."""
         return False not in self._words(session.identity)
 
     async def feedback(self, http: HttpRequest) -> Response:
@@ -221,7 +222,7 @@ class Production:
                 completion=completion_key(asked.completion),
                 choice=asked.choice,
                 kind=asked.kind,
-                strength=strength or 0.0,  # of a kind that is not known: the check says so
+                strength=strength or 0.0,  # an unknown kind: `check` rejects it
                 time=when,
                 received=now,
                 text=self._redactor.redact(asked.text),
@@ -253,7 +254,7 @@ class Production:
         if not user:
             raise ApiError(f"say whom to delete: {USER}", param=USER)
         for session in [s for s in self.recording.sessions.values() if s.identity.user == user]:
-            # what is under way is not written any more
+            # answers that are under way are not written any more
             session.dropped = "deleted"
             self.recording.forget(session)
             async with session.lock:
@@ -261,7 +262,7 @@ class Production:
         self._model.conversations.forget(user)
         deleted = await asyncio.to_thread(self._store.delete_user, user)
         if user in self._said and self._said[user].granted:
-            del self._said[user]  # as in the store: who comes back is asked anew
+            del self._said[user]  # as in the store: a user who returns has to consent again
         return respond(UserDeleted(deleted))
 
     async def openapi(self, http: HttpRequest) -> Response:
@@ -272,8 +273,8 @@ class Production:
         return {"production_sessions": float(len(self.recording.sessions)), **counts}
 
     async def watch(self) -> None:
-        """Hears what other gateways were told, forgets sessions that are over, and sweeps the
-        store; until it is cancelled."""
+        """Follow consents given to other gateways, forget idle sessions, and sweep the store; runs
+        until it is cancelled."""
         swept = -SWEEP_S
         while True:
             self.forget_idle()
@@ -287,10 +288,10 @@ class Production:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        """Learns what was said to other gateways, or to this one before."""
+        """Read consents that were given to other gateways, or to this one before it started."""
         now = self._store.now()
         heard = await asyncio.to_thread(self._store.consents, self._heard - CLOCK_SKEW_S)
-        self._heard = now  # only now: what could not be read is asked for again
+        self._heard = now  # set only on success, so that a failed read is repeated
         for subject, word in heard.items():
             self._said[subject] = word.newer(self._said.get(subject))
 
@@ -306,10 +307,10 @@ class Production:
 
 
 def _spoken_for(http: HttpRequest) -> tuple[str, str]:
-    """The user and the organisation that a request is of. An admin's token, which the product's
-    backend has, speaks for anybody, and so does one for feedback that names nobody; a token with a
-    subject speaks for that user alone, and that of a session for nobody. The organisation of its
-    users is what a token itself says."""
+    """The user and the organisation that a request acts for. An admin's token, which the product's
+    backend has, acts for anybody, and so does a feedback token without a subject. A token with a
+    subject acts for that user alone; a session's token acts for nobody. Except with an admin's
+    token, the organisation comes from the token."""
     token, named = identity_of(http), _header(http, USER)
     if token.scope is TokenScope.ADMIN:
         return named, _header(http, ORGANISATION)
@@ -332,7 +333,7 @@ def _header(http: HttpRequest, name: str) -> str:
 def open_production(
     path: Path, model: ServedModel, router: Router, run: Run, pools: Pools | None = None
 ) -> Production:
-    """As a file of production mode says, for the model of a run."""
+    """Open production mode by its configuration file, for the model of a run."""
     config = read_production(path)
     objects = run.objects if config.store is None else Objects.open(config.store)
     key = read_user_key(Path(config.user_key_file), create=True)

@@ -1,4 +1,4 @@
-"""Production mode as OpenAPI describes it."""
+"""Production mode in the OpenAPI document."""
 
 from __future__ import annotations
 

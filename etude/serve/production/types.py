@@ -1,4 +1,4 @@
-"""Bodies of production mode's own routes."""
+"""Bodies of the routes that only production mode has."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 
 class FeedbackRequest(msgspec.Struct, forbid_unknown_fields=True):
     event: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    """An id of the product's own: the same one twice is one event."""
+    """An id chosen by the product. A repeated id is the same event."""
     completion: Annotated[str, msgspec.Meta(max_length=100)]
-    """The `id` of the answer, as the client was given it."""
+    """The `id` of the answer, as it was sent to the client."""
     kind: Annotated[str, msgspec.Meta(max_length=100)]
     strength: Annotated[float, msgspec.Meta(ge=-1, le=1)] | None = None
     choice: Annotated[int, msgspec.Meta(ge=0, lt=2048)] = 0
@@ -30,7 +30,7 @@ class ConsentRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 class ConsentStored(msgspec.Struct):
     granted: bool
-    """The word that counts now."""
+    """The consent that is now in force."""
 
 
 class UserDeleted(msgspec.Struct):

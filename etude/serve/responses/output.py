@@ -1,4 +1,4 @@
-"""Answers as Responses, whole or streamed. Pure."""
+"""Answers as Responses objects, whole or streamed. Pure."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ Keep = Callable[[responses.ResponseObject], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseBuilder:
-    """The response to one request."""
+    """Builds the response to one request."""
 
     asked: responses.ResponsesRequest
     model: str
     num_read: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     custom: set[str]
-    """Tools that take a text."""
+    """Names of the tools that take a text."""
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, **differs: Any) -> responses.ResponseObject:
-        """As it is before anything is said, but for what differs."""
+        """The response before it has any output, with the given fields replaced."""
         asked = self.asked
         given: dict[str, Any] = {
             "id": self.id,
@@ -105,15 +105,15 @@ class ResponseBuilder:
 
 
 class ResponseWriter:
-    """The stream of one response. `keep` is called with it when it is whole, before the client is
-    told."""
+    """The stream of one response. `keep` is called with the complete response, before the client
+    gets it."""
 
     def __init__(self, builder: ResponseBuilder, keep: Keep) -> None:
         self._builder = builder
         self._keep = keep
         self._number = 0
         self._output: list[responses.OutputItem] = []
-        self._text: Content | Reasoning | None = None  # what is being written
+        self._text: Content | Reasoning | None = None  # the text that is being written
         self._id = ""
 
     def push(self, event: Token | Sample, said: Sequence[Event]) -> list[Told]:

@@ -1,4 +1,4 @@
-"""From items to chat requests. Pure."""
+"""Conversion of items to chat requests. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etude.store.decoding import convert
 
 T = TypeVar("T")
 Lookup = Callable[[str], Mapping[str, Any] | None]
-"""An item that was kept, by its id."""
+"""Finds an item that was kept, by its id."""
 
 SYSTEM_ROLES = ("system", "developer")
 CUSTOM_PARAMETERS = {
@@ -25,7 +25,7 @@ CUSTOM_PARAMETERS = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-"""A custom tool takes one text. Models are shown it as a function."""
+"""A custom tool takes one text. Models see it as a function with one parameter."""
 
 
 def chat_request(
@@ -60,7 +60,7 @@ def custom_tools(asked: responses.InputTokensRequest) -> set[str]:
 
 
 def chat_messages(items: Sequence[responses.Item], lookup: Lookup) -> list[Message]:
-    """Neighbouring items of the assistant are one message."""
+    """The items as messages; neighbouring items of the assistant become one message."""
     said = [_message(_looked_up(item, n, lookup), n) for n, item in enumerate(items)]
     messages: list[Message] = []
     for answered, group in groupby(said, lambda message: message["role"] == "assistant"):
@@ -104,7 +104,7 @@ def _called(id: str, name: str, arguments: str) -> Message:
 
 
 def _joined(answers: Sequence[Message]) -> Message:
-    """All at once: there may be a hundred thousand."""
+    """Join messages in one go, since there may be a hundred thousand."""
     joined = dict(answers[0])
     for key in ("reasoning_content", "content"):
         if text := "".join(answer.get(key) or "" for answer in answers):
@@ -147,7 +147,8 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
-    """One system message in front, of all that stands there: templates know one only."""
+    """The messages with the instructions and all leading system messages joined into one, since
+    templates expect only one."""
     leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
     texts = [instructions] if instructions else []
     texts += [message["content"] for message in leading]
@@ -156,7 +157,7 @@ def _with_instructions(instructions: str | None, messages: Sequence[Message]) ->
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """None for a tool that OpenAI's servers would run."""
+    """The tool as a function; None for a tool that OpenAI's servers would run."""
     kind, name, description = tool.get("type"), tool.get("name"), tool.get("description")
     if kind not in ("function", "custom"):
         return None

@@ -1,4 +1,4 @@
-"""The routes of the Responses dialect. Conversations are kept apart for each session."""
+"""The routes of the Responses dialect. Each session has conversations of its own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_LISTED = 100
 
 
 class Responses:
-    """The Responses API over an answerer for each request."""
+    """The Responses API, over an answerer for each request."""
 
     def __init__(self, model: ServedModel, open_answerer: OpenAnswerer) -> None:
         self._model = model
@@ -53,7 +53,7 @@ class Responses:
         if asked.background:
             raise ApiError("background: every answer is waited for here", param="background")
         if asked.store is not False:
-            with refusals():  # now, and not when there is an answer that cannot be kept
+            with refusals():  # now, rather than once there is an answer that cannot be kept
                 self._model.conversations.journal.check(asked)
         name, messages = self._model.called(asked.model), self._messages(http, asked)
         turn = await open_turn(self._model, answerer, chat_request(asked, messages), scheduling)
@@ -118,7 +118,7 @@ class Responses:
     def _messages(
         self, http: HttpRequest, asked: responses.InputTokensRequest
     ) -> Sequence[Message]:
-        """The conversation so far, with what the request adds to it."""
+        """The conversation so far, with the items that the request adds to it."""
         store = self._model.conversations
         session = _session(http)
         before: Sequence[Message] = ()
@@ -164,5 +164,5 @@ class Responses:
 
 
 def _session(http: HttpRequest) -> str:
-    """Whose responses these are: of a session, or of whoever asks outside of one."""
+    """The owner of a request's responses: its session, or else its client."""
     return str(http.path_params.get("session", identity_of(http).owner))

@@ -1,4 +1,4 @@
-"""The Responses dialect as OpenAPI describes it."""
+"""The Responses dialect in the OpenAPI document."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Types of the Responses dialect. Fields that are not named here are ignored, as are tools that
-OpenAI's own servers would run: its clients send more of both with every release. What is named and
-not honoured is in docs/serve.md."""
+"""Types of the Responses dialect. Fields that are not named here are ignored, and so are tools that
+OpenAI's own servers would run, since its clients send more of both with every release.
+docs/serve.md lists the fields that are named but not honoured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from msgspec import Meta
 from etude.serve.openai.types import Count, Fraction, Temperature
 
 Item = dict[str, Any]
-"""What goes in and out of a conversation: messages, calls and their results, reasoning. Items are
-read as objects, because clients send back what they were given with fields of their own."""
+"""An item of a conversation: a message, a call or its result, or reasoning. Items are decoded as
+plain objects, because clients send back what they received, with fields of their own."""
 
 
 class TextPart(msgspec.Struct):
@@ -54,7 +54,7 @@ class ReferenceInput(msgspec.Struct):
 
 
 class FunctionChoice(msgspec.Struct):
-    """One tool by name; a kind of tool that is not known here is left to the model."""
+    """One tool by name. Kinds of tools that are not known here leave the choice to the model."""
 
     type: str
     name: str | None = None
@@ -103,9 +103,9 @@ class ResponsesRequest(InputTokensRequest, kw_only=True):
     stream: bool | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
-    """Given back."""
+    """Returned with the response."""
     background: Annotated[bool, Meta(extra_json_schema={"enum": [False]})] | None = None
-    """Only false: every answer is waited for."""
+    """Only false is allowed: there are no background responses."""
 
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -227,7 +227,7 @@ class InputTokens(msgspec.Struct):
 
 
 class StreamEvent(msgspec.Struct, kw_only=True):
-    """An event of a stream. What it tells beyond this depends on its type, as OpenAI has it."""
+    """An event of a stream. Its further fields depend on its type, as in OpenAI's API."""
 
     type: str
     sequence_number: int
