@@ -1,5 +1,5 @@
-"""What one part of a run hands to the next arrives whole: settings, figures, seeds, the outcome of
-every task."""
+"""Values that one part of a run passes to the next arrive intact: settings, figures, seeds, the
+outcome of every task."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ SEGMENT = Segment(
 
 
 class Exam:
-    """Attempts with the rewards given, in the order in which they are asked for; None has
-    failed."""
+    """Attempts with the given rewards, in the order of the requests; None has failed."""
 
     def __init__(self, rewards: Sequence[float | None], version: int = 3) -> None:
         self.rewards = list(rewards)
@@ -215,7 +214,7 @@ async def test_a_task_that_fails_three_times_ends_an_evaluation() -> None:
 
 
 async def test_no_two_attempts_share_their_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither within a group nor when a task comes again in the next epoch; the events tell of
+    """Neither within a group nor when a task is repeated in the next epoch; there is an event for
     every group."""
     events: list[Event] = []
     start = controller.RolloutLoop.__init__
