@@ -245,7 +245,7 @@ ADVANTAGE: dict[str, AdvantageEstimator] = {
 def turn_baselines(
     attempts: Sequence[Trajectory], worth: Sequence[float]
 ) -> dict[str, tuple[Credit, ...]]:
-    """By attempt, credits that turn the mean of the group into the mean of the attempts that took
+    """Credits, by attempt, that turn the mean of the group into the mean of the attempts that took
     at least as many turns; zeros are left out.
 
     An attempt that goes on has not succeeded yet, so later turns belong mostly to attempts that
@@ -276,8 +276,8 @@ def turn_baselines(
 
 
 def centered_credit(attempts: Sequence[Trajectory]) -> dict[str, tuple[Credit, ...]]:
-    """By attempt, its credits minus the mean of all credits of all attempts. Credits that are then
-    0 are left out, and the result is empty if all are the same."""
+    """Credits, by attempt, minus the mean of all credits of all attempts. Credits that are then 0
+    are left out, and the result is empty if all are the same."""
     values = [credit.value for attempt in attempts for credit in _credits(attempt)]
     if not differ(values):
         return {}

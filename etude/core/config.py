@@ -131,8 +131,8 @@ class RunConfig(Config):
     and in the trainer, so at equal weights they agree exactly. Slower."""
     quantization: Literal["fp8"] | None = None
     """`fp8`: multiply the matrices of attention and dense MLPs in FP8 (e4m3, a scale for each token
-    and each output), in the engine and in the trainer's forward pass. Weights are trained and
-    published in the same dtypes as without it (docs/training.md)."""
+    and each output), in the engine and in the trainer's forward pass. The trained and the published
+    weights keep their dtypes (docs/training.md)."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """`fp8`: round keys and values to FP8 (e4m3, a scale for each token and head), in the engine,
     which also stores them in FP8, and in the trainer's forward pass. `auto`: no rounding."""

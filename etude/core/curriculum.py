@@ -159,7 +159,7 @@ class Curriculum:
         ]
 
     def _family_chances(self, version: int) -> dict[str, float]:
-        """For each family, the chance that a group of one of its tasks differs."""
+        """The chance, by family, that a group of one of its tasks differs."""
         if self._fresh_frac == 1.0:
             return dict.fromkeys(self._families.values(), 1.0)
         differed: dict[str, deque[bool]] = {

@@ -268,7 +268,7 @@ class AttemptDone:
     split: str
     status: Status
     reward: float | None
-    """None if the attempt failed."""
+    """The reward; None if the attempt failed."""
     error: str | None
     seconds: float
 

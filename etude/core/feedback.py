@@ -74,7 +74,7 @@ class FeedbackEvent:
     """The index of the choice, for an answer with several."""
     kind: str
     strength: float
-    """From -1 to 1."""
+    """Signed strength, from -1 to 1."""
     time: float
     """The time at which it happened."""
     received: float
@@ -109,7 +109,7 @@ class Joined:
     pending: tuple[FeedbackEvent, ...]
     """Events whose answer may still arrive."""
     dropped: Mapping[str, tuple[FeedbackEvent, ...]]
-    """By reason: `unknown_completion`, `other_user`."""
+    """Events by reason: `unknown_completion`, `other_user`."""
 
 
 def join(

@@ -232,7 +232,7 @@ class Fleet:
         return now - self._quorum[1] >= self._heartbeat_timeout_s
 
     def raise_floor(self, version: int) -> None:
-        """From now on, send no request to a worker with older weights."""
+        """Send no more requests to workers with older weights."""
         self.floor = max(self.floor, version)
         self._awaits_floor = False
 

@@ -166,8 +166,8 @@ class HarnessConfig(Config):
     """The agent: a `core.protocols.Agent`, constructed with an HTTP session and the values
     below."""
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Alternatively, a program as the agent, started in the sandbox: its name and arguments, in
-    which `{prompt}`, `{task}` (its id) and `{base_url}` are replaced."""
+    """A program as the agent, instead of `agent`, started in the sandbox: its name and arguments,
+    in which `{prompt}`, `{task}` (its id) and `{base_url}` are replaced."""
     env: dict[str, str] = {}
     """Environment variables for `command`, in addition to those that point to the model."""
     max_turns: Count = 8

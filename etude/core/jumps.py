@@ -42,9 +42,9 @@ class Jump:
 
 
 def find_jump(means: Sequence[float], *, recent: int, at_least: int) -> Jump | None:
-    """Find out if the last `recent` of a series of mean rewards stand apart from the earlier ones,
-    which must be `at_least` many: by half a point of reward, and by four standard deviations of
-    such a mean."""
+    """The jump between the last `recent` of a series of mean rewards and the earlier ones, which
+    must be `at_least` many; None if there is none. A jump is at least half a point of reward, and
+    four standard deviations of such a mean."""
     before, now = means[:-recent], means[-recent:]
     if len(before) < at_least or len(now) < recent:
         return None

@@ -103,7 +103,7 @@ class UsersLoad:
     active: int
     """Requests in progress."""
     ttft_p99_s: float | None = None
-    """Of the last minute; None if there was no request."""
+    """The 99th percentile over the last minute; None if there was no request."""
 
 
 class LoanPolicy:

@@ -99,7 +99,7 @@ class Placement:
     activation_bytes: float
     """Activations on each GPU of the trainer."""
     engine_bytes: float
-    """On each GPU of an engine: weights, and the keys and values of `seqs` requests."""
+    """Memory on each GPU of an engine: weights, and the keys and values of `seqs` requests."""
     seqs: int
     """Requests that an engine decodes together."""
     train_s: float

@@ -21,12 +21,12 @@ class RemoteTask:
     prompt: str = ""
     """The first message of the user."""
     messages: tuple[dict[str, Json], ...] = ()
-    """Alternatively, the whole conversation that the session begins with. Exactly one of `prompt`
-    and `messages` is given."""
+    """The whole conversation that the session begins with, instead of `prompt`: exactly one of the
+    two is given."""
     meta: dict[str, Json] = field(default_factory=dict)
     """Anything else that the service needs to receive with each rollout."""
     split: Split = "train"
-    """In a file of tasks: the split that the task belongs to."""
+    """The split that the task belongs to, in a file of tasks."""
 
     @classmethod
     def of(cls, task: Task, split: Split = "train") -> RemoteTask:
@@ -104,10 +104,10 @@ class RolloutResult:
     id: str = ""
     status: RemoteStatus
     score: Score | None = None
-    """With `done` and `timeout`."""
+    """The score, with status `done` or `timeout`."""
     error: str = ""
-    """With `failed`: the failure. A rollout in which the model did badly has not failed: its score
-    shows it."""
+    """The failure, with status `failed`. A rollout in which the model did badly has not failed: its
+    score shows it."""
     messages: tuple[dict[str, Json], ...] = ()
     """The conversation, for people to read; the tokens are recorded at `base_url`."""
     artifacts: tuple[Artifact, ...] = ()

@@ -14,7 +14,7 @@ Tier = Literal["process", "namespaces", "gvisor", "vm"]
 """The isolation of a sandbox from the machine: none, namespaces of its kernel, a kernel in a
 program, or a virtual machine with its own kernel."""
 TIERS: tuple[Tier, ...] = get_args(Tier)
-"""From the weakest to the strongest."""
+"""All tiers, from the weakest to the strongest."""
 VENVS = "/opt/venvs"
 """The directory where sandboxes show the virtual environments of a folder of tasks."""
 REMEMBERED_SPECS = 128

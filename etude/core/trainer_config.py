@@ -30,8 +30,8 @@ class TrainerConfig(Config):
     """The dtype that weights are rounded to for computing and publishing. The master weights are
     always float32."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The dtype that every stage computes in; auto: bfloat16 on a CUDA device, float32 on the CPU,
-    and always float32 with float32 weights. Gradients are always accumulated in float32. bfloat16
+    """The dtype that every stage computes in; auto: bfloat16 on a CUDA device, float32 on the CPU
+    and with `published_dtype = "float32"`. Gradients are always accumulated in float32. bfloat16
     also rounds activations, and is faster where the processor supports it."""
     gradient_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations: about a third

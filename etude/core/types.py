@@ -50,8 +50,8 @@ class Task:
     prompt: str = ""
     """The first message of the user."""
     messages: tuple[dict[str, Json], ...] = ()
-    """Alternatively, the whole conversation that the session begins with, in the format of OpenAI's
-    API. Exactly one of `prompt` and `messages` is given."""
+    """The whole conversation that the session begins with, in OpenAI's format, instead of `prompt`:
+    exactly one of the two is given."""
     sandbox: SandboxSpec = SandboxSpec()
     """The sandbox that the task is done in."""
     meta: Mapping[str, Json] = field(default_factory=dict)
@@ -138,8 +138,8 @@ class PromptPart:
     text: str
     role: Literal["system", "user"]
     priority: int
-    """If not all parts fit, those of the lowest priority are left out; parts of one priority are
-    kept or left out together. Those of priority 0 are always kept."""
+    """Priority in the choice of parts. If not all fit, those of the lowest priority are left out;
+    parts of one priority are kept or left out together. Those of priority 0 are always kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,14 +254,14 @@ class Trajectory:
     task: str
     group: str
     segments: tuple[Segment, ...]
-    """For a failed attempt, the segments recorded before the failure."""
+    """The segments; for a failed attempt, those recorded before the failure."""
     score: Score | None
-    """None if and only if the status is `failed`."""
+    """The score; None if and only if the status is `failed`."""
     status: Status
     error: str | None = None
-    """For `failed`: the boundary that broke, and how."""
+    """The boundary that broke, and how, with status `failed`."""
     traceback: str = ""
-    """For `failed`: where in the code it was raised."""
+    """The place in the code where the failure was raised."""
     messages: list[dict[str, Json]] = field(default_factory=list)
     """The conversation as the harness saw it, for people to read; the trainer does not use it."""
     diff: str = ""
@@ -314,7 +314,7 @@ class Row:
     sampling: tuple[SamplingSpan, ...] = ()
     """The sampling parameters of each sampled token; empty: those of the stage."""
     experts: str | None = None
-    """As in `Segment`."""
+    """The routed experts, as in `Segment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
