@@ -10,8 +10,9 @@ from typing import Literal
 Kind = Literal["job", "server", "workers", "trainer"]
 PYTHON = ("python", "-P", "-m")
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-"""If torchrun shares its store with its ranks, a rank that stayed does not tell a returning node
-the place of the rendezvous, and both wait in vain (torch 2.13)."""
+"""The variable that gives torchrun a store of its own. If its ranks share the store, a rank that
+stayed does not tell a returning node the place of the rendezvous, and both wait in vain (torch
+2.13)."""
 GATEWAY_PORT, WORKER_PORT, RELAY_PORT, TRAINER_PORT = 8100, 8101, 8200, 29400
 
 

@@ -33,7 +33,7 @@ class Standing:
 
     @classmethod
     def of(cls, place: RunPlace, config: RunConfig) -> Standing | None:
-        """None if nothing has been done yet."""
+        """The standing of a run; None if nothing has been done yet."""
         if (run := place.find()) is None:
             return None
         if not (saved := run.checkpoints()):

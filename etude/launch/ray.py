@@ -87,7 +87,7 @@ class _Ended:
 
     program: Program
     code: int | None
-    """None: its node is lost."""
+    """The exit code; None if its node is lost."""
     lines: list[str]
 
 

@@ -45,7 +45,7 @@ WIDE = 150
 """The number of columns from which the newest sessions appear next to the lines."""
 PLOT_WIDTH = 39
 PLOT_HEIGHTS = (5, 16)
-"""With less space there is no plot; more space is not used."""
+"""Rows of a plot: with fewer there is none, and more are not used."""
 LEGEND_LINES = 2
 BAR = 30
 STYLES = {"": "", "good": "green", "bad": "bold red", "dim": "dim"}

@@ -184,7 +184,7 @@ def _alarms(run: Run) -> list[Alarm]:
 
 
 def lag_bounds(config: RunConfig) -> dict[int, int]:
-    """For every step of every loop, in order, the permitted lag."""
+    """The permitted lag of every step of every loop, in order."""
     spans = stage_spans(config.stage)
     bounds = {
         step: span.stage.max_lag

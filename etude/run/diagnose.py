@@ -388,7 +388,7 @@ def compare_experts(
 
 
 def _otherwise(a_TLk: Tensor, b_TLk: Tensor) -> list[float]:
-    """By layer, the share of the tokens with another set of experts."""
+    """The share of the tokens with another set of experts, by layer."""
     differs_TL = (a_TLk.sort(-1).values != b_TLk.sort(-1).values).any(-1)
     return [float(share) for share in differs_TL.double().mean(0)]
 

@@ -40,14 +40,14 @@ class Report:
     high: float
     """`low` and `high` are the 95 % Wilson interval."""
     rewards: dict[str, float]
-    """By task, the mean over its attempts."""
+    """The mean over the attempts at each task."""
     example: list[Json]
     """The messages of the longest session that solved its task; empty if none did."""
     samples: int = 1
     """Attempts at each task; `solved` and `total` count attempts."""
     solved_by_task: dict[str, int] = field(default_factory=dict)
     honest_by_task: dict[str, int] = field(default_factory=dict)
-    """By task, the attempts in which the cheat detector found nothing."""
+    """The attempts at each task in which the cheat detector found nothing."""
     cost: Cost = field(default_factory=Cost)
     """The sum over all attempts."""
 

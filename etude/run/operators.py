@@ -72,7 +72,7 @@ class OperatorTrace:
         self.inputs: dict[str, list[tuple[Any, ...]]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
         self.ranks: dict[str, Tensor] = {}
-        """In the trace that is given to others: the ranking of all experts by its routers."""
+        """The ranking of all experts by the routers, in the trace that is given to others."""
         self._given = given
         self._names: dict[int, str] = {}
         self._start = self._stop = 0
@@ -294,7 +294,7 @@ class Notes:
         return f"other weights: {', '.join(changed)}" if changed else ""
 
     def _rope(self) -> str:
-        """Find out if the angles are those of other positions."""
+        """A note on the angles: those of other positions, or not of the trainer's table at all."""
         name = next(name for name, part in self.trainer.named_modules() if isinstance(part, Block))
         angles_T = torch.stack([self.seen.input(name, place).float() for place in (1, 2)], 1)
         table, count = self.trainer.rope_of(0), len(angles_T)
@@ -310,7 +310,7 @@ class Notes:
         )
 
     def _scores(self, operator: Operator) -> str:
-        """Find out if attention differs by a factor of its scores."""
+        """A note if attention differs by a factor of its scores; otherwise empty."""
         part = self.trainer.get_submodule(operator.name)
         x, cos, sin = (self.reference.input(operator.name, place) for place in range(3))
         inner = f"{operator.name}.o_proj"

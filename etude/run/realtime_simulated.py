@@ -33,7 +33,7 @@ class Simulated:
 
     groups: tuple[Group, ...]
     batch: Batch | None
-    """None if no attempt teaches anything."""
+    """The batch; None if no attempt teaches anything."""
     dropped: tuple[Dropped, ...]
 
     @classmethod

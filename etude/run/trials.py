@@ -4,12 +4,12 @@ causes.
 Each trial runs separately, on the same prompts:
 
 - *settings*: the engine answers alone, in a batch operator by operator, with its own kernels, with
-prompts in chunks, from its cache, after a weight swap, at another temperature, and in the trainer's
-precision; the trainer recomputes each answer, also with the recorded experts.
+  prompts in chunks, from its cache, after a weight swap, at another temperature, and in the
+  trainer's precision; the trainer recomputes each answer, also with the recorded experts.
 - *rounding*: the trainer's model recomputes the same tokens in the engine's dtype, with random
-rounding (`model.rounding`).
+  rounding (`model.rounding`).
 - *operators*: each operator of the engine's model gets the inputs of the trainer's operator
-(`run.operators`).
+  (`run.operators`).
 
 Shapes: N sampled tokens of all rows, V vocabulary, T tokens that were read of all rows, L layers
 with experts, k experts of a token.

@@ -75,8 +75,8 @@ class FaultInjector:
         self.sim.rng.choice(self.sim.processes).bad_download = True
 
     def _crash_gateway(self) -> None:
-        """The gateway forgets the workers; its sessions are restored from its journal, and repeat
-        their requests."""
+        """Crash the gateway, which forgets the workers; its sessions are restored from its journal,
+        and repeat their requests."""
         self.sim.gateway_up = False
         self.sim.fleet = self.sim.new_fleet()
         asking = list(self.sim.requests.values())
@@ -91,7 +91,8 @@ class FaultInjector:
         self.sim.after(self.sim.vary(self.sim.s.faults.restart_s), back)
 
     def _crash_controller(self) -> None:
-        """Its sessions end with it; the gateway forgets them when it is told to."""
+        """Crash the controller, and with it its sessions; the gateway forgets them when it is told
+        to."""
         for session in self.sim.running:
             if session.worker is not None:
                 self.sim.fleet.done(session.worker)
@@ -99,7 +100,8 @@ class FaultInjector:
         self.sim.start_controller()
 
     def _crash_trainer(self) -> None:
-        """The trainer resumes from its checkpoint: the step starts over, with the same batch."""
+        """Crash the trainer, which resumes from its checkpoint: the step starts over, with the same
+        batch."""
         self.sim.trainer_life += 1
         if self.sim.trainer_since is not None:
             self.sim.trainer_since = None
