@@ -70,7 +70,7 @@ class Schedule:
             self.check()
         self.stop()
 
-    # What can happen, and when.
+    # Events, and when they can happen.
 
     def can_admit(self) -> bool:
         return self.window.active < self.window.capacity

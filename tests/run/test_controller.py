@@ -244,7 +244,7 @@ async def test_only_sessions_to_train_on_may_go_without_the_system_prompt(
     assert bench.agent["code"].prompt.dropout == 0.0
     await bench.run_loop()
     beside: Any = (made.config, nobody, nobody, nobody)
-    controller.build_runner(*beside, desk=None, temperature=1.0)  # for one beside the run
+    controller.build_runner(*beside, desk=None, temperature=1.0)  # for an evaluation beside the run
     assert bench.agent["code"].prompt.dropout == 0.0
 
 
