@@ -182,9 +182,8 @@ class Fleet:
                 self._drained[worker.url] = worker.heard
 
     def drain(self, url: str, draining: bool = True) -> Worker | None:
-        """Send a worker nothing new from now on, so that it can be used elsewhere when nothing on
-        it is `active` any more; or undo that. Returns None for a worker that is not in the
-        fleet."""
+        """Send a worker no new requests from now on, so that it can be used elsewhere once none are
+        `active`; or undo that. Returns None for a worker that is not in the fleet."""
         if (worker := self._workers.get(url)) is not None:
             worker.draining = draining
         return worker

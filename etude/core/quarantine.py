@@ -23,8 +23,8 @@ MIN_K3 = 1e-3
 """The k3 below which a region is healthy, however near the others are: bf16 alone causes about
 1e-4."""
 SMALLEST, LARGEST = 1e-12, 1e12
-"""Bounds on k3: in batch-invariant mode it is 0, and for an engine that computes only NaN it is
-NaN."""
+"""Bounds on k3: in batch-invariant mode it is 0, and for an engine that computes only NaN it is not
+finite."""
 
 
 class RegionDrift:

@@ -58,7 +58,7 @@ class RoundingBound:
     @classmethod
     def of(cls, draws: Sequence[MismatchStats]) -> RoundingBound:
         """The bound from the mismatch of several draws. k3 is half the square of a difference;
-        bounds are computed for the difference, whose distribution is even."""
+        bounds are computed for the difference, whose spread is more symmetric."""
         k3, k3_max = ([math.sqrt(getattr(gap, name)) for gap in draws] for name in ("k3", "k3_max"))
         return cls(upper_bound(k3) ** 2, upper_bound(k3_max) ** 2)
 

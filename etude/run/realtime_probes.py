@@ -15,7 +15,7 @@ from etude.realtime.probes import PROBE_SUITES, Probe, digest_of, make_probes, r
 from etude.rewards.detector import detect
 
 UNREAD = "unread"
-"""A flag for sessions that were too long to check, which is not a trick."""
+"""The detector's finding for a session that is too long to read, which is not a trick."""
 
 
 def probe_splits(config: GateConfig, seed: int) -> tuple[str, ...]:
