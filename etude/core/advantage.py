@@ -1,21 +1,22 @@
 """Advantage estimators: from the rewards of a group to one advantage for each attempt. To add one,
 add an entry to `ADVANTAGE`.
 
-    reward less effort      what an attempt was worth, and what it cost (`core.effort`; nothing by
-                            default)
+    reward minus effort     the worth of an attempt, less the price of its effort (`core.effort`; no
+                            price by default)
     within a group          attempts are each other's baseline, for a whole attempt or turn by turn
-    process rewards         what an environment credits to turns or segments, less the mean of all
-                            credits of the group, is added for their tokens (nothing by default)
+    process rewards         the credits that an environment gives to turns or segments, less the
+                            mean of all credits of the group, are added for their tokens (none by
+                            default)
     across a batch          one scale for the advantages of all its groups
 
 The advantage of a token is that of its attempt, plus the credits that cover it: centered process
-rewards, and what a baseline turn by turn differs by. Process rewards are centered over the group
-because a constant one says nothing about which turn was better: it changes no token's advantage. A
-token that no credit covers has the advantage of its attempt.
+rewards, and the shifts of a turn-by-turn baseline. Process rewards are centered over the group
+because a constant one does not tell which turn was better: it changes no token's advantage. A token
+that no credit covers has the advantage of its attempt.
 
 An attempt whose reward is None broke in infrastructure: it gets no advantage and changes no
-statistic of the others. Advantages follow from the group alone, so that recovery and audit can work
-it out again from disk.
+statistic of the others. Advantages follow from the group alone, so recovery and audit can compute
+them again from disk.
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from etude.core.sampling import expand_spans
 from etude.core.types import Credit, Group, Row, Segment, Trajectory, turn_places, turns
 
 GroupAdvantages = Callable[[Sequence[float]], list[float]]
-"""The rewards of a group -> an advantage for each attempt; 0 is nothing to learn."""
+"""The rewards of a group -> an advantage for each attempt; 0 means that it teaches nothing."""
 BatchScale = Callable[[Sequence[float]], float]
-"""All advantages of a batch -> the positive factor that they are multiplied by."""
+"""All advantages of a batch -> the positive factor to multiply them by."""
 
 CHEAT = "cheat:"
-"""How the flags of an attempt begin that is suspected of a trick; the rest names it."""
+"""The prefix of the flags of an attempt that is suspected of a trick; the rest names the trick."""
 
 ROUNDING = 1e-9
-"""Rewards that differ by a smaller share of themselves are the same."""
+"""Rewards count as equal if their relative difference is smaller."""
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:
-    """Dr. GRPO: reward minus the group mean. No division by the standard deviation: that would blow
-    up the small differences within groups that are nearly always, or nearly never, solved."""
+    """Dr. GRPO: reward minus the group mean. No division by the standard deviation, which would
+    amplify the small differences within groups that are nearly always, or nearly never, solved."""
     mean = sum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
 
 def rloo(rewards: Sequence[float]) -> list[float]:
-    """RLOO: reward minus the mean of the others, an unbiased baseline; `dr_grpo` up to the factor n
-    / (n - 1)."""
+    """RLOO: reward minus the mean of the others, an unbiased baseline. Equal to `dr_grpo` up to the
+    factor n / (n - 1)."""
     if len(rewards) < 2:
         return [0.0] * len(rewards)
     total = sum(rewards)
@@ -60,8 +61,8 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
 
 def grpo(rewards: Sequence[float]) -> list[float]:
-    """GRPO: `dr_grpo` divided by the group's own standard deviation, as in the paper: every group
-    pulls equally hard, also the one in which a single attempt differs."""
+    """GRPO: `dr_grpo` divided by the group's own standard deviation, as in the paper. Every group
+    pulls equally hard, even one in which a single attempt differs."""
     advantages = dr_grpo(rewards)
     deviation = root_mean_square(advantages)
     return (
@@ -71,8 +72,8 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
 def self_imitation(rewards: Sequence[float]) -> list[float]:
     """Self-imitation: the positive part of `dr_grpo`, so an attempt below the mean is passed over.
-    What went well says what to do; what went badly only says what not to do, and a small policy
-    that is pushed away from what it said drifts to where nobody has looked."""
+    A good attempt shows what to do; a bad one only shows what not to do, and a small policy that is
+    pushed away from its own samples drifts to untried behaviour."""
     return [max(0.0, advantage) for advantage in dr_grpo(rewards)]
 
 
@@ -97,36 +98,41 @@ def root_mean_square(values: Sequence[float]) -> float:
 
 
 def differ(rewards: Sequence[float]) -> bool:
-    """Whether rewards differ by more than rounding, which a division by the deviation would make as
-    large as any other difference."""
+    """True if rewards differ by more than rounding. Dividing by the deviation would make a rounding
+    error as large as any other difference."""
     return bool(rewards) and max(rewards) - min(rewards) > ROUNDING * max(map(abs, rewards))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOutcome:
-    """The outcome of each attempt of a group, by its id: its advantage, or why it is not trained
-    on."""
+    """The outcome of each attempt of a group, by its id: its advantage, or the reason why it is not
+    trained on."""
 
     advantages: dict[str, float]
-    """Those that teach something. 0 only for one that learns from its credits alone."""
+    """The attempts that teach something. The advantage is 0 only for one that learns from its
+    credits alone."""
     credit: dict[str, tuple[Credit, ...]] = field(default_factory=dict)
-    """Centered process rewards and shifts of the baseline, of those with one that is not 0."""
+    """Centered process rewards and shifts of the baseline, for the attempts that have one other
+    than 0."""
     failed: tuple[str, ...] = ()
-    """No score, or not a word from the policy."""
+    """Attempts with no score, or with no sampled token."""
     malformed: dict[str, str] = field(default_factory=dict)
-    """Those that cannot be trained on, and why."""
+    """Attempts that cannot be trained on, and why."""
     untrainable: dict[str, str] = field(default_factory=dict)
-    """Those that were sampled in a way that the trainer cannot recompute: the parameters' names."""
+    """Attempts sampled in a way that the trainer cannot recompute, with the names of the
+    parameters."""
     quarantined: dict[str, str] = field(default_factory=dict)
-    """Those that are suspected of a trick, and which."""
+    """Attempts suspected of a trick, with its name."""
     no_signal: tuple[str, ...] = ()
-    """Those of a group that teaches nothing."""
+    """The attempts of a group that teaches nothing."""
     passed_over: tuple[str, ...] = ()
-    """Those without an advantage in a group that teaches something: the baseline of the others."""
+    """Attempts without an advantage in a group that teaches something; they are part of the
+    baseline."""
 
     def distinct_advantages(self) -> list[float]:
-        """What the scale of a batch follows from: the advantage of each attempt, or those that its
-        credits make of it, once for each turn or segment that they name."""
+        """The values that determine the scale of a batch: the advantage of each attempt, or, if it
+        has credits, the advantage plus the credits of each turn or segment that they name, once
+        each."""
         return [
             advantage + added
             for id, advantage in self.advantages.items()
@@ -139,22 +145,23 @@ class AdvantageEstimator:
     per_group: GroupAdvantages = dr_grpo
     batch_scale: BatchScale = unscaled
     by_turn: bool = False
-    """Whether the baseline of a turn is the mean of the attempts that came as far
-    (`turn_baselines`). For `dr_grpo`, whose baseline is the mean of all."""
+    """Use as the baseline of a turn the mean of the attempts that came as far (`turn_baselines`).
+    For `dr_grpo`, whose baseline is the mean of all."""
     effort: Effort | None = None
     keep_zero_std: bool = False
-    """Also where all attempts were worth the same."""
+    """Estimate advantages even if all attempts were worth the same."""
     use_credit: bool = True
-    """Whether process rewards count."""
+    """Add process rewards."""
     train_summaries: bool = True
-    """Whether summaries have the advantage of their attempt, or none."""
+    """Give summaries the advantage of their attempt; otherwise they have none."""
     max_tokens: int | None = None
-    """Of a row; None: any number."""
+    """Tokens of a row, at most; None: any number."""
     max_lag: int | None = None
-    """How much newer than its admission a token of a group can be; None: no matter."""
+    """The most versions by which a token may be newer than its group's admission; None: any
+    number."""
     quarantine: bool = False
-    """Whether attempts that are suspected of a trick are set aside. What they earned counts for
-    nothing: it must not be the baseline of the others either."""
+    """Set aside attempts that are suspected of a trick. Their rewards do not count either: they
+    must not be part of the baseline of the others."""
 
     def estimate(self, group: Group) -> GroupOutcome:
         scored = [t for t in group.trajectories if t.reward is not None and t.num_sampled]
@@ -202,7 +209,7 @@ class AdvantageEstimator:
 
     def _fault(self, trajectory: Trajectory, admitted: int) -> str | None:
         assert trajectory.reward is not None
-        if not abs(trajectory.reward) <= LARGEST:  # nor if it is no number
+        if not abs(trajectory.reward) <= LARGEST:  # also rejects NaN
             return f"its reward is {trajectory.reward}"
         if wrong := [c.value for c in _credits(trajectory) if not abs(c.value) <= LARGEST]:
             return f"a credit of it is {wrong[0]}"
@@ -215,8 +222,9 @@ class AdvantageEstimator:
 
 
 def counted_rewards(group: Group, outcome: GroupOutcome) -> tuple[float, ...]:
-    """Of the attempts that have one. What was got by a trick is no progress, and what is not finite
-    is no reward: the estimator drops such attempts by name."""
+    """The finite rewards of the attempts that are not quarantined. A reward from a trick is not
+    progress, and a value that is not finite is not a reward: the estimator drops such attempts by
+    name."""
     return tuple(
         t.reward
         for t in group.trajectories
@@ -237,15 +245,16 @@ ADVANTAGE: dict[str, AdvantageEstimator] = {
 def turn_baselines(
     attempts: Sequence[Trajectory], worth: Sequence[float]
 ) -> dict[str, tuple[Credit, ...]]:
-    """By attempt, credits that turn the mean of the group into the mean of the attempts that took
+    """Credits, by attempt, that turn the mean of the group into the mean of the attempts that took
     at least as many turns; zeros are left out.
 
-    An attempt that goes on has not succeeded yet, so later turns are mostly of attempts that fail.
-    Measured against the mean of all, nearly all of them are pushed away, good or bad. That cancels
-    out over many samples, but in a batch it is noise. How far an attempt has come is known before
-    the turn, so the baseline adds no bias but a factor (n - 1) / n where n attempts came as far,
-    themselves included: a turn that one alone took counts for nothing. Sub-agents speak in between,
-    in an order that is not recorded, so their turns are not numbered and keep the mean of all."""
+    An attempt that goes on has not succeeded yet, so later turns belong mostly to attempts that
+    fail. Measured against the mean of all, nearly all of them are pushed away, good or bad. That
+    cancels out over many samples, but within a batch it is noise. The number of turns that an
+    attempt has reached is known before the turn, so the baseline adds no bias except a factor (n -
+    1) / n, where n attempts came as far, themselves included: a turn that only one attempt took
+    counts for nothing. Sub-agents speak in between, in an order that is not recorded, so their
+    turns are not numbered and keep the mean of all."""
     places = [
         [place for place in turn_places(t.segments) if t.segments[place[0]].kind != "subagent"]
         for t in attempts
@@ -267,8 +276,8 @@ def turn_baselines(
 
 
 def centered_credit(attempts: Sequence[Trajectory]) -> dict[str, tuple[Credit, ...]]:
-    """By attempt, its credits less the mean of all credits of all attempts; without those that are
-    0 then, and empty if they all are the same."""
+    """Credits, by attempt, minus the mean of all credits of all attempts. Credits that are then 0
+    are left out, and the result is empty if all are the same."""
     values = [credit.value for attempt in attempts for credit in _credits(attempt)]
     if not differ(values):
         return {}
@@ -281,7 +290,8 @@ def centered_credit(attempts: Sequence[Trajectory]) -> dict[str, tuple[Credit, .
 
 
 def _added(credits: Sequence[Credit]) -> list[float]:
-    """What credits add up to in each turn or segment that they name; nothing, if there are none."""
+    """The sum of the credits for each turn or segment that they name; [0.0] if there are no
+    credits."""
     places = dict.fromkeys((credit.segment, credit.turn) for credit in credits)
     return [
         sum(c.value for c in credits if c.segment == segment and c.turn in (None, turn))
@@ -301,9 +311,9 @@ def to_rows(
     scale: float = 1.0,
     train_summaries: bool = True,
 ) -> list[Row]:
-    """One row a segment. The one advantage of the trajectory goes to every sampled token of all of
-    them; credits add to that of the tokens they cover. All are multiplied by `scale`. Without
-    `train_summaries` the last answer of a segment that another one goes on from has none."""
+    """One row for each segment. Every sampled token of all segments gets the one advantage of the
+    trajectory, plus the credits that cover it, all multiplied by `scale`. Without
+    `train_summaries`, the last answer of a segment that another one continues has advantage 0."""
     summed_up = {
         _summed_up(trajectory.segments, each.parent)
         for each in trajectory.segments
@@ -332,8 +342,8 @@ def to_rows(
 
 
 def _summed_up(segments: Sequence[Segment], parent: int | None) -> int | None:
-    """The segment that a conversation goes on from, past the sub-agents that worked for it: a
-    parent is only the newest one before."""
+    """The segment that a conversation continues, skipping the sub-agents that worked for it: a
+    parent is merely the newest segment before."""
     while parent is not None and segments[parent].kind == "subagent":
         parent = segments[parent].parent
     return parent

@@ -1,9 +1,9 @@
-"""Alarms: symptoms of a run that goes wrong, each with advice. A fold over a run's events: the
-screen, the lines of a log and `etude audit` all ask the same rules, and a run that ended years ago
-can still be asked.
+"""Alarms: symptoms of a run that is going wrong, each with advice. They are a fold over the run's
+events: the screen, the lines of a log and `etude audit` all apply the same rules, even to a run
+that ended years ago.
 
-An alarm begins with the event that brings it and ends when its cause is gone; nothing stops because
-of one.
+An alarm starts with the event that causes it and ends when its cause is gone; no alarm stops
+anything.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from etude.core.types import Batch, Row
 
 K3_LIMIT = 1e-2
 FIRST_STEPS = 5
-"""Steps whose mean entropy is what later ones are compared with."""
+"""The number of first steps whose mean entropy later steps are compared with."""
 COLLAPSED = 0.2
-"""Share of that entropy below which it has collapsed."""
+"""Share of that entropy below which the entropy has collapsed."""
 RECENT_GROUPS = 64
 SILENT = "silent "
 DRIFTED = "drifted "
-"""Alarms of this name are about one process each, and not about a stage."""
+"""Prefixes of the names of alarms that are about one process each, rather than about a stage."""
 SATURATED = 0.95
 FALLEN = 0.4
-"""How far the mean reward of recent groups may fall below its best: a share of what lies between
-the lowest and the highest reward. Half of it ends the alarm."""
+"""The drop of the mean reward of recent groups below its best that raises an alarm, as a share of
+the range between the lowest and the highest reward. The alarm ends at half of it."""
 RECENT_SESSIONS = 40
 FEW_SESSIONS = 4
-"""So few say nothing about how many fail."""
+"""Fewer sessions than this do not show what share of them fails."""
 FAILING = 0.5
 IN_VAIN = 8
-"""Groups in a row without a difference that are worth an alarm, as long as none had one."""
+"""Groups in a row without a difference that raise an alarm, as long as no group had one."""
 IN_VAIN_LATER = 32
-"""Then: a run that has learnt its tasks has many."""
+"""The same, once a group had a difference: a run that has learnt its tasks has many groups
+without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ class Alarm:
 
 
 class Alarms:
-    """The alarms of a run so far. `active` holds those whose cause is still there, by name.
+    """The alarms of a run so far. `active` holds those whose cause is still present, by name.
 
-    `place`: where the run is, for the commands that an alarm advises.
+    `place`: the path or URL of the run, for the commands that an alarm suggests.
     """
 
     def __init__(self, place: str = "RUN") -> None:
@@ -77,7 +78,8 @@ class Alarms:
         self._enter("")
 
     def _enter(self, stage: str) -> None:
-        """Another stage has other figures. One that goes on after a stop has its own."""
+        """Start a new stage: its figures are not comparable with those of the previous stage. A
+        stage that is resumed keeps its own."""
         self._stage = stage
         self.active = self._lasting()
         self._entropies: list[float] = []
@@ -91,10 +93,10 @@ class Alarms:
         self._differed = False
 
     def apply(self, event: Event) -> list[Alarm]:
-        """The alarms that begin with this event."""
+        """Return the alarms that start with this event."""
         found: dict[str, Alarm | None] = {}
         match event:
-            case Launched():  # other processes than those that were silent or drifted
+            case Launched():  # processes other than those that were silent or drifted
                 found = dict.fromkeys([*self._lasting(), "failing"])
                 self._errors.clear()
             case ProcessSilent():
@@ -136,7 +138,7 @@ class Alarms:
         return begun
 
     def _lasting(self) -> dict[str, Alarm]:
-        """Those of processes: they outlast a stage, not a launch."""
+        """The alarms about processes: they outlast a stage, but not a launch."""
         kinds = (SILENT, DRIFTED)
         return {name: alarm for name, alarm in self.active.items() if name.startswith(kinds)}
 
@@ -216,8 +218,8 @@ class Alarms:
 
 
 def signal_advice(rewards: Collection[float], had_signal: bool, place: str = "RUN") -> str:
-    """What to do about groups without a difference whose attempts earned these rewards.
-    `had_signal`: groups before them had one."""
+    """Advice about groups without a difference whose attempts earned these rewards. `had_signal`:
+    earlier groups had a difference."""
     match sorted(set(rewards)):
         case [0.0] if had_signal:
             return _broken_advice(place)
@@ -233,7 +235,7 @@ def signal_advice(rewards: Collection[float], had_signal: bool, place: str = "RU
 
 
 def _broken_advice(place: str) -> str:
-    """What to do about attempts that earn far less than earlier ones did."""
+    """Advice about attempts that earn far less than earlier ones did."""
     return (
         f"tasks have become harder, or the policy has broken: read what sessions do now "
         f"(`etude sessions {place}`); one that forgets how to call its tools wants a "
@@ -243,7 +245,7 @@ def _broken_advice(place: str) -> str:
 
 
 def what_was_earned(rewards: Collection[float]) -> str:
-    """By the attempts of groups without a difference."""
+    """The rewards of the attempts of groups without a difference, in words."""
     values = sorted(set(rewards))
     return f"all {values[0]:g}" if len(values) == 1 else "not the same for all tasks"
 
@@ -360,19 +362,19 @@ def _first(found: Mapping[str, str]) -> str:
 
 
 CHANCE = math.log(1e-6)
-"""Nobody says twice by chance what was less likely than that."""
+"""The log-prob below which a row cannot plausibly be sampled twice."""
 
 
 class RepeatedRows:
-    """Counts rows that an earlier batch held already: every token with the same log-prob and
-    version. A row that the model was so sure of that it may well have sampled it twice does not
-    count."""
+    """A counter of rows that an earlier batch contained already: every token with the same log-prob
+    and version. A row that the model was so sure of that it may well have been sampled twice does
+    not count."""
 
     def __init__(self, *, steps: int = 64) -> None:
         self._seen: deque[set[bytes]] = deque(maxlen=steps)
 
     def count(self, batch: Batch) -> int:
-        """Return the number of rows that one of the last `steps` batches held already."""
+        """Return the number of rows that one of the last `steps` batches contained already."""
         digests = [_digest(row) for row in batch.rows if sum(row.logprobs) < CHANCE]
         known = set().union(*self._seen)
         self._seen.append(set(digests))

@@ -1,5 +1,6 @@
-"""Changes of a config between two lives of a run: how a machine carries the run out may change, and
-the number of steps that are still to come; what defines the experiment may not. Pure."""
+"""Changes of a config between two launches of a run. Pure. The keys that control how a machine
+carries out the run may change, and so may the number of remaining steps; the definition of the
+experiment may not."""
 
 from __future__ import annotations
 
@@ -62,8 +63,8 @@ OPERATIONAL: dict[str, set[str]] = {
 
 
 def refused_changes(there: RunConfig, here: RunConfig, *, version: int) -> list[str]:
-    """The changes that a run which has made `version` cannot take, each with its old and new value.
-    A batch for a version counts as the version."""
+    """The changes that a run which has made `version` refuses, each with its old and new value. A
+    batch for a version counts as the version."""
     old, new = _experiment(there), _experiment(here)
     allowed = set(_open_steps(there, here, version))
     done = {
@@ -79,8 +80,8 @@ def refused_changes(there: RunConfig, here: RunConfig, *, version: int) -> list[
 
 
 def _experiment(config: RunConfig) -> dict[str, str]:
-    """Key -> value without the operational keys, a stage under its name. A folder that was moved
-    with all that lies in it is the same."""
+    """Key -> value without the operational keys; a stage is listed under its name. A folder that
+    was moved together with its contents counts as unchanged."""
     tree = config.model_dump(mode="json")
     tree["stages"] = [stage["name"] for stage in tree["stage"]]
     tree["stage"] = {stage["name"]: stage for stage in tree["stage"]}
@@ -93,7 +94,7 @@ def _experiment(config: RunConfig) -> dict[str, str]:
 
 
 def _table(tree: dict[str, Any], section: str) -> dict[str, Any]:
-    """Empty if the config has none."""
+    """The table of a section; empty if the config has none."""
     for name in section.split(".") if section else ():
         tree = tree[name] or {}
     return tree
@@ -108,9 +109,9 @@ def _flat(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _open_steps(there: RunConfig, here: RunConfig, version: int) -> Iterator[str]:
-    """`stage.NAME.steps` of the stages that may take another number of them. Versions count through
-    the whole run: a stage that others have gone on from keeps its own, the last one can always go
-    on, and no step that was taken is undone."""
+    """`stage.NAME.steps` of the stages whose number of steps may change. Version numbers run
+    through the whole run: a stage that later stages have started from keeps its number, the last
+    one can always be extended, and no step that was taken is undone."""
     spans = stage_spans(there.stage)
     steps = {stage.name: getattr(stage, "steps", 0) for stage in here.stage}
     for span in spans:

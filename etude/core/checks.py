@@ -1,6 +1,6 @@
-"""Validation of training data: the reason why a row or batch must not be trained on. Pure, and
-asked twice: by the controller, which drops the attempt under the name `malformed`, and by the
-trainer, which stops before a step that nobody could take back."""
+"""Validation of training data: the reason why a row or batch must not be trained on. Pure, and run
+twice: by the controller, which drops the attempt under the name `malformed`, and by the trainer,
+which stops before a step that could not be undone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from etude.core.errors import EtudeError
 from etude.core.types import Batch, Row
 
 LEAST_LOGPROB = -53 * math.log(2)
-"""A token is drawn by a number of 53 bits, whose smallest step is 2**-53: nothing less likely is
-ever drawn. It is what servers say when they do not know, or when they mean another distribution
-than they drew from. It bounds every ratio of probabilities by 2**53, and that times `LARGEST` is
-still a number in float32, so all losses and their slopes are."""
-MOST_LOGPROB = 1e-3  # 0, and some rounding
+"""The smallest log-prob that a sampled token can have. Sampling uses a number of 53 bits, whose
+smallest step is 2**-53, so nothing less likely is ever sampled. Servers report smaller values when
+they do not know the log-prob, or when it belongs to another distribution than the one sampled from.
+The limit bounds every ratio of probabilities by 2**53; that times `LARGEST` is finite in float32,
+and so are all losses and their gradients."""
+MOST_LOGPROB = 1e-3  # 0, with some room for rounding
 LARGEST = 1e15
-"""Of an advantage: the squares of gradients must be numbers in float32."""
+"""The largest absolute value of a reward, credit or advantage: the squares of gradients must be
+finite in float32."""
 
 
 def row_fault(
@@ -27,8 +29,7 @@ def row_fault(
     max_tokens: int | None = None,
     vocab_size: int | None = None,
 ) -> str | None:
-    """The first thing that is wrong with a row, or None. Its tokens may come from versions `oldest`
-    to `newest`."""
+    """The first fault of a row, or None. Its tokens may come from versions `oldest` to `newest`."""
     sizes = [len(field) for field in (row.tokens, row.mask, row.logprobs, row.advantages)]
     if len(set(sizes)) > 1:
         return "tokens, mask, log-probs and advantages have {}, {}, {} and {} entries".format(
@@ -64,7 +65,7 @@ def row_fault(
 
 
 def _span_fault(row: Row, oldest: int, newest: int) -> str | None:
-    """What is wrong with the origin of a row's tokens."""
+    """The first fault in the origin of a row's tokens, or None."""
     num_sampled = sum(row.mask)
     counts = {
         "a weight version": [span.count for span in row.versions],
@@ -75,7 +76,7 @@ def _span_fault(row: Row, oldest: int, newest: int) -> str | None:
     for origin, runs in counts.items():
         if min(runs, default=1) < 1:
             return f"{min(runs)} tokens are said to have {origin} in common"
-        # Only the version must be known of every row.
+        # Only the version must be known in every row.
         if sum(runs) != num_sampled and (runs or origin == "a weight version"):
             return f"{num_sampled} tokens were sampled, and {sum(runs)} have {origin}"
     if strangers:
@@ -99,7 +100,7 @@ def _is_logprob(p: float) -> bool:
 
 
 def check_batch(batch: Batch, *, max_tokens: int, vocab_size: int, where: str) -> None:
-    """Raises an error that names what is wrong with it, or its first bad row. `where` names the
+    """Raise an error that names the fault of the batch, or of its first bad row. `where` names the
     batch."""
     if not batch.rows:
         raise EtudeError(

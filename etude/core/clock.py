@@ -1,4 +1,5 @@
-"""Time as an argument. What decides by time takes a clock, so a test can say what time it is."""
+"""Time as an argument. Code whose decisions depend on time takes a clock, so that a test can set
+it."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ class SystemClock:
 
 
 class AwakeClock:
-    """Stands still while its process does: one that was stopped, or whose machine slept, cannot
-    blame others for the time that passed meanwhile. Whoever uses it looks at it at least once in
-    `blink_s`; what is longer between two looks was such a pause. Of that a little counts all the
-    same: a process that is slow beyond all measure gets on, too."""
+    """A clock that stands still while its process does: a process that was stopped, or whose
+    machine slept, must not blame others for the time that passed. It must be read at least once in
+    `blink_s`; a longer gap between two reads counts as such a pause. A small part of the pause
+    still counts, so that even an extremely slow process makes progress."""
 
     def __init__(self, clock: Clock, blink_s: float = 2.0) -> None:
         self._clock = clock
@@ -39,12 +40,12 @@ class AwakeClock:
         return seen - self._lost_s
 
     def slept_since(self, then: float) -> bool:
-        """Whether there was a pause after that time of this clock."""
+        """True if there was a pause after that time of this clock."""
         return self.now() > then and self._woke > then
 
 
 class ManualClock:
-    """The shipped fake: it stands until it is moved."""
+    """The shipped fake: it stands still until it is moved."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now

@@ -1,7 +1,7 @@
-"""The configuration of a run. TOML text in, one frozen tree out; no component sees a value that was
+"""The configuration of a run: TOML text in, one frozen tree out. No component sees a value that was
 not validated.
 
-Components take plain values out of the tree, or one of its tables, never the tree itself.
+Components receive plain values from the tree, or one of its tables, never the tree itself.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EngineConfig(Config):
     CPU."""
     device: Literal["auto", "cpu", "cuda"] = "cpu"
     """The device of the workers; auto: a CUDA device if there is one, in bf16. On the CPU they
-    compute in fp32, and their log-probs are nearest to those of a trainer on the CPU."""
+    compute in fp32, where their log-probs are closest to those of a trainer on the CPU."""
     vllm_urls: dict[Name, str] = {}
     """Regions served by a vLLM server instead of our engine, with the server's URL
     (docs/serve.md)."""
@@ -72,16 +72,16 @@ class EngineConfig(Config):
     """Regions with a relay, which downloads weights once for all workers there, and its URL
     (docs/clusters.md)."""
     quarantine_k3_ratio: NonNegative = 10.0
-    """A region whose k3 is more than so many times that of the others, over the last steps, is sent
-    no more requests; 0: never."""
+    """The ratio of a region's k3 to that of the others, over the last steps, above which the region
+    gets no more requests; 0: no limit."""
     lend: LendConfig | None = None
-    """What its workers lend to RL while they serve users; None: they are for one thing alone."""
+    """Capacity that the workers lend to RL while they serve users; None: none."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """The port of the gateway, on the loopback interface; 0 chooses a free one. Its tokens are
     signed with ETUDE_SECRET; if that is not set, every launch makes a secret of its own."""
     public_url: Url | None = None
-    """The URL at which others reach the gateway, such as that of a proxy in front of its port; it
-    is what a service elsewhere is given. None: the port itself."""
+    """The URL at which other machines reach the gateway, such as that of a proxy in front of its
+    port; remote services are given this URL. None: the port itself."""
 
     @field_validator("regions")
     @classmethod
@@ -118,28 +118,28 @@ class RunConfig(Config):
     seed: CountOrZero = 0
     """The seed of fresh weights, tasks and sampling."""
     folder: Annotated[str | None, Place.PATH] = None
-    """The folder that relative paths start at and modules are imported from, itself seen from that
-    of this file. None: the folder of this file."""
+    """The folder that relative paths start from and that modules are imported from, itself relative
+    to the folder of this file. None: the folder of this file."""
     store: StoreUrl | None = None
-    """Where the run lies: `s3://BUCKET/RUN`, `gs://..`, `az://..` or `file:/PATH`. None: the folder
-    `runs/NAME` where `etude` is started. `--dir` comes before it."""
+    """The store of the run: `s3://BUCKET/RUN`, `gs://..`, `az://..` or `file:/PATH`. None: the
+    folder `runs/NAME` under the directory in which `etude` is started. `--dir` takes precedence."""
     deterministic: bool = False
-    """Every run with this seed gives the same weights, bit for bit. Slower; needs one region and
-    max_lag = 0."""
+    """Every run with this seed produces the same weights, bit for bit. Slower; requires one region
+    and max_lag = 0."""
     batch_invariant: bool = False
-    """The log-prob of a token has the same bits whatever is computed beside it, in the engine and
-    in the trainer; so at equal weights they agree exactly. Slower."""
+    """The log-prob of a token has the same bits regardless of the rest of the batch, in the engine
+    and in the trainer, so at equal weights they agree exactly. Slower."""
     quantization: Literal["fp8"] | None = None
-    """`fp8`: the matrices of attention and dense MLPs are multiplied in FP8 (e4m3, a scale for each
-    token and each output), in the engine and in the trainer's forward pass; weights are trained and
-    published as without it (docs/training.md)."""
+    """`fp8`: multiply the matrices of attention and dense MLPs in FP8 (e4m3, a scale for each token
+    and each output), in the engine and in the trainer's forward pass. The trained and the published
+    weights keep their dtypes (docs/training.md)."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """`fp8`: keys and values are rounded to FP8 (e4m3, a scale for each token and head), in the
-    engine, which keeps them so, and in the trainer's forward pass. `auto`: as computed."""
+    """`fp8`: round keys and values to FP8 (e4m3, a scale for each token and head), in the engine,
+    which also stores them in FP8, and in the trainer's forward pass. `auto`: no rounding."""
     heartbeat_timeout_s: Positive = 10.0
-    """Time without a heartbeat after which a process of the run is named on the screen, a worker
-    gets no requests until its next one, and a sandbox has failed. A step of an engine may take ten
-    times as long."""
+    """Time without a heartbeat after which a process of the run is reported on the screen, a worker
+    gets no requests until its next heartbeat, and a sandbox has failed. A step of an engine may
+    take ten times as long."""
     model: ModelConfig = ModelConfig()
     tasks: TasksConfig = TasksConfig()
     harness: HarnessConfig = HarnessConfig()
@@ -153,26 +153,26 @@ class RunConfig(Config):
     trackers: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio"], ...], Field(strict=False)
     ] = ()
-    """Trackers that the metrics of the run are sent to, beside its own store."""
+    """Trackers that the run's metrics are sent to, in addition to its own store."""
     stage: Annotated[
         tuple[Annotated[AnyStage, Field(discriminator="kind")], ...],
         Field(min_length=1, strict=False),
     ]
-    """The stages, in order: the first starts from fresh weights or from model.path, each other one
-    from the weights of the one before."""
+    """The stages, in order: the first starts from fresh weights or from model.path, every other one
+    from the weights of the previous stage."""
 
     def located(self, folder: Path) -> RunConfig:
-        """The same, whose file lies in this folder: relative paths are absolute."""
+        """The same config for a file in this folder: relative paths become absolute."""
         start = os.path.normpath(folder / (self.folder or "."))
         return self.model_copy(update={"folder": start}).seen_from(Path(start))
 
     def as_written(self, place: str) -> str:
-        """A path, or a reference to code, as it stands in the run's file."""
+        """A path, or a reference to code, in the form that it has in the run's file."""
         return place.removeprefix(f"{self.folder}/")
 
     @property
     def evaluates_start(self) -> bool:
-        """Whether version 0 is evaluated. Fresh weights never are."""
+        """True if version 0 is evaluated. Fresh weights never are."""
         return self.model.path is not None and self.eval.before
 
     @model_validator(mode="after")
@@ -290,8 +290,8 @@ class RunConfig(Config):
                 "engine.vllm_urls, or quantization and kv_cache_dtype"
             )
         if self.batch_invariant and len(threads) > 1:
-            # A product that several threads share is added up in another order than one that a
-            # single thread takes.
+            # A product that several threads share is summed in another order than one that a single
+            # thread computes.
             raise ValueError(
                 "batch_invariant = true needs the same number in engine.threads and "
                 "stage.rl.threads"
@@ -345,7 +345,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as e:
-        # A list whose items are all wrong counts as empty too: that is no news.
+        # A list whose items are all wrong counts as empty too; that error would add nothing.
         within = {error["loc"][:1] for error in e.errors() if len(error["loc"]) > 1}
         told = [
             error
@@ -363,7 +363,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, source: str = "config") -
 def _origin(
     loc: tuple[str | int, ...], tree: dict[str, Any], given: Mapping[str, str], source: str
 ) -> str:
-    """Where the mistake was written: in an override, or in the text."""
+    """The place of the mistake: an override, or the text."""
     names = [str(part) for part in loc]
     if len(loc) > 2 and loc[0] == "stage":  # ("stage", number, kind, key)
         stage = tree["stage"][loc[1]]
@@ -371,14 +371,14 @@ def _origin(
     prefixes = (".".join(names[:size]) for size in range(len(names), 0, -1))
     if override := next((given[prefix] for prefix in prefixes if prefix in given), None):
         return f"--set {override}"
-    # a rule between the keys of a table, or of several
+    # a rule between the keys of one table, or of several
     table = "".join(f"{name}." for name in names)
     within = [told for key, told in given.items() if key.startswith(table)]
     return f"{source} with {' '.join(f'--set {told}' for told in within)}" if within else source
 
 
 def _apply(tree: dict[str, Any], override: str, source: str) -> str:
-    """The dotted key that the override sets."""
+    """Apply an override to the tree and return the dotted key that it sets."""
     path, equals, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not equals or not all(keys):
@@ -407,13 +407,13 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> str:
 
 
 def _stages_in(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those that are tables; the model says what is wrong with others."""
+    """The stages that are tables; validation reports the others."""
     given = tree.get("stage")
     return [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
 
 
 def _value(text: str) -> Any:
-    """A TOML value; what is none is a string without its quotation marks."""
+    """A TOML value. Text that is not valid TOML counts as a string without quotation marks."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -425,15 +425,15 @@ def _shown_line(text: str, error: str) -> str:
     """The line that a TOML error names."""
     at = re.search(r"\(at line (\d+)", error)
     line = text.splitlines()[int(at[1]) - 1].strip() if at else ""
-    is_syntax = not error.startswith("Cannot")  # a key that is there twice
+    is_syntax = not error.startswith("Cannot")  # a key that is defined twice
     hint = ": perhaps a quote or a bracket is missing" if is_syntax else ""
     return f", in `{line}`{hint}" if line else ""
 
 
 def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
-    """One sentence: the key, what is wrong with it, and what would be right."""
+    """One sentence: the key, its mistake, and the correction."""
     loc, given = error["loc"], error["input"]
-    # a stage goes by its kind, not its number
+    # a stage is named by its kind, not its number
     path = ".".join(str(part) for part in loc if not isinstance(part, int))
     match error["type"]:
         case "extra_forbidden":
@@ -467,7 +467,7 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
 
 
 def _hint(key: str, table: type[BaseModel], tree: dict[str, Any]) -> str:
-    """What to write instead of a key that the table does not have."""
+    """A suggestion for a key that the table does not have."""
     keys = list(table.model_fields)
     for stage in _stages_in(tree) if table is RunConfig else ():
         if (kind := stage.get("kind")) in STAGES and key in STAGES[kind].model_fields:
@@ -481,12 +481,12 @@ def _hint(key: str, table: type[BaseModel], tree: dict[str, Any]) -> str:
 
 
 def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
-    """The model whose keys stand at this place: the top level, a section, ("stage", number, kind),
-    or within these."""
+    """The model that holds the keys at this place: the top level, a section, ("stage", number,
+    kind), or a table within these."""
     table: type[BaseModel]
     table, rest = (STAGES[str(loc[2])], loc[3:]) if loc[:1] == ("stage",) else (RunConfig, loc)
     for key in rest:
-        # a number of a list, or a name that the file chose, has no field of its own
+        # the index of a list, or a name chosen in the file, has no field of its own
         if isinstance(key, str) and key in table.model_fields:
             table = _model_in(table.model_fields[key].annotation)
     return table

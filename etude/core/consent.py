@@ -1,8 +1,9 @@
-"""Whose sessions may be recorded, which of them are, and how long what was recorded may stay. Pure:
-whoever asks brings the time.
+"""Consent to recording: the users whose sessions may be recorded, the sessions that are sampled for
+it, and the time that recordings may be kept. Pure: the caller passes in the time.
 
-A user is known by a pseudonym, and so is an organisation: a keyed hash, so that nothing that is
-stored says who it was, and yet all that somebody left behind can be found. The key lies elsewhere.
+A user is known by a pseudonym, and so is an organisation: a keyed hash. Nothing that is stored
+reveals the person, and yet everything that a user left behind can be found. The key is stored
+elsewhere.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who asks, as the product's backend says, by pseudonyms. No user, no recording."""
+    """The user behind a request, as stated by the product's backend, in pseudonyms. Without a user
+    there is no recording."""
 
     user: str = ""
     organisation: str = ""
 
 
 def pseudonym(name: str, key: bytes) -> str:
-    """The same for the same name and key; without the key nobody can try names out."""
+    """A keyed hash, the same for the same name and key; without the key nobody can test guesses of
+    names."""
     return hashlib.blake2b(name.encode(), key=key[:64], digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Consent:
-    """What somebody said, for a user or a whole organisation. The newest word counts."""
+    """A statement of consent or refusal, for a user or a whole organisation. The newest one
+    counts."""
 
     subject: str
     granted: bool
     time: float
 
     def newer(self, other: Consent | None) -> Consent:
-        """Of two words on the same subject the one that counts: of two at the same time, the
+        """The one of two statements on the same subject that counts; of two at the same time, the
         refusal."""
         if other is None or (self.time, not self.granted) >= (other.time, not other.granted):
             return self
@@ -44,7 +48,7 @@ class Consent:
 
 
 def consents(said: Iterable[Consent]) -> dict[str, Consent]:
-    """The word that counts, by subject; in whatever order they came."""
+    """The statement that counts, by subject; the order of the input does not matter."""
     found: dict[str, Consent] = {}
     for one in said:
         found[one.subject] = one.newer(found.get(one.subject))
@@ -52,8 +56,9 @@ def consents(said: Iterable[Consent]) -> dict[str, Consent]:
 
 
 def may_record(identity: Identity, words: Iterable[bool | None]) -> bool:
-    """`words`: yes, no, or nothing, from everybody who may speak: the user, the organisation, the
-    request. One yes is needed, and any no is the end of it."""
+    """True if the session may be recorded. `words`: yes, no, or None, from everyone who has a say:
+    the user, the organisation, the request. At least one yes is needed, and a single no forbids
+    it."""
     if not identity.user:
         return False
     said = list(words)
@@ -61,8 +66,8 @@ def may_record(identity: Identity, words: Iterable[bool | None]) -> bool:
 
 
 def is_sampled(identity: Identity, session: str, rate: float, key: bytes) -> bool:
-    """Whether a session is one of the share that is recorded. The same at each of its turns, and at
-    every gateway."""
+    """True if a session is part of the recorded share. The answer is the same at each of its turns,
+    and at every gateway."""
     digest = hashlib.blake2b(
         f"{identity.user}\x1f{session}".encode(), key=key[:64], digest_size=8, person=b"sampled"
     ).digest()
@@ -71,7 +76,7 @@ def is_sampled(identity: Identity, session: str, rate: float, key: bytes) -> boo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tombstone:
-    """A user was deleted: nothing of theirs from before this time may be anywhere."""
+    """The deletion of a user: none of their data from before this time may be kept anywhere."""
 
     user: str
     time: float
@@ -80,7 +85,7 @@ class Tombstone:
 def is_gone(
     time: float, *, now: float, retention_s: float, tombstone: Tombstone | None
 ) -> str | None:
-    """Why what was recorded at `time` must not be there any more; None if it may."""
+    """The reason why data recorded at `time` must be deleted; None if it may be kept."""
     if tombstone is not None and time <= tombstone.time:
         return "deleted"
     if now - time > retention_s:

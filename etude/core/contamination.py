@@ -1,10 +1,10 @@
-"""A probe for contamination: does a model finish file names and files that it should not know?
+"""A probe for contamination: can a model complete file names and files that it should not know?
 
-It is given a task as far as an agent is told of it, with the beginning of a path, or the first half
-of a file, and goes on at temperature 0. Who finishes what follows, letter by letter, has most
-likely read it. What stands in the beginning already proves nothing, and is not asked for. Some text
-can be foreseen by anyone who writes code, so the same is asked of training tasks: what counts is
-how far apart the two are, and from weights before training.
+The model receives a task as an agent sees it, with the beginning of a path or the first half of a
+file, and continues at temperature 0. A model that completes the rest letter by letter has most
+likely read it. Text that already appears in the beginning proves nothing and is not probed. Some
+text can be predicted by anyone who writes code, so training tasks are probed too: the evidence is
+the gap between the two, and the gap to weights before training.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from etude.core.types import Task, plain_text
 Kind = Literal["path", "test", "source"]
 
 EXPECTED = 32
-"""Letters of a file that are to be finished."""
+"""Characters of a file that the model has to complete."""
 FEWEST = 8
-"""Letters and digits among them, and of a path; fewer can be guessed."""
+"""Letters and digits that an expected text must have, of a file or of a path; fewer can be
+guessed."""
 PREFIX = 2000
-"""Letters of a file that are shown before."""
+"""Characters of a file that are shown before the expected ones."""
 _TEST = re.compile(r"(?:^|/)(?:tests?/|test_[^/]*$|[^/]*_test\.\w+$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A text to go on from, and what follows it in the task."""
+    """A text to continue, and the text that follows it in the task."""
 
     task: str
     kind: Kind
@@ -44,7 +45,7 @@ class Probe:
 
 
 def find_probes(task: Task, *, most: int, seed: int = 0) -> list[Probe]:
-    """At most so many of a task, the same for the same seed."""
+    """At most `most` probes of a task, the same for the same seed."""
     found = [*_paths(task), *_texts(task)]
     Random(derive(seed, "probes", task.id)).shuffle(found)
     return found[:most]
@@ -60,7 +61,7 @@ def _asked(task: Task) -> str:
 
 
 def _paths(task: Task) -> Iterator[Probe]:
-    """The names of files, behind their folders and first two letters."""
+    """Probes for file names, given their folder and first two letters."""
     told = f"{_asked(task)}\n\nFiles:\n"
     for path in sorted(task.sandbox.files):
         shown = path[: path.rfind("/") + 3]
@@ -71,7 +72,7 @@ def _paths(task: Task) -> Iterator[Probe]:
 
 
 def _texts(task: Task) -> Iterator[Probe]:
-    """The second half of files, behind the first."""
+    """Probes for the second half of files, given the first half."""
     for path, text in sorted(_texts_of(task).items()):
         half = len(text) // 2
         begin, expected = text[:half][-PREFIX:], text[half : half + EXPECTED]
@@ -87,7 +88,7 @@ def _letters(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """How many probes of a kind were completed, and one that was."""
+    """The number of completed probes of a kind, with one example."""
 
     completed: int
     total: int
@@ -99,7 +100,7 @@ class Completion:
 
 
 def count(answers: Sequence[tuple[Probe, str]]) -> Mapping[Kind, Completion]:
-    """`answers`: what was said to each."""
+    """Count the completed probes of each kind. `answers`: each probe with the model's answer."""
     kinds: tuple[Kind, ...] = ("path", "test", "source")
     told: dict[Kind, Completion] = {}
     for kind in kinds:

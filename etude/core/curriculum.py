@@ -1,14 +1,15 @@
-"""The curriculum: which task the next group is given, by what is known of its difficulty.
+"""The curriculum: the choice of the task for the next group, by what is known of its difficulty.
 
-A group teaches something only if its attempts differ: tasks that the policy always solves, or never
-does, are dropped for lack of signal. So a share of the groups (`fresh_frac`) goes to tasks in turn,
-each once before any twice, families first whose groups tend to differ; the others go back to tasks
-whose last group differed. What is solved by now, or cannot be solved yet, waits for its next turn.
+A group teaches something only if its attempts differ: the groups of tasks that the policy always
+solves, or never does, are dropped for lack of signal. So a share of the groups (`fresh_frac`) goes
+to tasks in turn, each once before any is repeated, starting with families whose groups tend to
+differ. The other groups return to tasks whose last group differed. A task that is solved by now, or
+cannot be solved yet, waits for its next turn.
 
-Every version of the weights has an order of its own. It follows from the seed and from groups that
-were admitted more than `max_lag` versions before: the window sees to it that all of these are
-settled. So it does not depend on which session was quicker, and a run that was stopped takes it up
-where it was.
+Every version of the weights has its own order of tasks. It follows from the seed and from groups
+that were admitted more than `max_lag` versions earlier, all of which the window guarantees to be
+settled. So it does not depend on which session was faster, and a run that was stopped resumes in
+the same order.
 """
 
 from __future__ import annotations
@@ -22,41 +23,42 @@ from random import Random
 from etude.core.seeds import derive
 
 PROMISING = 0.5
-"""A task is asked again before its turn if its group differs with at least this chance."""
+"""A task is chosen before its turn if its group differs with at least this chance."""
 LEARNT = 3.0
-"""What the odds of solving a task are multiplied by once its group was trained on, as on the demo:
-of eight attempts, one becomes three, and seven become all."""
+"""Factor on the odds of solving a task after its group was trained on, as measured on the demo: of
+eight attempts, one success becomes three, and seven become eight."""
 HALF_LIFE = 16
-"""Versions after which what was seen of a task counts half: the policy has changed."""
+"""Versions after which an observation of a task counts half, because the policy has changed."""
 FAMILY_MEMORY = 32
-"""Groups of a family that its chance follows from, the newest."""
+"""The number of newest groups of a family that determine its chance."""
 PRIOR_GROUPS = 2.0
-"""What is known of all families counts as so many groups of each."""
+"""The mean over all families enters the chance of each family with the weight of this many
+groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedTask:
-    """A group that came to an end, as far as the curriculum cares."""
+    """A finished group, reduced to what the curriculum needs."""
 
     task: str
     epoch: int
-    """How often the task had been asked before."""
+    """The number of times that the task had been chosen before."""
     version: int
-    """Live when the group was admitted."""
+    """The version that was live when the group was admitted."""
     rewards: tuple[float, ...]
-    """Of the attempts that count."""
+    """The rewards of the attempts that count."""
     kept: bool
-    """Whether there was anything to learn from it."""
+    """True if there was anything to learn from the group."""
 
     @property
     def chance(self) -> float:
-        """That the next group of the task differs: each attempt is taken to come out nearer to the
-        best or to the worst of the group as often as they did here, or more often, if the policy
-        has learnt from this one."""
+        """The chance that the next group of the task differs. Each attempt is assumed to end closer
+        to the best or to the worst reward of the group as often as the attempts did here, or closer
+        to the best more often, if the policy has learnt from this group."""
         if not self.kept:
             hits = 0
         elif (best := max(self.rewards)) == (worst := min(self.rewards)):
-            return 1.0  # something else than the reward made the difference
+            return 1.0  # a difference other than in the reward
         else:
             hits = sum(reward > (best + worst) / 2 for reward in self.rewards)
         size = len(self.rewards)
@@ -67,7 +69,7 @@ class AskedTask:
 
 
 class Curriculum:
-    """Chooses tasks, and learns what came of them. Pure: the loop says when."""
+    """Chooses tasks, and learns from their outcomes. Pure: the loop decides when."""
 
     def __init__(
         self,
@@ -78,8 +80,8 @@ class Curriculum:
         max_lag: int,
         past: Iterable[AskedTask] = (),
     ) -> None:
-        """`families`: task -> the family that it is of. `past`: the groups that came to an end
-        before, if the run is resumed."""
+        """`families`: task -> its family. `past`: the groups that finished before, if the run is
+        resumed."""
         self._families = dict(families)
         self._seed = seed
         self._fresh_frac = fresh_frac
@@ -92,7 +94,8 @@ class Curriculum:
         self._order: Iterator[tuple[str, int]] = iter(())
 
     def choose(self, version: int) -> tuple[str, int]:
-        """The task of the next group, and how often it was asked before. `version` is live."""
+        """The task of the next group, and the number of times that it was chosen before. `version`
+        is the live one."""
         if version != self._version:
             self._version, self._order = version, self.order(version)
         choice = next(each for each in self._order if each not in self._chosen)
@@ -103,8 +106,8 @@ class Curriculum:
         self._asked.append(asked)
 
     def order(self, version: int) -> Iterator[tuple[str, int]]:
-        """Tasks in the order of this version, without end, each with the number of times that it
-        was asked before. The same may come twice."""
+        """An endless sequence of tasks in the order of this version, each with the number of times
+        that it was chosen before. It may contain repetitions."""
         asked = Counter(task for (task, _), chosen in self._chosen.items() if chosen < version)
         families = self._family_chances(version)
         rng = Random(derive(self._seed, "again", version))
@@ -119,7 +122,7 @@ class Curriculum:
     def _in_turn(
         self, asked: Counter[str], families: Mapping[str, float]
     ) -> Iterator[tuple[str, int]]:
-        """All tasks, then all again, and so on, without those that had the turn before."""
+        """All tasks, then all again, and so on, without those that had this turn already."""
         weights = {task: families[family] for task, family in self._families.items()}
         for epoch in count(min(asked[task] for task in self._families)):
             rng = Random(derive(self._seed, "order", epoch))
@@ -128,8 +131,8 @@ class Curriculum:
                     yield task, epoch
 
     def _again(self, version: int) -> dict[str, float]:
-        """The tasks that may be asked before their turn, with the chance that they differ. What is
-        asked at this moment is not among them."""
+        """The tasks that may be chosen before their turn, with the chance that they differ. Tasks
+        with a group in progress are excluded."""
         if self._fresh_frac == 1.0:
             return {}
         families = self._family_chances(version)
@@ -148,7 +151,7 @@ class Curriculum:
         return {task: chance for task, chance in chances.items() if chance >= PROMISING}
 
     def _known(self, version: int) -> list[AskedTask]:
-        """The groups that are settled for certain."""
+        """The groups that are certainly settled."""
         return [
             asked
             for asked in settled_before(self._asked, version - self._max_lag)
@@ -156,7 +159,7 @@ class Curriculum:
         ]
 
     def _family_chances(self, version: int) -> dict[str, float]:
-        """Of each family, the chance that a group of a task of it differs."""
+        """The chance, by family, that a group of one of its tasks differs."""
         if self._fresh_frac == 1.0:
             return dict.fromkeys(self._families.values(), 1.0)
         differed: dict[str, deque[bool]] = {
@@ -174,14 +177,14 @@ class Curriculum:
 
 def settled_before(groups: Iterable[AskedTask], version: int) -> list[AskedTask]:
     """The groups that were admitted before this version, in an order that does not depend on which
-    was done first."""
+    finished first."""
     settled = [asked for asked in groups if asked.version < version]
     return sorted(settled, key=lambda asked: (asked.version, asked.epoch, asked.task))
 
 
 def weighted_shuffle(weights: Mapping[str, float], rng: Random) -> list[str]:
-    """All keys, each as if drawn from those that are left by the square of its weight (Efraimidis
-    and Spirakis)."""
+    """All keys in random order, each as if drawn from the remaining ones with a probability
+    proportional to the square of its weight (Efraimidis and Spirakis)."""
     keys = {
         name: rng.random() ** (1.0 / max(weight, 1e-3) ** 2) for name, weight in weights.items()
     }

@@ -1,16 +1,16 @@
 """Effort penalty: a price on tokens, calls and turns, subtracted from an attempt's reward.
 
-The price is concave. The first tool call costs the most and the fiftieth nearly nothing, so that a
-quick task is done quickly and a hard one is still worth a long session:
+The price is concave. The first tool call costs the most and the fiftieth nearly nothing, so the
+policy learns to do a quick task quickly while a hard one is still worth a long session:
 
     C(x) = ((1 + k x)^(1 - q) - 1) / (k (1 - q))        slope (1 + k x)^-q: 1 at the start, then
                                                         falling
 
-`q = 0` is a plain price by the piece, `q = 1` the limit log(1 + k x) / k, and `q > 1` never exceeds
-1 / (k (q - 1)).
+`q = 0` is a linear price, `q = 1` the limit log(1 + k x) / k, and `q > 1` never exceeds 1 / (k (q -
+1)).
 
-The price is paid by attempts that failed, too. Where nothing is ever solved it therefore teaches to
-fail quickly: switch it on for a policy that solves some of its tasks.
+Attempts that failed pay the price, too. Where nothing is ever solved it therefore teaches the
+policy to fail quickly: use it with a policy that solves some of its tasks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etude.core.types import Trajectory, turns
 
 
 def concave(x: float, *, k: float, q: float) -> float:
-    """C(x) as above; exact near q = 1 as well, where the fraction as it stands is 0 / 0."""
+    """C(x) as above. Also exact near q = 1, where the plain fraction is 0 / 0."""
     log = math.log1p(k * x)
     return log / k if q == 1 else math.expm1((1 - q) * log) / (k * (1 - q))
 
@@ -35,11 +35,11 @@ class Effort:
     k: float = 1.0
     q: float = 0.5
     tokens: float = 0.0
-    """Weight of a token that the model said."""
+    """Weight of a sampled token."""
     calls: float = 0.0
-    """Of a tool call."""
+    """Weight of a tool call."""
     turns: float = 0.0
-    """Of an answer of the model."""
+    """Weight of an answer of the model."""
 
     def penalty(self, trajectory: Trajectory) -> float:
         x = (
@@ -56,5 +56,5 @@ def num_turns(trajectory: Trajectory) -> int:
 
 def num_calls(trajectory: Trajectory) -> int:
     calls = [message.get("tool_calls") for message in trajectory.messages]
-    # what else a harness says there is no call
+    # A harness may put something other than a list there; it does not count as calls.
     return sum(len(some) for some in calls if isinstance(some, list))

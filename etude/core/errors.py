@@ -11,45 +11,45 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-# "<": code that has no file, such as the methods that dataclasses write.
+# "<": code without a file, such as the methods that dataclasses generate.
 _NOT_THE_USERS = (*(f"{place}/" for place in (Path(__file__).parents[1], *_LIBRARIES)), "<")
 
 
 _TRACEBACK = re.compile(
     r"(?:\+ Exception Group )?Traceback \(most recent call last\):|File \"[^\"\n]+\", line \d+"
 )
-"""Where one begins; of one that has lost its beginning, a frame."""
+"""The beginning of a traceback, or a frame of one that has lost its beginning."""
 _RAISED = re.compile(r"^(?: *\| )?(?![ |+])(.*\S)", re.M)
-"""After the frames of a traceback, which are indented: what was raised. In one of a group of
-exceptions a bar stands before every line."""
+"""The exception line of a traceback: the first one after the frames, which are indented. In a group
+of exceptions every line starts with a bar."""
 
 
 class EtudeError(Exception):
-    """Something the user can act on. The message says what, where, and what to do; the CLI prints
-    no traceback."""
+    """An error that the user can act on. The message states what happened, where, and what to do;
+    the CLI prints no traceback."""
 
 
 class RolloutFailure(Exception):
-    """A rollout broke at a named boundary. It becomes a `Trajectory(status="failed")`, never a
+    """A rollout that broke at a named boundary. It becomes a `Trajectory(status="failed")`, never a
     reward of 0."""
 
 
 class Interrupted(RolloutFailure):
-    """An attempt lost the process that ran it, through no fault of its own: it can be made again,
-    in a session of its own."""
+    """An attempt that lost the process that ran it, through no fault of its own: it can be
+    repeated, in a new session."""
 
 
 @contextlib.asynccontextmanager
 async def boundary(what: str) -> AsyncIterator[None]:
-    """Name the place that a failure crossed; anything already named passes through."""
+    """Name the boundary that a failure crossed; a failure that is already named passes through."""
     with user_code(what, RolloutFailure):
         yield
 
 
 @contextlib.contextmanager
 def user_code(what: str, kind: type[Exception] = EtudeError) -> Iterator[None]:
-    """Run code of the user's own in the block: what it raises becomes one line, with its place in
-    that code."""
+    """Run the user's own code in the block: an exception from it becomes one line, with its place
+    in that code."""
     try:
         yield
     except kind:
@@ -59,8 +59,8 @@ def user_code(what: str, kind: type[Exception] = EtudeError) -> Iterator[None]:
 
 
 def user_traceback(e: BaseException) -> str:
-    """The traceback of what was raised, without the lines that are not of the user's own code, if
-    any are; with what caused it."""
+    """The traceback of an exception and its causes, reduced to the lines of the user's own code if
+    there are any."""
     told = traceback.TracebackException.from_exception(e)
     link: traceback.TracebackException | None = told
     while link is not None:
@@ -70,8 +70,8 @@ def user_traceback(e: BaseException) -> str:
 
 
 def error_line(error: str) -> str:
-    """An error to be shown where there is little room: in place of a traceback what was raised, its
-    last line."""
+    """An error for display in little space: a traceback is replaced by its last line, the
+    exception."""
     frames = [*_TRACEBACK.finditer(error)]
     if not frames:
         return error
@@ -88,7 +88,7 @@ def _own(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummar
 
 
 def _describe(e: Exception) -> str:
-    """With the innermost place that is the user's own, if there is one."""
+    """The exception with the innermost place in the user's own code, if there is one."""
     frames = _own(traceback.extract_tb(e.__traceback__))
     where = f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
     return f"{type(e).__name__}{where}: {e}"

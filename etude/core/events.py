@@ -1,7 +1,7 @@
-"""Events of a run, one typed record for each thing that happened. The screen, the tables and the
-dashboard are views of these.
+"""Events of a run, one typed record for each occurrence. The screen, the tables and the dashboard
+are views of these.
 
-Every process writes the events that it alone can know, to a log of its own in the run's store.
+Every process writes the events that only it can know, to a log of its own in the run's store.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Launched:
 
     resumed: bool
     command: str = ""
-    """That resumes it again."""
+    """The command that resumes the run."""
     folder: str = ""
     """The working directory of the command."""
     store: str = ""
@@ -28,8 +28,8 @@ class Launched:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSilent:
-    """A process has sent no heartbeat for so long: it is stopped, or hangs. Repeated now and then
-    while that lasts."""
+    """A process has sent no heartbeat for `seconds`: it is stopped, or hangs. Repeated from time to
+    time while the silence lasts."""
 
     process: str
     seconds: float
@@ -37,13 +37,14 @@ class ProcessSilent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRestarted:
-    """A process has died and is started again."""
+    """A process has died and is being restarted."""
 
     process: str
     how: str
-    """It died."""
+    """Its end, in words."""
     limit: int | None
-    """How often it may be within a minute; None: the node is to blame, and it may be always."""
+    """The number of restarts allowed within a minute; None: the node is to blame, and there is no
+    limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ class ProcessDied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessHeard:
-    """A process sends heartbeats again, after so long without one."""
+    """A process sends heartbeats again, after `seconds` without one."""
 
     process: str
     seconds: float
@@ -69,13 +70,13 @@ class StageStarted:
 
     stage: str
     steps: int
-    """The most steps that it takes; sft may stop before."""
+    """Steps of the stage, at most; sft may stop earlier."""
     done: int = 0
     """Steps that were done before, if the stage is resumed."""
     repeated: int = 0
     """Published steps that are repeated first, because no checkpoint holds them."""
     groups_per_step: int = 0
-    """Groups that a step needs; 0 for a stage without any."""
+    """Groups that a step needs; 0 for a stage without groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +89,14 @@ class FitStep:
     loss: float
     tokens_per_s: float
     metrics: dict[str, float] = field(default_factory=dict)
-    """Further metrics: `heldout`, the loss on documents that are never trained on; of dpo
-    `accuracy`, how often the chosen answer wins, and `margin`, by how much."""
+    """Further metrics: `heldout`, the loss on documents that are never trained on; for dpo also
+    `accuracy`, the share of pairs in which the chosen answer wins, and `margin`, by how much it
+    wins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FewTasks:
-    """An environment gives fewer tasks of a split than the run asks for."""
+    """An environment has fewer tasks of a split than the run asks for."""
 
     split: str
     wanted: int
@@ -103,12 +105,12 @@ class FewTasks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlongSkipped:
-    """Sessions that a stage leaves out because they are too long for the model."""
+    """Sessions that a stage skips because they are too long for the model."""
 
     stage: str
     count: int
     where: tuple[str, ...]
-    """The places of the first few of them."""
+    """The places of the first few skipped sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +134,17 @@ class BatchReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgress:
-    """A step of rl or distill goes on; told now and then, if it takes long."""
+    """Progress within a step of rl or distill; written from time to time if the step takes long."""
 
     step: int
     done: int
-    """Rows of its batch."""
+    """Rows of the batch that are done."""
     total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """A step of rl or distill. Version `step` is published."""
+    """A finished step of rl or distill. Version `step` is published."""
 
     step: int
     loss: float
@@ -162,7 +164,7 @@ class StepDone:
     lr: float = 0.0
     k1_p99: float = 0.0
     corrected_frac: float = 0.0
-    """Share of the tokens whose importance weight was cut or taken away."""
+    """Share of the tokens whose importance weight was truncated or masked."""
     zero_grad_frac: float = 0.0
     """Share of the tokens with zero gradient although their advantage was not 0."""
     lags: tuple[int, ...] = ()
@@ -173,37 +175,39 @@ class StepDone:
     experts_replaced_frac: float | None = None
     """Share of the replayed experts that were replaced (`router_replay_min_score`)."""
     tokens_per_s: float = 0.0
-    """Tokens a second through the model, prompts included and padding not, while the trainer
-    worked."""
+    """Tokens per second through the model, with prompts and without padding, while the trainer was
+    working."""
     mfu: float | None = None
-    """Model FLOPs utilisation, while the trainer worked."""
+    """Model FLOPs utilisation while the trainer was working."""
     repeated_rows: int = 0
-    """Rows that an earlier batch held already."""
+    """Rows that an earlier batch contained already."""
     teacher_kl: float | None = None
-    """Estimate of the KL of student to teacher, in nats a token; only of distill."""
+    """Estimate of the KL of student to teacher, in nats per token; for distill only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPassedOver:
-    """A step whose batch is empty, since all users that it was made of were deleted. Version `step`
-    is published, with the weights that the step began with."""
+    """A step whose batch is empty because all users in it were deleted. Version `step` is
+    published, with the weights that the step started from."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchStats:
-    """Train/inference mismatch: the distance of the trainer's log-probs of some tokens from those
-    that the engine recorded. `ratio` is the new probability over the recorded one: the importance
-    weight."""
+    """Train/inference mismatch: the distance between the trainer's log-probs of some tokens and
+    those that the engine recorded. `ratio`, the importance weight, is the new probability over the
+    recorded one."""
 
     num_tokens: int
     k1: float
-    """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), of either sign."""
+    """Mean of old minus new log-prob: an unbiased estimate of KL(old, new), which may be
+    negative."""
     k1_p99: float = math.nan
     """The 99th percentile of |old - new|; NaN in runs that did not record it."""
     k3: float
-    """Mean of ratio - 1 - log ratio: the same estimate, never negative and of smaller variance."""
+    """Mean of ratio - 1 - log ratio: an estimate of the same KL, never negative and of smaller
+    variance."""
     k3_p99: float
     k3_max: float
     ratio_p1: float
@@ -213,10 +217,10 @@ class MismatchStats:
     """Effective sample size of the importance weights, as a share: (sum of ratios)² / (N times the
     sum of their squares)."""
     argmax_flip_frac: float | None
-    """Share of the tokens that the engine certainly held to be the likeliest, and the trainer did
-    not; None if nobody said what the trainer holds to be."""
+    """Share of tokens whose likeliest token is another one for the trainer, among those that the
+    engine certainly ranked first; None if the trainer's ranking is not known."""
     router_mismatch_frac: float | None
-    """Share of the tokens for which any layer's router chose other experts."""
+    """Share of the tokens for which the router of at least one layer chose other experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +240,7 @@ class MismatchedToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchMeasured:
-    """The train/inference mismatch over the batch of a step; `Run.recomputed` has it token by
+    """The train/inference mismatch over the batch of a step; `Run.recomputed` has it for each
     token."""
 
     step: int
@@ -249,32 +253,32 @@ class MismatchMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStarted:
-    """The weights are copied, and published in the background while the trainer goes on."""
+    """The weights are copied, and published in the background while the trainer continues."""
 
     version: int
     stall_s: float
-    """Time that the trainer was stalled: for the copy of the weights, and for the version before if
-    that was not published yet."""
+    """Time that the trainer was stalled: for the copy of the weights, and for the previous version
+    if that was not published yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptDone:
-    """An attempt at a task is over, in training or in an evaluation."""
+    """A finished attempt at a task, in training or in an evaluation."""
 
     id: str
     task: str
     split: str
     status: Status
     reward: float | None
-    """None if it failed."""
+    """The reward; None if the attempt failed."""
     error: str | None
     seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptsInterrupted:
-    """A stop of the run cut their groups short, though some of them were over. Told when it goes
-    on: their tasks are issued again."""
+    """Attempts whose groups were cut short when the run stopped, though some attempts were
+    finished. Written when the run resumes: their tasks are issued again."""
 
     samples: tuple[str, ...]
 
@@ -288,25 +292,25 @@ class GroupDone:
     admitted: int
     rewards: tuple[float, ...]
     """The rewards of the attempts, without those that failed in infrastructure and those that are
-    quarantined: what was got by a trick is no progress."""
+    quarantined: a reward from a trick is not progress."""
     failed: int
     kept: bool
-    """False if there is nothing to learn from it."""
+    """False if there is nothing to learn from the group."""
     seconds: float
     malformed: dict[str, str] = field(default_factory=dict)
     """Attempts that cannot be trained on, and why."""
     untrainable: dict[str, str] = field(default_factory=dict)
-    """Attempts that were sampled with parameters that the trainer cannot recompute, and which."""
+    """Attempts sampled with parameters that the trainer cannot recompute, and the parameters."""
     quarantined: dict[str, str] = field(default_factory=dict)
-    """Attempts that are suspected of a trick and were set aside, and which trick."""
+    """Attempts that were set aside on suspicion of a trick, and the trick."""
     jump: str = ""
-    """What is odd about what it earned (`core.jumps`), if anything is."""
+    """The anomaly in the group's rewards (`core.jumps`); empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsLive:
-    """The weights of this version are live: every request is begun with them or newer ones, and the
-    slots of what they were trained on are free."""
+    """The weights of this version are live: every request starts with them or newer ones, and the
+    slots of the groups that they were trained on are free."""
 
     version: int
 
@@ -317,7 +321,7 @@ class RegionStatus:
 
     version: int
     busy: float
-    """Share of the time since the last look that went into engine steps."""
+    """Share of the time since the last look that was spent in engine steps."""
     running: int
     waiting: int
     quarantined: bool = False
@@ -325,38 +329,39 @@ class RegionStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionQuarantined:
-    """A region computes otherwise than the others, by the trainer's measure, and is sent no more
-    requests in this launch."""
+    """A region that computes something different from the others, by the trainer's measure, gets no
+    more requests in this launch."""
 
     region: str
     step: int
     """The last of the steps that it was measured over."""
     factor: float
-    """How many times that of the others its k3 is."""
+    """The ratio of its k3 to that of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetStatus:
-    """The state of the workers, once a second."""
+    """The state of the workers, once per second."""
 
     regions: dict[str, RegionStatus]
     active: int
     """Slots in use."""
     capacity: int
     sessions: int = 0
-    """Sessions under way."""
+    """Sessions in progress."""
     held: int = 0
     """Finished groups that wait for an older one (`reorder_window`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUsed:
-    """Requests to the bucket that the run lies in, and bytes, since a process of the run began;
-    now and then. The controller tells it of workers and gateway."""
+    """Requests to the bucket that the run lies in, and bytes transferred, since a process of the
+    run started; written from time to time. The controller reports for the workers and the
+    gateway."""
 
     process: str
     reads: int
-    """GET and HEAD."""
+    """GET and HEAD requests."""
     writes: int
     lists: int
     read_bytes: int
@@ -365,7 +370,7 @@ class StoreUsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalProgress:
-    """An evaluation goes on."""
+    """Progress of an evaluation."""
 
     stage: str
     split: str
@@ -376,7 +381,7 @@ class EvalProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalDone:
-    """An evaluation is finished; `low` and `high` bound its solve rate."""
+    """A finished evaluation; `low` and `high` bound its solve rate."""
 
     stage: str
     split: str
@@ -390,14 +395,14 @@ class EvalDone:
 
     @property
     def name(self) -> str:
-        """Of what can be compared: attempts are sampled at another temperature if they are several
-        at each task."""
+        """The name under which evaluations are comparable: several attempts at each task are
+        sampled at another temperature than a single one."""
         return self.split if self.samples == 1 else f"{self.split} ×{self.samples}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDone:
-    """The run is finished: everything that the config asked for is there."""
+    """The run is finished: it has done everything that the config asked for."""
 
     version: int
 

@@ -1,12 +1,12 @@
 """Recorded sessions with their feedback as training data. Pure.
 
-    sft   a line for every segment of a session that was liked: its messages, as the stage sft reads
-          them, and the exact tokens beside
-    dpo   a line for every two answers to the same prompt of which one was liked and one was not
-    rl    a trajectory for every session that somebody said something about, with the exact tokens
+    sft   a line for every segment of a session that users liked: its messages, in the format of the
+          stage sft, and the exact tokens
+    dpo   a line for every two answers to the same prompt if one was liked and the other was not
+    rl    a trajectory for every session that received feedback, with the exact tokens
 
-Each of them names the pseudonym of its user and the time, so that a copy can be rid of users who
-were deleted later. What is left out is counted by reason.
+Each contains the pseudonym of its user and the time, so that users who are deleted later can be
+removed from a copy. Sessions that are left out are counted by reason.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from etude.core.types import Cost, Part, Score, Trajectory
 
 SOURCE = "production"
 Feedback = Mapping[tuple[str, int], tuple[FeedbackEvent, ...]]
-"""By completion and choice."""
+"""Feedback events by completion and choice."""
 Line = dict[str, Any]
 
 
 @dataclass(slots=True)
 class Export:
-    """`made`: lines or trajectories."""
+    """The result of an export. `made`: lines or trajectories."""
 
     made: list[Any] = field(default_factory=list)
     dropped: Counter[str] = field(default_factory=Counter)
 
 
 def session_score(session: RecordedSession, feedback: Feedback) -> float | None:
-    """The mean of its answers that somebody said something about; None if there is none."""
+    """The mean score of the answers that received feedback; None if there are none."""
     scores = [
         value
         for turn in session.turns
@@ -48,8 +48,8 @@ def session_score(session: RecordedSession, feedback: Feedback) -> float | None:
 def sft_lines(
     sessions: Iterable[RecordedSession], feedback: Feedback, *, min_score: float
 ) -> Export:
-    """The assistant's messages that were not sampled here, were redacted or were not liked have
-    the weight 0: they are read and not learnt."""
+    """Lines for sft. Messages of the assistant that were not sampled here, were redacted or were
+    disliked have weight 0: they are read but not learnt."""
     export = Export()
     for session in sessions:
         value = session_score(session, feedback)
@@ -81,7 +81,7 @@ def _is_learnt(turn: RecordedTurn, feedback: Feedback) -> bool:
 
 
 def _weighted(segment: RecordedSegment, learnt: list[RecordedTurn]) -> list[Line] | None:
-    """None if a call cannot be shown."""
+    """The messages of a segment with their weights; None if a tool call is malformed."""
     places = {
         place for turn, place in zip(segment.turns, segment.answers, strict=True) if turn in learnt
     }
@@ -104,7 +104,7 @@ def _calls_are_json(message: Line) -> bool:
 
 
 def _tokens(segment: RecordedSegment, learnt: list[RecordedTurn]) -> Line:
-    """All of the segment, and which of its tokens are learnt."""
+    """All tokens of the segment, and a mask of those to learn."""
     tokens: list[int] = []
     mask: list[bool] = []
     for turn in segment.turns:
@@ -114,8 +114,8 @@ def _tokens(segment: RecordedSegment, learnt: list[RecordedTurn]) -> Line:
 
 
 def dpo_lines(sessions: Iterable[RecordedSession], feedback: Feedback) -> Export:
-    """Of answers to the same prompt of one user: the best against each that was worth less than
-    nothing."""
+    """Lines for dpo. Among answers to the same prompt of one user, the best one is paired with each
+    one of negative score."""
     export = Export()
     answers: dict[str, list[tuple[float, RecordedSession, RecordedTurn, list[Line]]]]
     answers = defaultdict(list)
@@ -165,9 +165,9 @@ def _tools(session: RecordedSession, turn: RecordedTurn) -> tuple[Line, ...]:
 def trajectories(
     sessions: Iterable[RecordedSession], feedback: Feedback, *, unheard: bool = False
 ) -> Export:
-    """Only tokens that can be recomputed count as sampled. The parts of the score name the segment
-    and the turn that they are about: `thumbs_up@0.2`. `unheard`: also sessions that nobody said
-    anything about; their reward is 0."""
+    """Trajectories for rl. Only tokens that can be recomputed count as sampled. The parts of the
+    score name the segment and the turn that they are about: `thumbs_up@0.2`. `unheard`: include
+    sessions without feedback; their reward is 0."""
     export = Export()
     for session in sessions:
         value = session_score(session, feedback)

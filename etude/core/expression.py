@@ -1,8 +1,9 @@
-"""Expressions over named numbers, such as `tests * (0.8 + 0.2 * min(style, lint))`: how the parts
-of a score become one reward.
+"""Expressions over named numbers, such as `tests * (0.8 + 0.2 * min(style, lint))`, which turn the
+parts of a score into one reward.
 
-Numbers, names, + - * /, min, max, brackets and comparisons, which are 1 or 0. It has Python's
-syntax and none of its powers: what is not on the list is refused when the text is read.
+The language has numbers, names, + - * /, min, max, brackets and comparisons, which are 1 or 0. It
+uses Python's syntax and none of its other features: anything that is not on the list is refused
+when the text is parsed.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 MAX_LENGTH = 1000
-"""Characters."""
+"""Characters of an expression, at most."""
 MAX_DEPTH = 100
-"""Operations within each other; a sum of so many parts is as deep."""
+"""Nested operations, at most; a sum of n parts has depth n."""
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
@@ -43,7 +44,7 @@ class Expression:
 
     @classmethod
     def parse(cls, text: str) -> Expression:
-        """ValueError for anything else, with what it is."""
+        """Parse an expression. ValueError, naming the offending part, for anything else."""
         if len(text) > MAX_LENGTH:
             raise ValueError(f"an expression has at most {MAX_LENGTH} characters, not {len(text)}")
         try:
@@ -56,7 +57,8 @@ class Expression:
         return cls(text, names, tree)
 
     def value(self, values: Mapping[str, float]) -> float:
-        """ValueError if a name has no value, or if the result is no finite number."""
+        """The value of the expression. ValueError if a name has no value, or if the result is not
+        finite."""
         if missing := sorted(self.names - values.keys()):
             known = ", ".join(sorted(values)) or "none"
             raise ValueError(f"{self.text!r} needs {missing[0]!r}, and the parts are {known}")
@@ -70,7 +72,7 @@ class Expression:
 
 
 def _names(node: ast.expr, depth: int) -> list[str]:
-    """The names in it; ValueError for what has no place in an expression."""
+    """The names in the expression; ValueError for anything that is not allowed in one."""
     if depth == 0:
         raise ValueError(f"an expression is at most {MAX_DEPTH} operations deep")
     depth -= 1

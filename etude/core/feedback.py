@@ -1,9 +1,9 @@
-"""What users let us know of an answer, and how it finds the tokens that it is about. Pure.
+"""Feedback of users on answers, and its join with the tokens that it is about. Pure.
 
-An event names the answer by its completion id, the one that the client was given. It may come
-twice, late, in any order, and before the answer itself is stored; what is joined does not depend on
-any of that. It counts only for an answer to the same user: whoever names somebody else's joins
-nothing.
+An event names the answer by its completion id, the one that the client was given. Events may arrive
+twice, late, in any order, and before the answer itself is stored; the join does not depend on any
+of that. An event counts only for an answer to the same user: naming somebody else's answer has no
+effect.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ STRENGTHS: dict[str, float] = {
     "model_switched": -0.75,
     "tip": 1.0,
 }
-"""What each kind of event counts if it does not say so itself. A follow-up says nothing before
-somebody has read it."""
+"""The strength of each kind of event that does not state its own. A follow-up has no meaning until
+it is read."""
 REPLACES = {
     "thumbs_up": "thumb",
     "thumbs_down": "thumb",
@@ -45,14 +45,15 @@ REPLACES = {
     "kept_commit": "kept",
     "kept_7d": "kept",
 }
-"""Kinds that answer the same question: of these the newest one counts. Any other kind replaces only
-itself."""
+"""Kinds that answer the same question: only the newest of these counts. Any other kind replaces
+only itself."""
 CUSTOM = re.compile(r"custom:[a-z0-9_]{1,40}")
 _COMPLETION = re.compile(r"(?:chatcmpl-|resp_|msg_)?([0-9a-f]{24})")
 
 
 def completion_key(id: str) -> str:
-    """A completion by the id that a client was given, in any dialect. ValueError if it is none."""
+    """The key of a completion, from the id that a client was given in any dialect. ValueError for
+    anything else."""
     found = _COMPLETION.fullmatch(id)
     if found is None:
         raise ValueError(f"{id[:100]!r} is not the id of an answer, such as chatcmpl-..")
@@ -61,26 +62,26 @@ def completion_key(id: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackEvent:
-    """One thing that a user did about an answer."""
+    """One action of a user about an answer."""
 
     event: str
-    """Its id: whatever comes twice is one event."""
+    """The id of the event: the same id twice is one event."""
     user: str
     organisation: str = ""
-    """That the user belongs to, if anybody said so."""
+    """The organisation that the user belongs to, if known."""
     completion: str
     choice: int = 0
-    """Of an answer with several."""
+    """The index of the choice, for an answer with several."""
     kind: str
     strength: float
-    """From -1 to 1."""
+    """Signed strength, from -1 to 1."""
     time: float
-    """When it happened."""
+    """The time at which it happened."""
     received: float
     text: str = ""
 
     def check(self) -> None:
-        """Raise ValueError for what cannot be."""
+        """Raise ValueError for invalid values."""
         if self.kind not in STRENGTHS and not CUSTOM.fullmatch(self.kind):
             raise ValueError(
                 f"kind {self.kind[:100]!r}: write one of {', '.join(STRENGTHS)}, or custom:NAME"
@@ -101,14 +102,14 @@ class FeedbackEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What became of all events."""
+    """The result of joining all events with the answers."""
 
     by_answer: Mapping[tuple[str, int], tuple[FeedbackEvent, ...]]
-    """By completion and choice; oldest first."""
+    """Events by completion and choice, oldest first."""
     pending: tuple[FeedbackEvent, ...]
-    """Their answer may still come."""
+    """Events whose answer may still arrive."""
     dropped: Mapping[str, tuple[FeedbackEvent, ...]]
-    """By reason: `unknown_completion`, `other_user`."""
+    """Events by reason: `unknown_completion`, `other_user`."""
 
 
 def join(
@@ -118,7 +119,7 @@ def join(
     now: float,
     horizon_s: float,
 ) -> Joined:
-    """Give every answer its events. `owners`: the user of each answer that is stored."""
+    """Assign the events to their answers. `owners`: the user of each answer that is stored."""
     once: dict[str, FeedbackEvent] = {}
     for event in events:
         other = once.get(event.event)
@@ -145,7 +146,7 @@ def join(
 
 
 def counted(events: Iterable[FeedbackEvent]) -> list[FeedbackEvent]:
-    """Those of one answer that count: of each question the newest, in the order of time."""
+    """The events of one answer that count: the newest for each question, in the order of time."""
     newest: dict[str, FeedbackEvent] = {}
     for event in sorted(events, key=lambda event: event.order):
         newest[event.question] = event
@@ -153,24 +154,24 @@ def counted(events: Iterable[FeedbackEvent]) -> list[FeedbackEvent]:
 
 
 def score(events: Iterable[FeedbackEvent]) -> float | None:
-    """What an answer was worth to its user, from -1 to 1; None if nobody said anything."""
+    """The worth of an answer to its user, from -1 to 1; None without feedback."""
     strengths = [event.strength for event in counted(events)]
     return max(-1.0, min(1.0, math.fsum(strengths))) if strengths else None
 
 
 @dataclass(slots=True)
 class RateLimit:
-    """Events of each user: so many at once, and then so many a minute. Of the users that it has
-    seen it forgets those who were quiet for longest."""
+    """A rate limit on the events of each user: a burst first, then a number per minute. Of more
+    users than `max_users`, it forgets those who have been quiet for longest."""
 
     per_minute: float
     burst: int
     max_users: int = 100_000
     _left: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
-    """How many may still come, as of when."""
+    """User -> the number of events still allowed, and the time that this number refers to."""
 
     def admit(self, user: str, now: float) -> float:
-        """0 if one more may come now; otherwise the seconds until it may."""
+        """0 if one more event is allowed now; otherwise the seconds until it is."""
         left, then = self._left.pop(user, (float(self.burst), now))
         left = min(self.burst, left + max(0.0, now - then) * self.per_minute / 60)
         wait = 0.0 if left >= 1 else (1 - left) * 60 / self.per_minute

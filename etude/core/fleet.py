@@ -1,5 +1,5 @@
-"""The fleet of workers: who they are, which of them may be sent a request, and which one gets it.
-Pure: the gateway asks, tells and waits; the simulator does the same under virtual time.
+"""The fleet of workers: their states, and the choice of the worker for a request. Pure: the gateway
+asks, reports and waits; the simulator does the same under virtual time.
 
 A worker holds a lease, which every heartbeat renews, and is in one of these states:
 
@@ -10,17 +10,17 @@ A worker holds a lease, which every heartbeat renews, and is in one of these sta
 
     syncing or live ──its region is put into quarantine──> quarantined ──released──> either
 
-Only a live worker is sent requests: its lease holds, and it serves the oldest version that may
-sample (`floor`) or a newer one. One that has less is syncing. One whose lease is over is suspect
-although nothing broke: it is stopped, or hangs, or its host is gone. One that comes back is another
-`Worker`: what still arrives from the old one is told apart by identity. One that failed while it
-was draining is draining again when it joins, unless its lease was over in between: at its address
-there may be another one by then.
+Only a live worker is sent requests: its lease holds, and it serves the oldest version that may be
+sampled from (`floor`) or a newer one. A worker with an older version is syncing. A worker whose
+lease has run out is suspect although nothing broke: it is stopped, or hangs, or its host is gone. A
+worker that comes back is a new `Worker`, so late answers from the old one are told apart by
+identity. A worker that failed while it was draining is draining again when it joins, unless its
+lease ran out in between: by then there may be another worker at its address.
 
 The floor rises when the fleet can afford it (`may_raise_floor`), not when its slowest worker has
-loaded: who is behind then is syncing, and begins nothing until it has caught up. That keeps the
-window's promise, since a request is begun with the floor of its time or newer weights, and never
-continued with older ones.
+loaded: workers that are then behind are syncing, and start no request until they have caught up.
+This keeps the window's promise: a request is started with the floor of its time or newer weights,
+and never continued with older ones.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 QUORUM = 0.5
-"""Share of the workers that must serve a version before others are left behind."""
+"""Share of the workers that must serve a version before the others are left behind."""
 GONE_AFTER = 30
-"""A suspect is forgotten after so many heartbeat timeouts, if there is anyone else."""
+"""Heartbeat timeouts after which a suspect is forgotten, if there are other workers."""
 
 
 class WorkerState(Enum):
@@ -51,22 +51,22 @@ class Worker:
     url: str
     region: str
     version: int
-    """The weights that it serves; below 0 as long as it has none."""
+    """The version of the weights that it serves; below 0 as long as it has none."""
     active: int = 0
-    """Requests that it works on for us."""
+    """Requests from us that it is working on."""
     sessions: int = 0
     """Sessions with affinity to this worker."""
     heard: float = 0.0
-    """When it last said that it is there."""
+    """The time of its last heartbeat."""
     stalled: float = -math.inf
-    """When it last did so after a silence that was too long for one that is well, and too short for
-    its lease."""
+    """The time of its last heartbeat after a silence that was too long for a healthy worker, but
+    shorter than its lease."""
     joining: bool = False
-    """It is being told what to load."""
+    """True while it is being told which version to load."""
     draining: bool = False
-    """It is given nothing new: it is wanted elsewhere."""
+    """True if it gets no new requests because it is wanted elsewhere."""
     is_closed: bool = False
-    """It says itself that it has nothing to give now."""
+    """True if the worker itself reports that it accepts no requests now."""
 
 
 class Fleet:
@@ -77,31 +77,31 @@ class Fleet:
         *,
         awaits_floor: bool = False,
     ) -> None:
-        """`live`: the floor; below 0, any weights will do. `awaits_floor`: nobody is up before a
-        floor is told. A gateway that was started again needs that: it cannot know what was
-        promised before, and there may be workers that are far behind."""
+        """`live`: the floor; below 0, any weights will do. `awaits_floor`: no worker is up before a
+        floor is set. A restarted gateway needs that: it cannot know what was promised before, and
+        some workers may be far behind."""
         self.floor = live
         self._awaits_floor = awaits_floor
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._workers: dict[str, Worker] = {}
         self._suspects: dict[str, Worker] = {}
-        self._gone: set[str] = set()  # at some time: who is known now is looked up first
-        # failed while they were draining: when they were last heard
+        self._gone: set[str] = set()  # ever gone; known workers are looked up first
+        # URL of a worker that failed while it was draining -> its last heartbeat
         self._drained: dict[str, float] = {}
         self._affinity: dict[str, Worker] = {}
         self.quarantined: frozenset[str] = frozenset()
-        """Regions that compute otherwise than the others (`core.quarantine`): they are sent
-        nothing."""
-        self._quorum: tuple[int, float] | None = None  # a version, and since when enough have it
+        """Regions that compute something different from the others (`core.quarantine`): they get no
+        requests."""
+        self._quorum: tuple[int, float] | None = None  # a version, and since when a quorum has it
 
     @property
     def workers(self) -> list[Worker]:
-        """All whose lease holds."""
+        """All workers whose lease holds."""
         return list(self._workers.values())
 
     @property
     def up(self) -> list[Worker]:
-        """Those that may be sent a request."""
+        """The workers that may be sent a request."""
         return [worker for worker in self._workers.values() if self._is_up(worker)]
 
     def _is_up(self, worker: Worker) -> bool:
@@ -132,14 +132,14 @@ class Fleet:
 
     @property
     def suspects(self) -> list[Worker]:
-        """Those that were taken out for their silence, and have not joined again."""
+        """The workers that were taken out for their silence and have not joined again."""
         return list(self._suspects.values())
 
     def join(
         self, url: str, region: str, version: int, now: float, *, is_closed: bool = False
     ) -> Worker:
-        """A worker says that it is there, which renews its lease. If it has less than we knew, it
-        was restarted in the meantime."""
+        """Process a heartbeat of a worker, which renews its lease. A worker with an older version
+        than the one we knew was restarted in the meantime."""
         self._suspects.pop(url, None)
         known = self._workers.get(url)
         if known is None or known.version > version:
@@ -152,8 +152,9 @@ class Fleet:
         return known
 
     def expire(self, now: float) -> list[Worker]:
-        """Takes out those whose lease is over, and says which. Suspects that stay silent are
-        forgotten, but not the last ones: what waits for them has nobody else to wait for."""
+        """Take out the workers whose lease has run out, and return them. Suspects that stay silent
+        are forgotten unless they are the last workers, since sessions that wait for them have no
+        other."""
         expired = [
             worker
             for worker in self._workers.values()
@@ -173,7 +174,7 @@ class Fleet:
         return expired
 
     def leave(self, worker: Worker) -> None:
-        """It failed."""
+        """Take out a worker that failed."""
         if self.knows(worker):
             del self._workers[worker.url]
             self._gone.add(worker.url)
@@ -181,37 +182,37 @@ class Fleet:
                 self._drained[worker.url] = worker.heard
 
     def drain(self, url: str, draining: bool = True) -> Worker | None:
-        """Gives a worker nothing new from now on, so that it can be used elsewhere when it has
-        nothing `active` any more; or takes that back. None if it is not there."""
+        """Send a worker no new requests from now on, so that it can be used elsewhere once none are
+        `active`; or undo that. Returns None for a worker that is not in the fleet."""
         if (worker := self._workers.get(url)) is not None:
             worker.draining = draining
         return worker
 
     def spares(self, url: str, keep: int) -> bool:
-        """Whether so many would be up without this one."""
+        """True if at least `keep` workers would be up without this one."""
         return sum(worker.url != url for worker in self.up) >= keep
 
     def quarantine(self, regions: Collection[str]) -> None:
-        """These from now on, and no others."""
+        """Put these regions into quarantine, and release all others."""
         self.quarantined = frozenset(regions)
 
     def knows(self, worker: Worker) -> bool:
         return self._workers.get(worker.url) is worker
 
     def has_stalled(self, worker: Worker, since: float, now: float) -> bool:
-        """Whether it was silent for long after `since`, although its lease holds: what it was asked
-        then took longer than it should have."""
+        """True if the worker was silent for long after `since`, although its lease holds: a request
+        made then took longer than it should have."""
         return worker.stalled > since or now - worker.heard >= self._heartbeat_timeout_s / 2
 
     def may_raise_floor(
         self, version: int, now: float, refused: Container[Worker] = frozenset()
     ) -> bool:
-        """Whether requests may be limited to this version and newer ones: at once when all workers
-        have it; else when a quorum has had it for as long as a worker may be silent. Nobody waits
-        for those that cannot load it (`refused`), nor, while there are others, for those that have
-        no weights yet: they are started just now, and load a model whole. Only when all of them
-        start are they waited for like others: sessions stay where they begin, and the first to be
-        ready would have them all. To be asked often while they load."""
+        """True if requests may be limited to this version and newer ones: at once when all workers
+        have it; otherwise when a quorum has had it for as long as a worker may be silent. Workers
+        that cannot load it (`refused`) are not waited for; nor, while there are others, are workers
+        without any weights, which have just started and load a whole model. If all of them are just
+        starting, they are waited for like any others: sessions stay where they start, and the first
+        worker to be ready would get them all. Call this often while workers load."""
         able = [
             worker
             for worker in self._workers.values()
@@ -230,14 +231,14 @@ class Fleet:
         return now - self._quorum[1] >= self._heartbeat_timeout_s
 
     def raise_floor(self, version: int) -> None:
-        """From now on nobody with older weights is sent a request."""
+        """Send no more requests to workers with older weights."""
         self.floor = max(self.floor, version)
         self._awaits_floor = False
 
     def pick(self, session: str = "") -> Worker | None:
-        """The worker for a request: the one that the session has affinity to, where its keys and
-        values are; otherwise the least loaded one, which it then has affinity to. The request
-        counts against the worker until `done`. None if no worker is up."""
+        """The worker for a request: the one that the session has affinity to, which holds its keys
+        and values; otherwise the least loaded one, which the session then has affinity to. The
+        request counts against the worker until `done`. None if no worker is up."""
         home = self._affinity.get(session)
         if home is None or not self.knows(home) or not self._is_up(home):
             if not (up := self.up):
@@ -254,6 +255,6 @@ class Fleet:
         worker.active -= 1
 
     def forget(self, session: str) -> None:
-        """The session is over."""
+        """End a session."""
         if home := self._affinity.pop(session, None):
             home.sessions -= 1

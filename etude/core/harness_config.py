@@ -25,87 +25,92 @@ ToolKind = Literal[
 ]  # fmt: skip
 TOOL_KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
 SERVERS = "/opt/servers"
-"""Where sandboxes show the programs of the installation, among them language servers."""
+"""The directory where sandboxes show the programs of the installation, among them language
+servers."""
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class ToolConfig(Config):
-    """How the model knows a tool of the coding harness, where that differs."""
+    """Changes to the way a tool of the coding harness is presented to the model."""
 
     name: ToolName | None = None
-    """Its name."""
+    """The tool's name."""
     description: str | None = None
-    """What it is said to do."""
+    """The tool's description."""
     parameters: dict[str, ToolName] = {}
-    """Our name of a parameter -> the one that the model knows."""
+    """Our name of a parameter -> the name that the model sees."""
     output_chars: Count | None = None
-    """Characters of its answers, instead of the harness's `output_chars`."""
+    """Characters of the tool's answers, instead of the harness's `output_chars`."""
 
 
 class PromptConfig(Config):
-    """The first messages of a session, made of parts."""
+    """The first messages of a session, which consist of parts."""
 
     system: Annotated[str | None, Place.PATH] = None
     """A file with the system prompt, instead of the built-in one."""
     max_tokens: Count = 4096
-    """What all parts together may take. Where that is not enough, the least important ones are left
+    """Tokens of all parts together, at most. If they do not fit, the least important ones are left
     out; the task itself never is."""
     chars_per_token: Positive = 3.0
-    """So many characters count as a token, since only the server has the tokenizer. Lower is
+    """Characters that count as one token, since only the server has the tokenizer. Lower is
     safer."""
     instructions: Annotated[tuple[str, ...], Field(strict=False)] = ("AGENTS.md", "CLAUDE.md")
-    """Files of the working copy that are shown whole, if they are there."""
+    """Files of the working copy that are shown whole, if they exist."""
     depth: CountOrZero = 2
-    """Levels of the tree of files that are shown; 0: none."""
+    """Levels of the file tree that are shown; 0: none."""
     dropout: Share = 0.0
-    """Share of the training sessions without the system prompt, so that what it says moves into the
+    """Share of the training sessions without the system prompt, so that its content moves into the
     weights. Evaluations always have it."""
 
 
 class CodeConfig(Config):
-    """The coding harness (docs/harness.md): this table, which may be empty, chooses it."""
+    """The coding harness (docs/harness.md). The presence of this table, even an empty one, selects
+    it."""
 
     tools: Annotated[tuple[ToolKind, ...], Field(min_length=1, strict=False)] = TOOL_KINDS
-    """The tools that there are, in the order in which the model is told."""
+    """The available tools, in the order in which they are presented to the model."""
     tool: dict[ToolKind, ToolConfig] = {}
-    """Tool -> how the model knows it: a table for each that a team has under another name."""
+    """Tool -> its presentation to the model: a table for each tool that your product calls by
+    another name."""
     output_chars: Count = 8000
-    """Characters of a tool's answer. Of a longer one beginning, end and lines about errors stay."""
+    """Characters of a tool's answer. Of a longer one, the beginning, the end and lines about errors
+    are kept."""
     command_timeout_s: Positive = 60.0
-    """Time for a command in the terminal; then it goes on in the background."""
+    """Time for a command in the terminal; after that it continues in the background."""
     test_command: Annotated[tuple[str, ...], Field(min_length=1, strict=False)] = (
         "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short",
     )  # fmt: skip
-    """The command that runs tests; what the model asks for is added."""
+    """The command that runs tests; the model's arguments are appended."""
     test_timeout_s: Positive = 120.0
-    """Time for it."""
+    """Time for the test command."""
     remember_tests: bool = False
-    """Whether results of the tests are cached, by the task, the command and all files that the
-    agent changed. For tests that end the same way every time; they are run in a copy, and leave
-    nothing behind. Not with terminal, debug or diagnostics, which may."""
+    """Cache test results by the task, the command and all files that the agent changed. For tests
+    that end the same way every time; they run in a copy of the working copy, and leave nothing
+    behind. Cannot be combined with terminal, debug or diagnostics, which may leave something
+    behind."""
     user_replies: dict[str, str] = {}
-    """Regular expression -> what the user answers to a question in which it is found."""
+    """Regular expression -> the user's reply to a question that it matches."""
     default_user_reply: str = (
         "Nobody can be asked now. Decide for yourself, and say what you assumed."
     )
-    """What the user answers otherwise."""
+    """The user's reply to any other question."""
     diagnostics: dict[str, tuple[str, ...]] = Field(
         default={"ruff": ("ruff", "server"), "ty": ("ty", "server")}, validate_default=False
     )
-    """Language servers that say after each edit what it broke: name -> command. Of those that this
-    installation has, sandboxes show the programs; one that is missing is told of once."""
+    """Language servers that report after each edit what it broke: name -> command. Sandboxes show
+    the programs of those that this installation has; a missing one is reported once."""
     diagnostics_timeout_s: Positive = 5.0
-    """Time for what they say of one edit."""
+    """Time for the diagnostics of one edit."""
     debug_after: CountOrZero = 3
-    """Failed runs of the tests before the debugger may be used."""
+    """Failed test runs before the debugger may be used."""
     prompt: PromptConfig = PromptConfig()
     """The first messages of a session."""
 
     @field_validator("diagnostics", mode="before")
     @classmethod
     def _lists(cls, servers: object) -> object:
-        """TOML has lists only."""
+        """Turn TOML's lists into tuples."""
         if not isinstance(servers, dict):
             return servers
         return {name: tuple(v) if isinstance(v, list) else v for name, v in servers.items()}
@@ -141,16 +146,16 @@ class CodeConfig(Config):
         return self
 
     def for_evaluation(self) -> CodeConfig:
-        """The same, and every session has the system prompt."""
+        """The same config with the system prompt in every session."""
         prompt = self.prompt.model_copy(update={"dropout": 0.0})
         return self.model_copy(update={"prompt": prompt})
 
     def limit_of(self, kind: ToolKind) -> int:
-        """Characters of its answers."""
+        """The limit on the characters of a tool's answers."""
         return (self.tool[kind].output_chars if kind in self.tool else None) or self.output_chars
 
     def name_of(self, kind: ToolKind) -> str:
-        """As the model knows it."""
+        """The name of a tool as the model sees it."""
         return (self.tool[kind].name if kind in self.tool else None) or kind
 
 
@@ -158,14 +163,16 @@ class HarnessConfig(Config):
     """The agent, and the limits of its sessions."""
 
     agent: Reference = CODING_AGENT
-    """The agent: a `core.protocols.Agent`, called with an HTTP session and the values below."""
+    """The agent: a `core.protocols.Agent`, constructed with an HTTP session and the values
+    below."""
     command: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Or a program as the agent, started in the sandbox: its name and arguments, in which
-    `{prompt}`, `{task}` (its id) and `{base_url}` stand for what they say."""
+    """A program as the agent, instead of `agent`, started in the sandbox: its name and arguments,
+    in which `{prompt}`, `{task}` (its id) and `{base_url}` are replaced."""
     env: dict[str, str] = {}
-    """Environment variables for `command`, beside those that say where the model is."""
+    """Environment variables for `command`, in addition to those that point to the model."""
     max_turns: Count = 8
-    """Calls of the model in one session; an agent of your own is told, and counts as it likes."""
+    """Calls of the model in one session; an agent of your own is given this number and counts in
+    its own way."""
     max_tokens: Count = 64
     """Tokens that the model may generate in one turn."""
     timeout_s: Positive = 60.0
@@ -174,24 +181,25 @@ class HarnessConfig(Config):
     """Delay added to every tool call; for benchmarks, whose tools would otherwise be
     unrealistically quick."""
     concurrency: Count = 64
-    """Sessions at once."""
+    """Sessions at the same time."""
     summarise_at: Count | None = None
-    """Tokens of a context at which the agent asks the model for a summary; the session goes on from
-    that in a new context (docs/training.md). None: a session ends with its context. It leaves room
-    in model.max_context for what comes until then, and for the summary."""
+    """Tokens of a context at which the agent asks the model for a summary; the session continues
+    from that in a new context (docs/training.md). None: a session ends with its context. The value
+    must leave room in model.max_context for the tokens that arrive before the summary, and for the
+    summary itself."""
     summarise_tool: bool = False
-    """The model may call `summarise` by itself."""
+    """Let the model call `summarise` by itself."""
     code: CodeConfig | None = None
     """The coding harness, with the tools of a product, instead of the four of the demo
-    (docs/harness.md). An `agent` of your own is given this table as `code`."""
+    (docs/harness.md). An `agent` of your own gets this table as `code`."""
 
     @property
     def summaries(self) -> dict[str, int | bool]:
-        """What an agent is told of summaries: nothing if there are none."""
+        """The settings about summaries that an agent gets: empty if there are none."""
         told = {"summarise_at": self.summarise_at, "summarise_tool": self.summarise_tool}
         return {key: value for key, value in told.items() if value}
 
     @property
     def agent_class(self) -> str:
-        """The agent that is meant, where no command is."""
+        """The agent to use, if there is no command."""
         return CODE_AGENT if self.code is not None and self.agent == CODING_AGENT else self.agent

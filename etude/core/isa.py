@@ -1,13 +1,11 @@
-"""Compiled code: where its libraries are, and the instruction sets that it may use: what the
-processor has, or less.
+"""Compiled code: loading its libraries, and the instruction set that it may use, which is the
+processor's or a smaller one.
 
-    ETUDE_CPU_ISA=generic   amx, avx512, avx2 or generic: nothing above it is used by
-                            `engine/native.c` and
-                            `weights/delta.c`, as ONEDNN_MAX_CPU_ISA does it for torch's matrix
+    ETUDE_CPU_ISA=generic   amx, avx512, avx2 or generic: `engine/native.c` and `weights/delta.c`
+                            use nothing above it, as ONEDNN_MAX_CPU_ISA does for torch's matrix
                             products
 
-So a test suite can be run on one x86 processor as if it were another. ARM has one set only, and
-nothing to take out.
+So a test suite can run on one x86 processor as if it were another. On ARM there is only one set.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ VARIABLE = "ETUDE_CPU_ISA"
 
 
 class Isa(IntEnum):
-    """In the order in which one includes the other; the numbers are those of the C files."""
+    """Instruction sets, each including the previous ones; the numbers are those in the C files."""
 
     GENERIC = 0
     AVX2 = 1
@@ -32,13 +30,13 @@ class Isa(IntEnum):
 
 
 def load_library(directory: Path, name: str) -> ctypes.CDLL | None:
-    """A shared library that `pip install` built, if the machine had a compiler."""
+    """Load a shared library that `pip install` built; None if the machine had no compiler."""
     path = directory / f"{name}.abi3.so"
     return ctypes.CDLL(str(path)) if path.exists() else None
 
 
 def chosen_isa(best: int) -> Isa:
-    """`best`: what the processor has, as a C file knows it."""
+    """The instruction set to use. `best`: the processor's own, as a C file reports it."""
     text = os.environ.get(VARIABLE)
     if not text:
         return Isa(best)

@@ -1,11 +1,11 @@
-"""Sudden jumps of the reward: what a policy earns at a task, or a family of tasks, that it hardly
+"""Sudden jumps of the reward: high rewards at a task, or a family of tasks, that the policy hardly
 ever solved before.
 
-Learning is gradual, and a hole in a grader is found at once: a jump is worth a look. It is no
-proof, since a skill can click, so it is flagged, and set aside only if the run says so.
+Learning is gradual, while a hole in a grader is exploited all at once: a jump is worth a look. It
+is not proof, since a skill can click, so it is flagged, and set aside only if the run asks for it.
 
-A group is held against groups that were admitted more than `max_lag` versions before it, as in
-`core.curriculum`: what is found does not depend on which session was quicker.
+A group is compared with groups that were admitted more than `max_lag` versions before it, as in
+`core.curriculum`: the result does not depend on which session was faster.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from etude.core.types import Group, Part
 
 REWARD_JUMP = "reward_jump"
 LEAST = 0.5
-"""Of reward, between what was earned before and what is earned now."""
+"""Least difference of the reward before and after a jump."""
 DEVIATIONS = 4.0
 STEADY = 0.18
-"""Means that vary less count as varying so much: as those of eight attempts do by chance."""
+"""Lower bound on the deviation of means: that of eight attempts by chance alone."""
 MEMORY = 64
-"""Groups that the present is held against, the newest."""
+"""Newest groups that a group is compared with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Jump:
-    """`now` stands apart from what the groups before it earned."""
+    """A jump: `now` stands apart from the rewards of the groups before."""
 
     before: float
     now: float
@@ -42,9 +42,9 @@ class Jump:
 
 
 def find_jump(means: Sequence[float], *, recent: int, at_least: int) -> Jump | None:
-    """Whether the last `recent` of a series of mean rewards stand apart from those before, of which
-    there must be `at_least` so many: by half a point of reward, and by four of the deviations that
-    a mean of so many has."""
+    """The jump between the last `recent` of a series of mean rewards and the earlier ones, which
+    must be `at_least` many; None if there is none. A jump is at least half a point of reward, and
+    four standard deviations of such a mean."""
     before, now = means[:-recent], means[-recent:]
     if len(before) < at_least or len(now) < recent:
         return None
@@ -56,7 +56,7 @@ def find_jump(means: Sequence[float], *, recent: int, at_least: int) -> Jump | N
 
 
 class RewardJumps:
-    """Looks at the series of rewards of each task and family. Pure."""
+    """Watches the series of rewards of each task and family. Pure."""
 
     def __init__(
         self, families: Mapping[str, str], *, max_lag: int, past: Iterable[AskedTask] = ()
@@ -68,7 +68,7 @@ class RewardJumps:
         self._series: dict[tuple[str, str], list[float]] = {}
 
     def look(self, asked: AskedTask) -> str | None:
-        """What is odd about a group that came to its end, if anything is."""
+        """Describe the jump that a finished group shows; None if there is none."""
         self._read_until(asked.version)
         if not asked.rewards:
             return None
@@ -84,7 +84,7 @@ class RewardJumps:
         return None
 
     def learn(self, asked: AskedTask) -> None:
-        """The same group as it was settled: what was set aside is in no series."""
+        """Add the same group in its settled form: rewards that were set aside enter no series."""
         self._asked.append(asked)
 
     def _read_until(self, version: int) -> None:
@@ -100,7 +100,7 @@ class RewardJumps:
 
 
 def flag_jump(group: Group, why: str, *, quarantine: bool) -> Group:
-    """The group with a flag, and the evidence, at each attempt that earned something."""
+    """The group with a flag and the evidence at each attempt that earned something."""
     name = CHEAT + REWARD_JUMP if quarantine else REWARD_JUMP
     return replace(
         group,

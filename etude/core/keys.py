@@ -1,5 +1,5 @@
-"""The keys of a run's config as data: each with its type, default and meaning, from the tables
-themselves. `docs/config.md` and `etude keys` are made of it."""
+"""The keys of a run's config as data: each with its type, default and meaning, taken from the
+tables themselves. `docs/config.md` and `etude keys` are generated from this."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Key:
     name: str
     type: str
     default: str
-    """As TOML; or `REQUIRED`, or `NONE`."""
+    """The default as TOML, or `REQUIRED`, or `NONE`."""
     meaning: str
 
 
@@ -36,9 +36,9 @@ class Table:
     """A table of the config file."""
 
     path: str
-    """How `--set` and `etude keys` name it; empty for the top level."""
+    """The table's name for `--set` and `etude keys`; empty for the top level."""
     header: str
-    """How it begins in a file."""
+    """The table's header in a file."""
     meaning: str
     keys: tuple[Key, ...]
 
@@ -74,7 +74,7 @@ def _nested(path: str, kind: type[Config]) -> list[Table]:
 
 
 def _inner(table: type[Config]) -> dict[str, type[Config]]:
-    """The tables within one."""
+    """The tables within a table."""
     fields = table.model_fields.items()
     return {key: inner for key, field in fields if (inner := _table_in(field.annotation))}
 
@@ -87,7 +87,8 @@ def _keys(table: type[Config]) -> tuple[Key, ...]:
 
 
 def _stage_keys(kind: str, stage: type[Config]) -> tuple[Key, ...]:
-    """Those of its kind first; the kind itself stands in the header, and is the default name."""
+    """The keys of a stage, those of its kind first. The kind itself is in the header, and is the
+    default name."""
     inherited = set(StageConfig.model_fields)
     keys = [key for key in _keys(stage) if key.name != "kind"]
     named = [replace(key, default=json.dumps(kind)) if key.name == "name" else key for key in keys]
@@ -150,7 +151,7 @@ def _text(table: type[Config]) -> str:
 
 
 def _meaning(table: type[Config], key: str) -> str:
-    """The text under a field; a table that has none of its own for it takes that of its parent."""
+    """The text under a field; without one, the text in the parent table."""
     for kind in table.__mro__:
         if text := _texts(kind.__module__).get((kind.__name__, key)):
             return inspect.cleandoc(text).replace("\n", " ")
@@ -159,7 +160,7 @@ def _meaning(table: type[Config], key: str) -> str:
 
 @cache
 def _texts(module: str) -> dict[tuple[str, str], str]:
-    """The strings under the fields of a module's classes, which Python itself forgets."""
+    """The strings under the fields of a module's classes, which Python itself does not keep."""
     if not module.startswith("etude."):
         return {}
     tree = ast.parse(inspect.getsource(sys.modules[module]))

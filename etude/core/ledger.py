@@ -2,8 +2,8 @@
 
     issued = trained + dropped{reason} + in flight
 
-The ledger is a fold over an append-only list of entries, so the same code answers in the running
-controller and in an audit that reads the entries back from disk after a crash.
+The ledger is a fold over an append-only list of entries, so the same code runs in the controller
+and in an audit that reads the entries back from disk after a crash.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Reason = Literal[
     "heldout",
     "deleted",
 ]
-"""Why a sample is not trained on: `MEANINGS`. The last five are of sessions of users (`realtime`),
-which come whether or not there is room for them."""
+"""The reason why a sample is not trained on; `MEANINGS` explains each. The last five apply to
+sessions of users (`realtime`), which arrive whether or not there is room for them."""
 MEANINGS: dict[Reason, str] = {
     "failed": "something broke, or nothing was sampled: there is nothing to learn from",
     "malformed": "cannot be trained on: too long, a number that is not finite, an unknown version",
@@ -45,7 +45,7 @@ MEANINGS: dict[Reason, str] = {
     "heldout": "its user is one who never sees an update",
     "deleted": "its user was deleted, or withdrew, or it is past its retention",
 }
-"""In words; `Dropped.detail` names the parameters, the trick, or the user."""
+"""The reasons in words; `Dropped.detail` names the parameters, the trick, or the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +55,13 @@ class Issued:
     samples: tuple[str, ...]
     version: int
     epoch: int = 0
-    """How many times all tasks had been issued before."""
+    """The number of times that all tasks had been issued before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batched:
-    """The samples went into the batch of `step`. They count as trained once that step's weights are
-    published."""
+    """The samples that went into the batch of `step`. They count as trained once that step's
+    weights are published."""
 
     step: int
     samples: tuple[str, ...]
@@ -75,7 +75,8 @@ class Dropped:
 
     @property
     def label(self) -> str:
-        """What it is counted under: the reason, with its detail if there is one."""
+        """The name that the samples are counted under: the reason, with its detail if there is
+        one."""
         return f"{self.reason} ({self.detail})" if self.detail else self.reason
 
 
@@ -90,7 +91,7 @@ Entry = Issued | Batched | Dropped | Trained
 
 
 class Unbalanced(Exception):
-    """An entry contradicts what is written before it: a sample settled twice, or never issued."""
+    """An entry that contradicts an earlier one: a sample settled twice, or never issued."""
 
 
 class Ledger:
@@ -115,32 +116,32 @@ class Ledger:
 
     @property
     def batched(self) -> int:
-        """Samples in flight whose batch is written."""
+        """The number of samples in flight whose batch is written."""
         return sum(map(len, self._batched.values()))
 
     def samples(self) -> list[str]:
-        """All that were ever issued."""
+        """All samples that were ever issued."""
         return list(self._state)
 
     def __contains__(self, sample: str) -> bool:
-        """Whether it was ever issued."""
+        """True if the sample was ever issued."""
         return sample in self._state
 
     def has_fate(self, sample: str) -> bool:
-        """Whether it was issued, and is batched or dropped."""
+        """True if the sample was issued and is batched or dropped."""
         return sample in self._state and sample not in self._open
 
     def has_batch(self, step: int) -> bool:
-        """Whether the samples of a step that is not trained yet are entered."""
+        """True if the batch of `step` is entered and not trained yet."""
         return step in self._batched
 
     def open_samples(self) -> list[str]:
-        """Issued, and neither batched nor dropped yet."""
+        """The samples that were issued and are neither batched nor dropped yet."""
         return list(self._open)
 
     def fate(self, sample: str) -> int | str | None:
-        """What became of a sample that was issued: the step of its batch, or why it was dropped;
-        None while it is open."""
+        """The fate of a sample that was issued: the step of its batch, or the reason why it was
+        dropped; None while it is open."""
         state = self._state[sample]
         return None if state == "open" else state
 

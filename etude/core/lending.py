@@ -1,12 +1,12 @@
-"""Lending: how much of the workers in front of users RL may have now. Pure: clocks and measurements
-are handed in.
+"""Lending: the capacity of the workers in front of users that RL may use now. Pure: clocks and
+measurements are passed in.
 
-    same model       RL takes the slots that users leave idle, by priority; how many it may have at
-                     most on a worker is decided by the users' time to first token (`SlotPolicy`)
+    same model       RL takes the slots that users leave idle, by priority; the users' time to first
+                     token limits their number on each worker (`SlotPolicy`)
     another model    a worker is drained, loads the weights of RL whole, and comes back
                      (`LoanPolicy`)
 
-Both keep to the hours of the schedule. Whatever is unclear is decided for the users.
+Both respect the hours of the schedule. In case of doubt the decision favours the users.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 
 DAY_S = 86_400.0
 LATE_SHARE = 0.01
-"""Of the users' requests beside RL, so many may get their first token later than promised."""
+"""Share of the users' requests next to RL that may get their first token later than promised."""
 REMEMBERED = 200
-"""Requests that the share is taken of."""
+"""Requests that this share is computed over."""
 STEPS_BACK = 8
-"""After so many decisions without a late request RL has all slots again."""
+"""Decisions without a late request after which RL has all slots again."""
 
 
 def lendable_s(hours: Sequence[str], now: float) -> float:
-    """How long lending is allowed from now on; 0 if it is not. `now`: since 1970."""
+    """The time for which lending is allowed from now on; 0 if it is not allowed. `now`: seconds
+    since 1970."""
     if not hours:
         return math.inf
     at, left = now % DAY_S, 0.0
@@ -43,8 +44,8 @@ def _seconds(time: str) -> float:
 
 
 class SlotPolicy:
-    """How many slots of one worker RL may have, of those that users leave. Halved when users wait
-    too long beside it, and given back step by step."""
+    """The number of slots of one worker that RL may use, of those that users leave idle. Halved
+    when users wait too long next to RL, and then raised again step by step."""
 
     def __init__(self, *, slots: int, max_ttft_s: float, hours: Sequence[str] = ()) -> None:
         self._slots = slots
@@ -55,9 +56,10 @@ class SlotPolicy:
         self._is_new = False
 
     def first_token(self, seconds: float, *, since_rl_s: float) -> None:
-        """A user has waited so long. `since_rl_s`: how long before they came RL last had a slot; 0
-        if it had one then. What they wait for without RL is not for RL to mend, but those who came
-        beside it hold their places for longer, and others may wait behind them."""
+        """Record the wait of a user for the first token. `since_rl_s`: the time between the last
+        slot of RL and the user's request; 0 if RL had a slot then. A wait without RL cannot be
+        fixed by taking slots from RL. But users who arrived next to RL hold their places for
+        longer, and others may have to wait for them."""
         if since_rl_s <= self._max_ttft_s:
             late = seconds > self._max_ttft_s
             self._late.append(late)
@@ -67,7 +69,7 @@ class SlotPolicy:
         return lendable_s(self._hours, now) > 0
 
     def decide(self, now: float) -> int:
-        """To be asked about once a second."""
+        """Return the number of slots for RL. Call this about once a second."""
         if self._is_new and sum(self._late) > LATE_SHARE * len(self._late):
             self._allowed //= 2
             self._late.clear()
@@ -79,7 +81,7 @@ class SlotPolicy:
 
 
 class FirstTokens:
-    """How long the users of the last minute waited for their first tokens."""
+    """The waits for first tokens of the users of the last minute."""
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, float]] = deque(maxlen=10_000)
@@ -88,24 +90,24 @@ class FirstTokens:
         self._waits.append((now, now - asked))
 
     def p99(self, now: float) -> float | None:
-        """None if there was no request."""
+        """The 99th percentile; None if there was no request."""
         recent = sorted(wait for at, wait in self._waits if now - at < 60.0)
         return recent[math.ceil(0.99 * len(recent)) - 1] if recent else None
 
 
 @dataclass(frozen=True, slots=True)
 class UsersLoad:
-    """What users ask of the workers that serve them now."""
+    """The load of users on the workers that serve them now."""
 
     workers: int
     active: int
-    """Requests under way."""
+    """Requests in progress."""
     ttft_p99_s: float | None = None
-    """Of the last minute; None if there was no request."""
+    """The 99th percentile over the last minute; None if there was no request."""
 
 
 class LoanPolicy:
-    """Whether one worker is with the users or lent to RL."""
+    """Decides whether one worker serves the users or is lent to RL."""
 
     def __init__(
         self,
@@ -128,12 +130,12 @@ class LoanPolicy:
         self._calm_since: float | None = None
 
     def returned(self, seconds: float) -> None:
-        """A return has taken so long, without the time in which nobody could tell: a gateway that
-        was away for hours would end all lending."""
+        """Record the duration of a return, without the time in which it could not be observed: a
+        gateway that was away for hours would otherwise end all lending."""
         self._return_s = max(self._return_s, seconds)
 
     def lends(self, now: float, users: UsersLoad) -> bool:
-        """For a worker that serves users: whether it is to go now."""
+        """True if a worker that serves users should be lent now."""
         others = users.workers - 1
         calm = (
             lendable_s(self._hours, now) > 2 * self._return_s + self._calm_s
@@ -148,8 +150,7 @@ class LoanPolicy:
         return self._calm_since is not None and now - self._calm_since >= self._calm_s
 
     def recalls(self, now: float, users: UsersLoad | None) -> bool:
-        """For a worker that is lent: whether it is to come back now. `users`: None if nobody knows
-        how they fare."""
+        """True if a lent worker should come back now. `users`: None if their load is not known."""
         self._calm_since = None
         return (
             users is None

@@ -22,8 +22,8 @@ class StageSpan:
 
     stage: AnyStage
     start: int
-    """The version that it starts from. Version 0, the weights before any training, is published
-    if the run was given a model (`model.path`), or for a loop."""
+    """The version that the stage starts from. Version 0, the weights before any training, is
+    published if the run was given a model (`model.path`), or for a loop."""
     end: int
 
     @property
@@ -44,8 +44,8 @@ def stage_spans(stages: Sequence[AnyStage]) -> list[StageSpan]:
 
 
 def adapted_spans(config: RunConfig) -> list[StageSpan]:
-    """The stages that train an adapter (LoRA). It is one to the version that the first of them
-    starts from."""
+    """The stages that train an adapter (LoRA). The adapter applies to the version that the first of
+    these stages starts from."""
     spans = stage_spans(config.stage)
     lora = config.trainer.lora
     names = [] if lora is None else lora.stages([span.name for span in spans])
@@ -53,8 +53,8 @@ def adapted_spans(config: RunConfig) -> list[StageSpan]:
 
 
 def periodic_versions(stages: Sequence[AnyStage], every: int) -> list[int]:
-    """The versions within loops that are evaluated while these go on. That which a stage ends with
-    is evaluated in any case, and not among them."""
+    """The versions within loops that are evaluated while the loops run, except the last version of
+    a stage, which is always evaluated."""
     loops = [span for span in stage_spans(stages) if isinstance(span.stage, RolloutStageConfig)]
     return [
         version for span in loops for version in range(span.start + every, span.end, every or 1)
@@ -64,7 +64,7 @@ def periodic_versions(stages: Sequence[AnyStage], every: int) -> list[int]:
 def estimator_of(
     stage: AnyStage, max_tokens: int, *, quarantine: bool = False
 ) -> AdvantageEstimator:
-    """The advantage estimator of a stage; `max_tokens` of a row."""
+    """The advantage estimator of a stage; `max_tokens` is the limit of a row."""
     max_lag = stage.max_lag if isinstance(stage, RolloutStageConfig) else None
     if not isinstance(stage, RlConfig):
         return AdvantageEstimator(

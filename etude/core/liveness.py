@@ -1,8 +1,8 @@
-"""Liveness: which processes have been silent for too long. Pure: the time is passed in, and no
+"""Liveness: the processes that have been silent for too long. Pure: the time is passed in, and no
 process is stopped or started here.
 
-A process that was stopped, or whose host is gone, closes no connection: the only sign of it is that
-it gives none. So every process sends heartbeats, and is silent after `heartbeat_timeout_s` without
+A process that was stopped, or whose host is gone, closes no connection: the only sign of it is
+silence. So every process sends heartbeats, and counts as silent after `heartbeat_timeout_s` without
 one.
 """
 
@@ -23,11 +23,11 @@ class Liveness:
     def __init__(self, heartbeat_timeout_s: float) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._heard: dict[str, float] = {}
-        self._silent: dict[str, float] = {}  # since when
-        self._told: dict[str, float] = {}  # when that was last said
+        self._silent: dict[str, float] = {}  # name -> since when
+        self._told: dict[str, float] = {}  # name -> time of the last event about it
 
     def heard(self, name: str, now: float) -> None:
-        """Record a heartbeat. A time to come means: not silent before then."""
+        """Record a heartbeat. A time in the future means: not silent before then."""
         self._heard[name] = now
 
     def forget(self, name: str) -> None:
@@ -35,8 +35,8 @@ class Liveness:
         self._heard.pop(name, None)
 
     def look(self, now: float) -> list[ProcessSilent | ProcessHeard]:
-        """The events that are due: processes that are silent, at first and then now and then; and
-        processes that are heard again."""
+        """Return the events that are due: for processes that are silent, at first and then from
+        time to time, and for processes that are heard again."""
         silent = {
             name: then
             for name, then in self._heard.items()
@@ -62,8 +62,9 @@ class Liveness:
 
 
 class DisturbanceTracker:
-    """When a process that sessions need was last silent, as far as their controller can see: those
-    of the sandboxes, the workers, the gateway, from which it hears of these, and itself."""
+    """The last time that a process which sessions need was silent, as far as their controller can
+    see: a process of the sandboxes, a worker (reported by the gateway), the gateway, or the
+    controller itself."""
 
     def __init__(self, heartbeat_timeout_s: float, now: float) -> None:
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -75,8 +76,8 @@ class DisturbanceTracker:
     def look(
         self, now: float, owing: Mapping[str, float], silent_regions: Sequence[str]
     ) -> list[ProcessSilent | ProcessHeard]:
-        """To be called often, with who owes an answer and for how long. Gives what is to be told of
-        those; whoever started the other processes tells of them."""
+        """Return the events about processes that owe an answer (`owing`: process -> seconds). Call
+        this often. Events about the other processes come from the process that started them."""
         for name, seconds in owing.items():
             self._liveness.heard(name, now - seconds)
         for name in self._owing - owing.keys():
@@ -88,5 +89,6 @@ class DisturbanceTracker:
         return told
 
     def last(self, now: float) -> float:
-        """A look that is overdue waits for the gateway, or the controller was stopped itself."""
+        """The time of the last silence. An overdue look counts as one: it waits for the gateway, or
+        the controller itself was stopped."""
         return now if now - self._looked >= self._heartbeat_timeout_s else self._last

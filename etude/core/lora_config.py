@@ -1,4 +1,4 @@
-"""The configuration of LoRA: which stages train an adapter, and which one."""
+"""The configuration of LoRA: the stages that train an adapter, and its shape."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from etude.core.stages import StageConfig
 
 
 class LoraConfig(Config):
-    """LoRA: from some stage on a small adapter is trained, and the model under it stays as it is
+    """LoRA: from some stage on, train a small adapter and leave the model under it unchanged
     (docs/lora.md)."""
 
     rank: Count = 16
-    """Rank of the two thin matrices beside each adapted one."""
+    """Rank of the two thin matrices added to each adapted one."""
     alpha: Positive = 32.0
-    """What they give is multiplied by alpha / rank."""
+    """The product of the two thin matrices is multiplied by alpha / rank."""
     targets: Annotated[tuple[Name, ...], Field(min_length=1, strict=False)] = (
         "q_proj",
         "k_proj",
@@ -28,19 +28,19 @@ class LoraConfig(Config):
         "up_proj",
         "down_proj",
     )
-    """The adapted matrices by their last names in Hugging Face files. In sparse models those of
-    attention alone: experts take no adapters."""
+    """The adapted matrices, by their last names in Hugging Face files. In sparse models only those
+    of attention: experts take no adapters."""
     from_stage: Name | None = None
-    """The first stage that trains the adapter; those after it go on with it. None: the first stage
-    of the run, which then starts from model.path."""
+    """The first stage that trains the adapter; later stages continue training it. None: the first
+    stage of the run, which must then start from model.path."""
 
     def stages(self, names: Sequence[str]) -> Sequence[str]:
-        """Those that train the adapter, of all stages of the run."""
+        """The stages that train the adapter, out of all stages of the run."""
         return names if self.from_stage is None else names[names.index(self.from_stage) :]
 
     def check(self, stages: Sequence[StageConfig], *, fresh: bool, optimizer: str) -> None:
-        """Raises ValueError for what does not go together. `fresh`: the run starts from fresh
-        weights."""
+        """Raise ValueError for a combination that is not possible. `fresh`: the run starts from
+        fresh weights."""
         names = [stage.name for stage in stages]
         if self.from_stage is not None and self.from_stage not in names:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Results that are remembered, so that the same work is done once."""
+"""A cache of results, so that the same work is done once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Memo(Generic[T]):
-    """The newest results, each by a key that says all it depends on."""
+    """The newest results, each by a key that contains everything that the result depends on."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -23,8 +23,9 @@ class Memo(Generic[T]):
         compute: Callable[[], Awaitable[T]],
         keep: Callable[[T], bool] = lambda result: True,
     ) -> T:
-        """The result, by `compute` if it is new. Concurrent callers wait for the first, and compute
-        it themselves if that one fails. `keep`: whether later callers are given it too."""
+        """Return the result, from `compute` if it is new. Concurrent callers wait for the first
+        one, and compute the result themselves if that one fails. `keep`: decides whether later
+        callers get the result too."""
         if key in self._results:
             return self._results[key]
         if (pending := self._pending.get(key)) is None:
@@ -40,7 +41,8 @@ class Memo(Generic[T]):
         return result
 
     async def _first(self, key: Hashable, compute: Callable[[], Awaitable[T]]) -> T:
-        """Hands the result to those who wait for it; nothing, if it fails."""
+        """Compute the result and pass it to the callers that wait for it; on failure, pass
+        nothing."""
         pending = self._pending[key] = asyncio.get_running_loop().create_future()
         found: tuple[T, ...] = ()
         try:

@@ -1,5 +1,5 @@
 """Metrics: events as named numbers on one axis, for programs that draw curves. The axis is the
-version for rl, and the step for a stage that learns from text."""
+version for rl, and the step for a supervised stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from etude.core.events import EvalDone, Event, FitStep, GroupDone, StepDone
 
 
 def metrics(event: Event) -> tuple[int, dict[str, float]]:
-    """(place on the axis, name -> value); nothing for an event that is no point of a curve."""
+    """(position on the axis, name -> value); an empty mapping for an event that is not on a
+    curve."""
     match event:
         case StepDone():
             whole = sum(event.lags)

@@ -23,12 +23,12 @@ class ModelConfig(Config):
     intermediate_size: Count = 384
     """Width of the feed-forward layer."""
     max_context: Annotated[int, Field(ge=2)] = 512
-    """Tokens of the longest session, prompt included."""
+    """Tokens of the longest session, including the prompt."""
     vocab_size: Count = 512
     """Tokens of the vocabulary, which is learnt from the built-in corpus."""
     path: Annotated[str | None, Place.PATH] = None
-    """A Hugging Face directory to start from. The shape then comes from there; only max_context
-    still counts."""
+    """A Hugging Face directory to start from. It determines the shape; of the other keys only
+    max_context still applies."""
 
     @model_validator(mode="after")
     def _shape(self) -> ModelConfig:

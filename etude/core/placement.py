@@ -1,10 +1,10 @@
-"""Placement: how many GPUs the trainer and the engines get, and how long a step takes then. Pure
-arithmetic over the sizes of a model and the data sheet of a GPU; every assumption is a constant
-here.
+"""Placement: the number of GPUs for the trainer and the engines, and the resulting time of a step.
+Pure arithmetic over the sizes of a model and the data sheet of a GPU; every assumption is a
+constant here.
 
 A step trains on `sessions` sessions. Training is bound by arithmetic, decoding by memory bandwidth:
-an engine reads its weights once for each token that its requests are given together, and the keys
-and values of each of them.
+an engine reads its weights once for every token that its requests get together, and the keys and
+values of each request.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from dataclasses import dataclass
 from math import ceil
 
 TRAIN_MFU = 0.35
-"""Share of a GPU's arithmetic that training reaches, communication included."""
+"""Share of a GPU's arithmetic that training reaches, including communication."""
 PREFILL_MFU = 0.5
 DECODE_MFU = 0.4
 DECODE_BANDWIDTH = 0.6
 """Share of the memory's bandwidth that decoding reaches."""
 TRAIN_BYTES = 18
-"""Of a weight: bf16 weight, fp32 gradient, fp32 master and two moments."""
+"""Bytes for each weight: bf16 weight, fp32 gradient, fp32 master and two moments."""
 MEMORY_USED = 0.85
-"""Share of a GPU's memory for weights, state, keys and values; activations have the rest."""
+"""Share of a GPU's memory for weights, state, keys and values; activations use the rest."""
 WANTED_RATIO = 1 / 3
-"""GPUs of engines for each of the trainer, at most, where training is what is paid for."""
+"""GPUs of engines for each GPU of the trainer, at most, so that most of the cost goes into
+training."""
 SMALL_FLEET = 16
-"""Above so many GPUs the trainer's come in whole machines."""
+"""The number of GPUs above which the trainer gets whole machines."""
 MACHINE = 8
 LESS_MEMORY = "lower stage.rl.microbatch_tokens, or set trainer.gradient_checkpointing = true"
-"""What to do about a trainer that has too little."""
+"""Advice for a trainer with too little memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
     memory_bytes: float
     flops: float
-    """bf16, dense, a second."""
+    """Dense bf16 FLOPs per second."""
     bandwidth: float
-    """Of its memory, bytes a second."""
+    """Memory bandwidth, in bytes per second."""
 
 
 GPUS = {
@@ -46,7 +47,7 @@ GPUS = {
     "h200": Gpu(memory_bytes=141e9, flops=989e12, bandwidth=4.8e12),
     "b200": Gpu(memory_bytes=180e9, flops=2250e12, bandwidth=8.0e12),
 }
-"""From the makers' data sheets."""
+"""From the manufacturers' data sheets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +56,25 @@ class ModelSize:
     active: float
     """Parameters that a token is multiplied with; fewer than all in a sparse model."""
     kv_bytes: float
-    """Keys and values of one token."""
+    """Bytes of the keys and values of one token."""
     weight_bytes: float = 2.0
-    """Of a weight in an engine."""
+    """Bytes of one weight in an engine."""
     activation_bytes: float = 0.0
-    """Of one forward and backward pass in training; 0 if not known."""
+    """Bytes of the activations of one forward and backward pass in training; 0 if not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What one step of rl needs."""
+    """The work of one step of rl."""
 
     sessions: int
     turns: int
     sampled: int
-    """Tokens of a session that the model says."""
+    """Tokens of a session that the model samples."""
     read: int
-    """Tokens of a session that it is told: prompts, and what tools answer."""
+    """Tokens of a session that the model reads: prompts, and answers of tools."""
     tool_s: float
-    """Of a session, in tools and grading."""
+    """Time of a session in tools and grading."""
     max_lag: int
     max_num_seqs: int
 
@@ -86,37 +87,37 @@ class Workload:
 class Placement:
     gpus: int
     gpu_bytes: float
-    """Memory of each."""
+    """Memory of each GPU."""
     trainer_gpus: int
     engines: int
     engine_gpus: int
-    """Of each engine."""
+    """GPUs of each engine."""
     colocated: bool
-    """Trainer and engines take turns on the same GPUs."""
+    """True if trainer and engines take turns on the same GPUs."""
     trainer_bytes: float
-    """Of a GPU: weights, gradients and state."""
+    """Weights, gradients and state on each GPU of the trainer."""
     activation_bytes: float
-    """Of a GPU of the trainer, beside them."""
+    """Activations on each GPU of the trainer."""
     engine_bytes: float
-    """Of a GPU: weights, and the keys and values of `seqs` requests."""
+    """Memory on each GPU of an engine: weights, and the keys and values of `seqs` requests."""
     seqs: int
     """Requests that an engine decodes together."""
     train_s: float
     rollout_s: float
-    """Of all sessions of a step, by all engines."""
+    """Time of all sessions of a step, by all engines."""
     session_s: float
-    """Of one session, from its prompt to its grade."""
+    """Time of one session, from its prompt to its grade."""
     turn_s: float
     step_s: float
 
     @property
     def ratio(self) -> float:
-        """GPUs of engines for each of the trainer."""
+        """GPUs of engines for each GPU of the trainer."""
         return self.engines * self.engine_gpus / self.trainer_gpus
 
     @property
     def advice(self) -> list[str]:
-        """What to change, the most useful first."""
+        """The changes to make, the most useful first."""
         found = []
         if self.trainer_bytes + self.activation_bytes > self.gpu_bytes:
             found.append(
@@ -154,7 +155,8 @@ class Placement:
 
 
 def plan_placement(model: ModelSize, work: Workload, gpu: Gpu, gpus: int) -> Placement:
-    """The split of so many GPUs whose steps are shortest. ValueError if the model does not fit."""
+    """The split of this many GPUs that makes steps shortest. ValueError if the model does not
+    fit."""
     room = gpu.memory_bytes * MEMORY_USED
     least_trainer = max(1, ceil(model.parameters * TRAIN_BYTES / room))
     engine = _engine_gpus(model, work, room)
@@ -188,7 +190,7 @@ def _placement(
     seqs = _seqs(model, work, gpu, engine)
     token_s = decode_s(model, work, gpu, engine, seqs)
     read_s = work.read * 2 * model.active / (engine * gpu.flops * PREFILL_MFU)
-    # prefill takes the engine from its other requests; decoding is shared by all of them
+    # prefill keeps the engine from its other requests; decoding is shared by all of them
     engine_s = work.sampled * token_s / seqs + read_s
     rollout_s = work.sessions * engine_s / engines
     session_s = work.sampled * token_s + read_s * seqs + work.tool_s
@@ -220,15 +222,15 @@ def _colocated(model: ModelSize, work: Workload, gpu: Gpu, gpus: int, engine: in
 
 
 def _seqs(model: ModelSize, work: Workload, gpu: Gpu, engine: int) -> int:
-    """As many requests as the config allows and memory holds."""
+    """The number of requests that the config allows and memory holds."""
     room = engine * gpu.memory_bytes * MEMORY_USED - model.parameters * model.weight_bytes
     fit = int(room / (work.length * model.kv_bytes)) if model.kv_bytes else work.max_num_seqs
     return max(1, min(work.max_num_seqs, fit))
 
 
 def decode_s(model: ModelSize, work: Workload, gpu: Gpu, engine: int, seqs: int) -> float:
-    """For one token of each of `seqs` requests: what is read, or what is computed. Of a sparse
-    model, many requests together read nearly all experts."""
+    """Time to decode one token for each of `seqs` requests: the larger of memory reads and
+    arithmetic. In a sparse model, many requests together read nearly all experts."""
     weights = min(model.parameters, model.active * seqs) * model.weight_bytes
     cache = seqs * work.length / 2 * model.kv_bytes
     read_s = (weights + cache) / (engine * gpu.bandwidth * DECODE_BANDWIDTH)

@@ -12,21 +12,21 @@ Devices = Annotated[tuple[CountOrZero, ...], Field(strict=False)]
 
 
 class PlacementConfig(Config):
-    """Devices of the machine that trainer, engines and sandboxes get. Without it the first GPUs
+    """Devices of the machine for trainer, engines and sandboxes. Without this table the first GPUs
     go to the ranks of the trainer and the others to the regions in turn, if there is one for each;
-    otherwise all share all."""
+    otherwise all processes share all GPUs."""
 
     trainer: Devices = ()
     """Numbers of the GPUs of the trainer, as `nvidia-smi` counts them."""
     engines: dict[Name, Devices] = {}
     """Region -> the GPUs of its worker."""
     sandbox_cpus: Devices = ()
-    """CPU cores of the sandboxes and of what grades in them; none: all."""
+    """CPU cores of the sandboxes and of the graders in them; none: all cores."""
 
     @property
     def evaluator(self) -> Devices:
-        """It shares a GPU with an engine, never with the trainer: the last one of the region that
-        has most."""
+        """The evaluator's GPU: it shares one with an engine, never with the trainer, namely the
+        last one of the region that has most."""
         return max(self.engines.values(), key=len, default=())[-1:]
 
     @model_validator(mode="after")
@@ -41,8 +41,8 @@ class PlacementConfig(Config):
 
 
 def deal(gpus: int, ranks: int, regions: tuple[str, ...]) -> PlacementConfig:
-    """So many GPUs, dealt to the ranks of the trainer and then to the regions in turn; nothing if
-    there are too few for each to have one."""
+    """Deal this many GPUs to the ranks of the trainer and then to the regions in turn; the result
+    is empty if there are too few for each to have one."""
     if gpus < ranks + len(regions):
         return PlacementConfig()
     rest = range(ranks, gpus)

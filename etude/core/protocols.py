@@ -13,22 +13,21 @@ from etude.core.types import Attempt, Manifest, Score, Task, Transcript
 
 
 class Policy(Protocol):
-    """A model that can be sampled from, token ids in and token ids out, and that can move to newer
-    weights."""
+    """A model to sample from, token ids in and token ids out, that can switch to newer weights."""
 
     async def sample(self, request: Request) -> Sample:
-        """Raises ValueError for what can never be answered."""
+        """Sample an answer. ValueError for a request that can never be answered."""
 
     def stream(self, request: Request) -> AsyncIterator[Token | Sample]:
-        """The tokens one by one, then the sample that they make, once."""
+        """Yield the tokens one by one, then once the sample that they form."""
 
     async def load(self, version: int) -> None:
-        """Returns when every token sampled from now on comes from `version` or newer."""
+        """Return when every token sampled from now on comes from `version` or newer."""
 
 
 class Agent(Protocol):
     """A harness. It reaches the model only through an OpenAI-compatible URL and the key for it, so
-    anyone's harness is one."""
+    any harness can be one."""
 
     async def run(
         self, task: Task, sandbox: Sandbox, *, base_url: str, api_key: str, seed: int
@@ -38,12 +37,12 @@ class Agent(Protocol):
 class Environment(Protocol):
     """An environment: its tasks, the sandbox of each, and the score of an attempt.
 
-    It may also have `solution(task)`, which gives the files of a good answer, path -> content, or
-    an agent that makes one, or None: `etude try` scores it. No agent sees it. And it may have
-    `own_agent(desk, **limits)`, which gives the agent that belongs to it; `harness.agent` is left
-    alone then. `desk` is a `run.rollout.SessionDesk`, or None where there is no run. And it may
-    have `scoring_s(task)`, which gives the time that a task itself sets for its scoring: it comes
-    on top of `tasks.timeout_s`, so that the environment can say what running out of it is worth."""
+    Optional methods: `solution(task)` returns the files of a good answer (path -> content), an
+    agent that produces one, or None; `etude try` scores it, and no agent sees it. `own_agent(desk,
+    **limits)` returns the agent that belongs to the environment, which replaces `harness.agent`;
+    `desk` is a `run.rollout.SessionDesk`, or None outside a run. `scoring_s(task)` returns the time
+    that a task itself allows for its scoring, in addition to `tasks.timeout_s`, so that the
+    environment can score an attempt that runs out of it."""
 
     def tasks(self, split: str) -> Sequence[Task]: ...
 
@@ -54,4 +53,4 @@ class Environment(Protocol):
 
 class WeightStore(Protocol):
     async def wait(self, after: int) -> Manifest:
-        """The newest published version, as soon as it is newer than `after`."""
+        """Wait for a version newer than `after`, and return the newest one published."""

@@ -1,10 +1,10 @@
-"""Quarantine: which region's engines compute something else than the others'. Pure: the trainer's
-measurements are handed in.
+"""Quarantine of regions whose engines compute something different from the others. Pure: the
+trainer's measurements are passed in.
 
-The trainer computes every token again, so it knows how far each region is from it (k3). What was
-learnt since a token was sampled moves all of them alike; a region that is far from the trainer
-while the others are near has another kernel, another precision or a fault. Its tokens are of no
-use, and it is sent no more requests.
+The trainer recomputes every token, so it knows the distance of each region from itself (k3). The
+weights learnt since a token was sampled move all regions alike; a region that is far from the
+trainer while the others are near has another kernel, another precision or a fault. Its tokens are
+useless, and it gets no more requests.
 """
 
 from __future__ import annotations
@@ -16,28 +16,31 @@ from statistics import median, median_low
 from etude.core.events import MismatchMeasured
 
 STEPS, MIN_STEPS = 8, 3
-"""The last steps that count, and in how many of those a region must have been measured."""
+"""The number of last steps that count, and of those in which a region must have been measured."""
 MIN_TOKENS = 50
-"""Of a region in a step, for that to be a measurement."""
+"""Tokens of a region in a step that make a measurement."""
 MIN_K3 = 1e-3
-"""Below it a region is well, however near the others are: bf16 alone makes some 1e-4."""
+"""The k3 below which a region is healthy, however near the others are: bf16 alone causes about
+1e-4."""
 SMALLEST, LARGEST = 1e-12, 1e12
-"""In batch-invariant mode k3 is 0; of an engine that computes nothing but NaN it is none."""
+"""Bounds on k3: in batch-invariant mode it is 0, and for an engine that computes only NaN it is not
+finite."""
 
 
 class RegionDrift:
     """The regions of a run by their distance from the trainer, and those in quarantine."""
 
     def __init__(self, factor: float) -> None:
-        """`factor`: how many times the k3 of the others a region's may be; 0: any."""
+        """`factor`: the ratio of a region's k3 to that of the others above which it is quarantined;
+        0: no limit."""
         self._factor = factor
         self._steps: deque[MismatchMeasured] = deque(maxlen=STEPS)
         self.quarantined: dict[str, float] = {}
-        """Region -> how many times the others' its k3 was."""
+        """Region -> the ratio of its k3 to that of the others."""
 
     def add(self, measured: MismatchMeasured) -> str | None:
-        """The region that is to be sent no more requests from now on, if there is one. One at a
-        time, the farthest first, and never the last."""
+        """Add a measurement, and return the region that must get no more requests from now on, or
+        None. One at a time, the farthest first, and never the last one."""
         self._steps.append(measured)
         k3 = {
             region: value for region, value in self._k3().items() if region not in self.quarantined
@@ -52,8 +55,8 @@ class RegionDrift:
         return worst
 
     def _k3(self) -> dict[str, float]:
-        """Of each region that was measured often enough: the lower median of its steps, since a
-        single token can make the mean of one."""
+        """The k3 of each region that was measured often enough: the lower median over its steps,
+        since a single token can dominate the mean of one step."""
         found: dict[str, list[float]] = {}
         for measured in self._steps:
             for region, stats in measured.by_region.items():

@@ -1,12 +1,12 @@
-"""Sessions of users as they are stored: a record for every answer, with what the model read since
-the answer before it, and nothing that was redacted.
+"""Sessions of users as they are stored: a record for every answer, with the tokens that the model
+read since the previous answer, and without anything that was redacted.
 
-Redaction leaves every token in its place. The ids of a secret are replaced by a stand-in, and the
-places are known. What is left is as the engine saw it, with one exception: a token behind a secret
-was drawn from a context that is not there any more. Its log-prob could not be recomputed, and would
-let whoever has the weights try secrets out; so it is not stored. Tokens before the first redaction
-of a segment have theirs: they are what RL may learn from. What imitates (SFT) or compares (DPO)
-needs no log-probs, and leaves out only the answers that were redacted themselves.
+Redaction keeps every token in its place. The ids of a secret are replaced by a stand-in, and the
+places are recorded. The rest is what the engine saw, with one exception: a token after a secret was
+drawn from a context that is no longer stored. Its log-prob could not be recomputed, and would let
+anyone who has the weights test guesses of the secret; so it is not stored. Tokens before the first
+redaction of a segment have log-probs: RL may learn from these. Imitation (SFT) and comparison (DPO)
+need no log-probs, and leave out only the answers that were redacted themselves.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from etude.core.sampling import (
 from etude.core.types import Segment, SegmentKind
 
 Redaction = Finding
-"""Of tokens: places in what a turn holds, read and sampled together."""
+"""A redacted span of tokens: places in the tokens of a turn, read and sampled together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTurn:
-    """One answer, and what was read before it since the answer before."""
+    """One answer, and the tokens read between it and the previous one."""
 
     completion: str
     choice: int
@@ -43,39 +43,39 @@ class RecordedTurn:
     organisation: str
     session: str
     started: float
-    """When the session began."""
+    """The time at which the session started."""
     time: float
     number: int
-    """Of the turns of its session, from 0 on."""
+    """The number of the turn in its session, from 0 on."""
     propensity: float
-    """The chance that its session had to be recorded."""
+    """The probability with which its session was selected for recording."""
     policy: str
     vocabulary: str
-    """The digest of the tokenizer whose ids these are."""
+    """The digest of the tokenizer that the ids belong to."""
     segment: int
     start: int
-    """Tokens that the segment held before."""
+    """Tokens of the segment before this turn."""
     kind: SegmentKind
     parent: int | None
     read: tuple[int, ...]
     sampled: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of the sampled tokens before the first redaction of the segment; there may be fewer than
-    tokens."""
+    """Log-probs of the sampled tokens before the first redaction of the segment; there may be fewer
+    entries than tokens."""
     versions: tuple[VersionSpan, ...]
     regions: tuple[RegionSpan, ...]
     params: SamplingParams
     redacted: tuple[Redaction, ...]
     first_message: int
-    """Messages that the segment held before."""
+    """Messages of the segment before this turn."""
     messages: tuple[dict[str, Any], ...]
-    """Those that came since; the last one is the answer."""
+    """The messages since then; the last one is the answer."""
     tools: tuple[dict[str, Any], ...]
-    """Of the turn that opens a segment."""
+    """The tools, in the turn that opens a segment."""
     arm: str = ""
     """The pool of workers that answered, if there are several (`core.traffic`)."""
     arm_propensity: float = 1.0
-    """The chance that its user had to be in that arm."""
+    """The probability with which its user was assigned to that arm."""
 
     @property
     def answer(self) -> tuple[str, int]:
@@ -98,12 +98,12 @@ class RecordedSegment:
 
     @property
     def answers(self) -> list[int]:
-        """Which of the messages were sampled here, by turn."""
+        """The place in `messages` of each turn's answer."""
         return [turn.first_message + len(turn.messages) - 1 for turn in self.turns]
 
     def exact(self) -> Segment | None:
-        """As the engine saw it, up to its first redaction; behind that nothing counts as sampled.
-        None if no sampled token is left."""
+        """The segment as the engine saw it, up to its first redaction; no token after that counts
+        as sampled. None if no sampled token is left."""
         parts = [(turn, len(turn.logprobs)) for turn in self.turns]
         if not any(count for _, count in parts):
             return None
@@ -152,16 +152,16 @@ class RecordedSession:
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """What turns make, and what they do not."""
+    """The sessions put together from turns, and those that could not be."""
 
     sessions: list[RecordedSession] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    """Sessions, by reason."""
+    """Number of sessions by reason."""
 
 
 def put_together(turns: Iterable[RecordedTurn]) -> Sessions:
-    """Sessions out of their turns, in whatever order those come. One that lacks a turn is
-    dropped."""
+    """Assemble sessions from their turns, which may come in any order. A session that lacks a turn
+    is dropped."""
     by_session: dict[tuple[str, str], dict[int, RecordedTurn]] = defaultdict(dict)
     for turn in turns:
         by_session[turn.user, turn.session][turn.number] = turn
@@ -188,7 +188,7 @@ def put_together(turns: Iterable[RecordedTurn]) -> Sessions:
 
 
 def _segments(turns: Sequence[RecordedTurn]) -> tuple[RecordedSegment, ...] | None:
-    """None if one does not go on where the turn before it ended."""
+    """The segments of a session; None if one does not continue where its previous turn ended."""
     by_segment: dict[int, list[RecordedTurn]] = defaultdict(list)
     for turn in turns:
         by_segment[turn.segment].append(turn)
@@ -204,8 +204,8 @@ def _segments(turns: Sequence[RecordedTurn]) -> tuple[RecordedSegment, ...] | No
 def stripped(
     turn: RecordedTurn, redacted: Sequence[Redaction], stand_in: int, *, exact_before: bool
 ) -> RecordedTurn:
-    """The turn without what was found: `redacted`, places in what it read and sampled.
-    `exact_before`: nothing was redacted in its segment before."""
+    """The turn without the secrets: `redacted` are places in its read and sampled tokens.
+    `exact_before`: nothing was redacted earlier in its segment."""
     places = {at for span in redacted for at in range(span.start, span.end)}
     tokens = [
         stand_in if at in places else token for at, token in enumerate((*turn.read, *turn.sampled))

@@ -1,13 +1,15 @@
-"""What must never be written: keys, tokens, passwords and other private things in a text.
+"""Redaction of secrets that must never be written: keys, tokens, passwords and other private data
+in a text.
 
-A *kind* is a pattern and, for some, a check of what it found. Texts hide what they hold: in JSON,
-in URLs, in base64, in hexadecimal, or behind characters that nobody sees. So a text is looked at in
-several *views*, each the text as a decoder reads it, and views of views; whatever is found in one
-is a span of the text itself. A value that was called a password once is looked for by itself from
+A *kind* is a pattern and, for some kinds, a check of its matches. Texts hide their content: in
+JSON, in URLs, in base64, in hexadecimal, or behind invisible characters. So a text is searched in
+several *views*, each the text as a decoder reads it, and in views of views; a match in any of them
+is a span of the text itself. A value that was called a password once is searched for by itself from
 then on (`known`), in the same views.
 
-It finds what has a form. A password that nothing calls one is a word like any other, and a key
-whose letters stand apart is not found: docs/production.md says what this is good for and what not.
+Only secrets with a recognisable form are found. A password that nothing labels as one is a word
+like any other, and a key with separated letters is not found: docs/production.md describes what
+redaction can and cannot do.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_DEPTH = 3
-"""Of views of views: base64 of JSON of base64."""
+"""Nesting of views, such as base64 of JSON of base64."""
 MIN_KNOWN = 6
-"""Characters of a value that is looked for wherever it stands; a shorter one is a word."""
+"""Characters of a value that is searched for on its own; a shorter one is a common word."""
 MARK = "[redacted:"
 
 
@@ -41,15 +43,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One sort of secret. The group `s` of the pattern is what is secret, if it is not all."""
+    """One kind of secret. The pattern's group `s` is the secret, if it is not the whole match."""
 
     pattern: re.Pattern[str]
     words: tuple[str, ...] = ()
-    """Each match begins with one of these, in lower case: to look only where they stand is
-    quicker."""
+    """Every match begins with one of these words, in lower case: searching only there is faster."""
     check: Callable[[re.Match[str]], bool] = lambda found: True
     remembered: bool = False
-    """Only what stands before it tells that it is one: from then on it is looked for alone."""
+    """True if only the context of a value reveals it: from then on the value is searched for on its
+    own."""
 
     def matches(self, text: str, lower: str) -> Iterator[re.Match[str]]:
         if not self.words:
@@ -64,11 +66,11 @@ class Kind:
 
 
 class Redactor:
-    """Finds secrets in texts and puts marks in their place. Pure."""
+    """Finds secrets in texts and replaces them with marks. Pure."""
 
     def __init__(self, kinds: Collection[str], patterns: Mapping[str, str] | None = None) -> None:
-        """`kinds`: names of `KINDS`. `patterns`: more of them, by a name of their own. Raises
-        ValueError for an unknown name, or a pattern that is none."""
+        """`kinds`: names in `KINDS`. `patterns`: further kinds, by their own names. Raises
+        ValueError for an unknown name or an invalid pattern."""
         if unknown := sorted(set(kinds) - KINDS.keys()):
             raise ValueError(f"{', '.join(unknown)}: no such kind; there are {', '.join(KINDS)}")
         self._kinds = {name: KINDS[name] for name in KINDS if name in kinds}
@@ -81,7 +83,7 @@ class Redactor:
         self._remembered = {name: k for name, k in self._kinds.items() if k.remembered}
 
     def find(self, text: str, known: Collection[str] = ()) -> list[Finding]:
-        """In order, and none touches another."""
+        """The findings in order; no two of them touch."""
         found: list[Finding] = []
         for view in _views(text):
             for start, end, kind, _ in _look(self._kinds, view.text, known):
@@ -89,7 +91,7 @@ class Redactor:
         return _merged(found)
 
     def remember(self, text: str) -> set[str]:
-        """The values that only their surroundings give away."""
+        """The values that only their context reveals."""
         return {
             value
             for view in _views(text)
@@ -98,7 +100,7 @@ class Redactor:
         }
 
     def redact(self, text: str, known: Collection[str] = ()) -> str:
-        """Marks such as `[redacted:email]` stand where something was found."""
+        """Replace every finding with a mark such as `[redacted:email]`."""
         pieces, end = [], 0
         for finding in self.find(text, known):
             pieces += [text[end : finding.start], f"{MARK}{finding.kind}]"]
@@ -106,8 +108,8 @@ class Redactor:
         return "".join((*pieces, text[end:]))
 
     def redact_json(self, value: Any, known: Collection[str] = ()) -> Any:
-        """All texts of a value that JSON can say, names of fields included. A field whose name
-        calls it a secret is one, whatever it holds."""
+        """Redact all texts of a JSON value, names of fields included. A field whose name labels it
+        as a secret is one, whatever its value is."""
         if isinstance(value, str):
             return self.redact(value, known)
         if isinstance(value, list | tuple):
@@ -127,7 +129,7 @@ class Redactor:
         return self.redact_json(value, known)
 
     def values(self, value: Any) -> set[str]:
-        """As `remember`, of all texts of a value that JSON can say."""
+        """The values to remember (see `remember`) in all texts of a JSON value."""
         if isinstance(value, str):
             return self.remember(value)
         if isinstance(value, list | tuple):
@@ -146,7 +148,7 @@ class Redactor:
 def _look(
     kinds: Mapping[str, Kind], text: str, known: Collection[str]
 ) -> Iterator[tuple[int, int, str, str]]:
-    """(begin, end, kind, value) of what is found in a text as it stands."""
+    """(start, end, kind, value) of each match in a text, without decoding."""
     lower = text.translate(_LOWER)
     for name, kind in kinds.items():
         for found in kind.matches(text, lower):
@@ -160,7 +162,7 @@ def _look(
 
 
 def is_distinctive(value: str) -> bool:
-    """Whether a value is hardly anything else: not a word that stands in many texts."""
+    """True if a value is too specific to be a word that occurs in many texts."""
     mixed = any(map(str.isdigit, value)) and any(map(str.isalpha, value))
     return len(value) >= 12 or (len(value) >= 8 and mixed)
 
@@ -176,7 +178,7 @@ def _secret_span(found: re.Match[str]) -> tuple[int, int]:
 
 
 def _alone(value: str) -> str:
-    """A pattern for the value where it is no part of a longer word."""
+    """A pattern for the value where it is not a part of a longer word."""
     before = r"(?<![A-Za-z0-9])" if value[0].isalnum() else ""
     behind = r"(?![A-Za-z0-9])" if value[-1].isalnum() else ""
     return before + re.escape(value) + behind
@@ -193,17 +195,18 @@ def _merged(found: Iterable[Finding]) -> list[Finding]:
 
 
 _LOWER = str.maketrans({letter: letter.lower() for letter in string.ascii_uppercase})
-"""Of ASCII only: elsewhere a letter may become two, and places would move."""
+"""ASCII only: elsewhere one letter may become two, which would move positions."""
 
 # Views
 
 
 class _View:
-    """A text as a decoder reads another one, and where each of its characters came from."""
+    """A text as a decoder reads another one, with the origin of each of its characters."""
 
     def __init__(self, pieces: Iterable[tuple[str, int, int]], outer: _View | None = None) -> None:
-        """`pieces`: (text, begin, end of what it was read from). One as long as what it was read
-        from is a copy of it. `outer`: the view that was read; none if it was the text itself."""
+        """`pieces`: (text, start and end of the span that it was decoded from). A piece as long as
+        its span is a copy of it. `outer`: the view that was decoded; None if it was the text
+        itself."""
         self._outer = outer
         self._starts: list[int] = []
         self._from: list[tuple[int, int, bool]] = []
@@ -217,7 +220,7 @@ class _View:
         self.text = "".join(texts)
 
     def origin(self, start: int, end: int) -> tuple[int, int]:
-        """Where a part of it stands in the text that all was read from."""
+        """The span of the original text that a part of the view comes from."""
         first, last = (bisect_right(self._starts, at) - 1 for at in (start, end - 1))
         begin, _, copied = self._from[first]
         lowest = begin + start - self._starts[first] if copied else begin
@@ -231,7 +234,7 @@ Pieces = list[tuple[str, int, int]]
 
 
 def _views(text: str) -> Iterator[_View]:
-    """The text itself, and what decoders make of it, and of that."""
+    """The text itself, its decoded forms, and theirs."""
     views = [_View([(text, 0, len(text))])] if text else []
     for _ in range(MAX_DEPTH + 1):
         yield from views
@@ -246,7 +249,7 @@ def _views(text: str) -> Iterator[_View]:
 def _replaced(
     text: str, pattern: re.Pattern[str], decode: Callable[[str], str]
 ) -> Iterator[Pieces]:
-    """The text with something else in the place of what the pattern finds, if it finds any."""
+    """The text with all matches of the pattern decoded, if there are any."""
     pieces: Pieces = []
     end = 0
     for found in pattern.finditer(text):
@@ -294,7 +297,8 @@ def _read_hex(text: str) -> Iterator[Pieces]:
 
 
 def _read_base64(text: str) -> Iterator[Pieces]:
-    """Letters may stand right before it, so it is tried from its first four characters on."""
+    """Letters may directly precede the base64 text, so decoding is tried from each of its first
+    four characters."""
     for found in _BASE64.finditer(text):
         letters = re.sub(r"[\s=]", "", found[0]).translate(_URL_SAFE)
         for skip in range(4):
@@ -309,8 +313,8 @@ _MOSTLY = 0.9
 
 
 def _decoded(data: bytes, start: int, end: int) -> Iterator[Pieces]:
-    """What was decoded, if it is text. All of it came from everywhere in what was read; it is
-    shorter, and so it is not taken for a copy."""
+    """The decoded data, if it is text. All of it is attributed to the whole span; it is shorter
+    than the span, and so is not taken for a copy."""
     readable = sum(32 <= byte < 127 or byte in b"\n\r\t" for byte in data)
     if data and readable >= _MOSTLY * len(data):
         yield [(data.decode("latin-1"), start, end)]
@@ -323,7 +327,7 @@ _DECODERS = (_read_json, _read_percent, _read_unseen, _read_hex, _read_base64)
 
 
 def _entropy(text: str) -> float:
-    """Bits for each character."""
+    """Bits per character."""
     counts = Counter(text).values()
     return -sum(count / len(text) * math.log2(count / len(text)) for count in counts)
 
@@ -336,8 +340,7 @@ def _is_random(found: re.Match[str]) -> bool:
 
 
 def _is_card(found: re.Match[str]) -> bool:
-    """Whether neighbouring groups of digits are the number of a card. Other numbers may stand
-    beside it."""
+    """True if neighbouring groups of digits form a card number. Other numbers may be next to it."""
     groups = re.split("[ -]", found[0])
     for first in range(len(groups)):
         digits = ""
@@ -351,7 +354,7 @@ def _is_card(found: re.Match[str]) -> bool:
 
 
 def _adds_up(digits: str) -> bool:
-    """By Luhn's sum."""
+    """Check the Luhn sum."""
     numbers = [int(digit) for digit in digits]
     doubled = [2 * number - 9 * (number > 4) for number in numbers[-2::-2]]
     return (sum(numbers[-1::-2]) + sum(doubled)) % 10 == 0
@@ -362,11 +365,11 @@ _STAND_INS = re.compile(
     r"(?:none|null|nil|true|false|undefined|string|str|int|bool|optional)\b"
 )
 _CODE = re.compile(r"[A-Za-z_]\w*(?:(?:\.|->|::)\w+)+|[A-Za-z_]*")
-"""A value that is a name of something: `self.password`, `string`."""
+"""A value that names something: `self.password`, `string`."""
 
 
 def _is_password(found: re.Match[str]) -> bool:
-    """Whether what stands behind `password =` is a value, and not a name or a word for one."""
+    """True if the text after `password =` is a value, not a name or a placeholder for one."""
     name = found["name"]
     weak = name.lower() == "token"
     if found["u"] is None:
@@ -474,4 +477,4 @@ KINDS: dict[str, Kind] = {
     ),
     "random": Kind(re.compile(r"[A-Za-z0-9+/_=-]{32,}"), check=_is_random),
 }
-"""All that can be looked for, by name; `random` is whatever looks like a key and has no name."""
+"""All kinds by name; `random` is anything that looks like a key of no known kind."""

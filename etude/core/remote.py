@@ -1,5 +1,5 @@
-"""Rollouts that are run elsewhere: what is asked of a service, and what it answers. In JSON over
-HTTP these are the types of docs/environments-by-url.md."""
+"""Rollouts that run elsewhere: the requests to a service, and its answers. In JSON over HTTP these
+are the types of docs/environments-by-url.md."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Literal
 from etude.core.types import Json, Score, Split, Task
 
 RemoteStatus = Literal["running", "done", "timeout", "failed"]
-"""`done`, `timeout` and `failed` as of a `Trajectory`; `running`: ask again."""
+"""`done`, `timeout` and `failed` as in a `Trajectory`; `running`: ask again."""
 ENDED = ("done", "timeout", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteTask:
-    """A task as a service knows it: it has no sandbox of ours."""
+    """A task as a service knows it: without a sandbox of ours."""
 
     id: str
     prompt: str = ""
-    """What the user says first."""
+    """The first message of the user."""
     messages: tuple[dict[str, Json], ...] = ()
-    """Or the whole conversation that the session begins with: exactly one of the two is given."""
+    """The whole conversation that the session begins with, instead of `prompt`: exactly one of the
+    two is given."""
     meta: dict[str, Json] = field(default_factory=dict)
-    """Whatever else the service wants to be told again with each rollout."""
+    """Anything else that the service needs to receive with each rollout."""
     split: Split = "train"
-    """In a file of tasks: the one that it belongs to."""
+    """The split that the task belongs to, in a file of tasks."""
 
     @classmethod
     def of(cls, task: Task, split: Split = "train") -> RemoteTask:
@@ -47,12 +48,12 @@ class TaskPage:
 
     tasks: tuple[RemoteTask, ...]
     next: str | None = None
-    """What to give as `after` for the page behind this one; None: it was the last."""
+    """The value of `after` for the next page; None on the last page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callback:
-    """Where the result of a session may be sent, and the key for it."""
+    """The URL that the result of a session may be sent to, and the key for it."""
 
     url: str
     token: str = field(repr=False)
@@ -60,52 +61,55 @@ class Callback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRequest:
-    """One attempt at a task: the body of `POST /rollouts`, and what `POST /v1/sessions` answers."""
+    """One attempt at a task: the body of `POST /rollouts`, and the answer to `POST
+    /v1/sessions`."""
 
     id: str
-    """Of the rollout. The same one again, in `Idempotency-Key` too, means the same rollout."""
+    """The id of the rollout. A repeated id, in `Idempotency-Key` too, means the same rollout."""
     task: RemoteTask
     base_url: str
-    """An OpenAI-compatible URL of this rollout alone: what is asked there is recorded."""
+    """An OpenAI-compatible URL for this rollout alone; requests to it are recorded."""
     token: str
-    """The key for it."""
+    """The key for `base_url`."""
     seed: int
     deadline: float
-    """Seconds since 1970. What is not over then is answered as it stands, with `timeout`."""
+    """Seconds since 1970. A rollout that is not finished then is answered in its current state,
+    with status `timeout`."""
     model: str = "etude"
     temperature: float = 1.0
-    """To sample with, so that what is sampled can be trained on."""
+    """The temperature to sample at, so that the samples can be trained on."""
     max_tokens: int = 64
-    """Of one answer of the model, at most."""
+    """Tokens of one answer of the model, at most."""
     callback_url: str | None = None
-    """Where the result may be sent instead of waiting to be asked for it."""
+    """A URL that the result may be sent to, instead of waiting for a request for it."""
     callback_token: str | None = None
-    """The key for that. It is not for the agent, which could say with it what it was worth."""
+    """The key for `callback_url`. Keep it from the agent, which could use it to set its own
+    score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifact:
-    """Something that a rollout made, for people to look at."""
+    """Something that a rollout produced, for people to look at."""
 
     name: str
     text: str = ""
     url: str = ""
-    """Where it lies, if it is no text."""
+    """The artifact's location, if it is not text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """What became of a rollout, or that it is still running."""
+    """The result of a rollout, or the status `running`."""
 
     id: str = ""
     status: RemoteStatus
     score: Score | None = None
-    """With `done` and `timeout`."""
+    """The score, with status `done` or `timeout`."""
     error: str = ""
-    """With `failed`: what broke. A rollout in which the model did badly has not failed: its score
-    says so."""
+    """The failure, with status `failed`. A rollout in which the model did badly has not failed: its
+    score shows it."""
     messages: tuple[dict[str, Json], ...] = ()
-    """The conversation, for people to read; the tokens themselves are recorded at `base_url`."""
+    """The conversation, for people to read; the tokens are recorded at `base_url`."""
     artifacts: tuple[Artifact, ...] = ()
 
 
@@ -114,26 +118,26 @@ class ServiceHealth:
     """The answer of `GET /health`."""
 
     capacity: int
-    """Rollouts that it can run at once."""
+    """Rollouts that it can run at the same time."""
     running: int = 0
     status: Literal["ok"] = "ok"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOffer:
-    """A session that somebody else shall run, as the controller tells the gateway."""
+    """A session offered to another party to run, as the controller passes it to the gateway."""
 
     request: RolloutRequest
-    """Its deadline is set when it is claimed."""
+    """The request; its deadline is set when the session is claimed."""
     timeout_s: float
-    """From then on."""
+    """Time for the session, from the moment it is claimed."""
     claimed: bool = False
-    """Somebody has it already: all that is missing is the result."""
+    """True if a party has claimed it already and only the result is missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOutcome:
-    """How far an offered session has come."""
+    """The progress of an offered session."""
 
     claimed: bool
     result: RolloutResult | None = None

@@ -17,15 +17,15 @@ class JudgeConfig(Config):
     """A model that is asked whether an attempt meets rubrics (docs/rewards.md)."""
 
     url: Url
-    """An OpenAI-compatible server, with its `/v1`. ETUDE_JUDGE_KEY, if it is set, is the key that
-    it is given."""
+    """An OpenAI-compatible server, including `/v1`. If ETUDE_JUDGE_KEY is set, it is sent as the
+    key."""
     model: str
-    """The model's name there."""
+    """The model's name on that server."""
     rubrics: Annotated[dict[PartName, str], Field(min_length=1)]
-    """Name of a part of the score -> what must be so for it to be 1. One aspect each: every rubric
-    is a question of its own."""
+    """Name of a part of the score -> the condition for it to be 1. One aspect each: every rubric is
+    a separate question."""
     votes: Count = 3
-    """How often each is asked."""
+    """The number of times that each rubric is asked."""
     needed: Count = 2
     """Votes that make a pass."""
     temperature: NonNegative = 1.0
@@ -51,21 +51,22 @@ class JudgeConfig(Config):
 
 
 class RewardsConfig(Config):
-    """Judges, how the parts of a score make a reward, and what is done about cheating."""
+    """Judges, the reward as a function of the parts of a score, and the reaction to cheating."""
 
     detector: Literal["quarantine", "flag", "off"] = "quarantine"
-    """What becomes of an attempt in which the detector finds a known trick (docs/rewards.md):
-    it is set aside and not trained on; or only flagged; or nobody looks."""
+    """The treatment of an attempt in which the detector finds a known trick (docs/rewards.md):
+    `quarantine` sets it aside, so that it is not trained on, `flag` only flags it, `off` disables
+    the detector."""
     jumps: Literal["quarantine", "flag", "off"] = "flag"
-    """What becomes of attempts at a task, or a family of tasks, whose reward jumps from one version
-    to the next: learning is gradual, and a hole in a grader is found at once."""
+    """The treatment of attempts at a task, or a family of tasks, whose reward jumps from one
+    version to the next: learning is gradual, while a hole in a grader is exploited all at once."""
     failed_call: NonNegative = 0.0
-    """Penalty on a turn of which a tool call failed, such as an edit of lines that are not there: a
+    """Penalty on a turn with a failed tool call, such as an edit of lines that do not exist: a
     process reward for that turn alone, in the unit of advantages."""
     reward: str | None = None
-    """The reward as an expression over the parts of the score and `environment`, what the
-    environment says: names, numbers, + - * /, min, max and comparisons, which are 1 or 0. None:
-    what the environment says."""
+    """The reward as an expression over the parts of the score and `environment`, the environment's
+    own reward: names, numbers, + - * /, min, max and comparisons, which are 1 or 0. None: the
+    environment's own reward."""
     judge: JudgeConfig | None = None
     """A model that is asked whether an attempt meets rubrics; each answer is a part of the
     score."""

@@ -12,37 +12,37 @@ from itertools import groupby
 from typing import Literal
 
 Priority = Literal["interactive", "standard", "batch"]
-"""The priority class of a request, the first served first: people who wait, ordinary requests, work
-that may wait."""
+"""The priority class of a request, in the order of service: people who wait, ordinary requests,
+work that may wait."""
 DEFAULT_MAX_TOKENS = 2048
-"""The limit of an answer in a chat whose client gives none: a model that does not stop must not
-hold its place until the context is full."""
+"""The limit of an answer in a chat whose client sets none: a model that does not stop must not hold
+its place until the context is full."""
 CHAT_TEMPERATURE = 0.7
 CHAT_MAX_TOKENS = 512
-"""Defaults of `etude chat`: at a temperature of 1.0 a small model rambles, for minutes if nothing
-cuts it short."""
+"""Defaults of `etude chat`: at a temperature of 1.0 a small model rambles, for minutes if there is
+no limit."""
 MIN_TEMPERATURE = 1e-3
-"""The lowest temperature other than 0, which is greedy: logits divided by less overflow."""
+"""The lowest temperature other than 0, which is greedy: dividing logits by less overflows."""
 MAX_PENALTY = 100.0
-"""The largest repetition penalty, whose inverse is the smallest: beyond them logits overflow."""
+"""The largest repetition penalty; its inverse is the smallest. Beyond them logits overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters of a request. The names are those of vLLM's and OpenAI's APIs, by
-    which they are read from a request and passed on to vLLM; every default leaves the model's own
-    distribution as it is. A new parameter is a field here, its range in `check`, and its effect in
-    `engine.sampler`."""
+    """The sampling parameters of a request. The names are those of vLLM's and OpenAI's APIs, under
+    which they are read from a request and passed on to vLLM; the defaults leave the model's own
+    distribution unchanged. To add a parameter, add a field here, its range in `check`, and its
+    effect in `engine.sampler`."""
 
     temperature: float = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """Sample from so many of the likeliest tokens; 0 is off."""
+    """Sample from this many of the likeliest tokens; 0 is off."""
     min_p: float = 0.0
     """Sample only tokens with at least this share of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Penalty on tokens of the prompt and of the answer so far; above 1 they are less likely."""
+    """Penalty on tokens of the prompt and of the answer so far; above 1 makes them less likely."""
     grammar: str | None = None
     """The grammar that the answer must follow, in the notation of llguidance."""
 
@@ -81,9 +81,9 @@ class SamplingParams:
 
     @property
     def untrainable(self) -> str | None:
-        """The parameters because of which the trainer cannot recompute the log-probs of sampled
-        tokens, or None if it can. The trainer knows logits and temperature; not what truncates the
-        distribution or depends on earlier tokens."""
+        """The parameters that keep the trainer from recomputing the log-probs of sampled tokens, or
+        None. The trainer knows logits and temperature, but nothing that truncates the distribution
+        or depends on earlier tokens."""
         return "temperature 0" if self.temperature == 0 else ", ".join(self.filters) or None
 
 
@@ -107,7 +107,7 @@ def sampling_spans(spans: Iterable[SamplingSpan]) -> tuple[SamplingSpan, ...]:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """A run of `count` sampled tokens of one weight version."""
+    """A run of `count` sampled tokens from one weight version."""
 
     version: int
     count: int
@@ -132,7 +132,7 @@ def expand_spans(runs: Iterable[VersionSpan]) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class RegionSpan:
-    """A run of `count` sampled tokens that one region produced."""
+    """A run of `count` sampled tokens from one region."""
 
     region: str
     count: int
@@ -145,17 +145,18 @@ def region_spans(regions: Iterable[str]) -> tuple[RegionSpan, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One sampling request to a policy. Its seed holds all the randomness: the same weights give
-    the same answer."""
+    """One sampling request to a policy. Its seed determines all the randomness: the same weights
+    give the same answer."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     seed: int
     params: SamplingParams = SamplingParams()
     adapter: str | None = None
-    """The name of the adapter (LoRA) to answer with; None: the weights as they were published."""
+    """The name of the adapter (LoRA) to answer with; None: the published weights without an
+    adapter."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer, and are the last of it."""
+    """Tokens that end the answer; the answer includes the one that ended it."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer: its last token is the one that completes such a text."""
     top_logprobs: int = 0
@@ -163,16 +164,16 @@ class Request:
     experts_from: int | None = None
     """The first position whose routed experts to return; None for no routed experts."""
     prediction: tuple[int, ...] | None = None
-    """Predicted output, as in OpenAI's API: a text that the answer may repeat. Where it is right
-    the answer comes faster; it never changes the answer."""
+    """Predicted output, as in OpenAI's API: a text that the answer may repeat. Correct predictions
+    make the answer faster; predictions never change it."""
     drafts: tuple[tuple[int, ...], ...] = ()
     """Further texts that the answer may repeat parts of, used in the same way."""
     priority: Priority = "standard"
     deadline_s: float | None = None
     """Seconds from now after which the request is dropped."""
     begun: tuple[Token, ...] = ()
-    """The beginning of the answer, sampled by another worker that is gone; the sample has it too.
-    The same randomness is left for what follows as if there had been one worker."""
+    """The beginning of the answer, sampled by another worker that is gone; the sample includes it.
+    The randomness for the rest is the same as if there had been only one worker."""
 
     @property
     def speculates(self) -> bool:
@@ -187,7 +188,7 @@ class Token:
     logprob: float
     version: int
     top: tuple[tuple[int, float], ...] = ()
-    """The top log-probs in its place, as many as were asked for."""
+    """The top log-probs at its position, as many as were requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,14 +203,14 @@ class Sample:
     regions: tuple[RegionSpan, ...] = ()
     """The regions that sampled it, if there are regions."""
     experts: bytes | None = None
-    """The routed experts of each token of a sparse model, from the position that was asked for,
-    prompt included; the last token was never computed and has none."""
+    """The routed experts of each token of a sparse model, from the requested position on, prompt
+    included. The last token was never computed and has none."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """The top log-probs in the place of each token, if they were asked for."""
+    """The top log-probs at the position of each token, if they were requested."""
     accepted_draft_tokens: int = 0
     rejected_draft_tokens: int = 0
     """Draft tokens (see `Request.prediction`) that were accepted, and that were rejected."""
     gave_way: bool = False
-    """It is of the class batch, and had to wait for requests of a higher class."""
+    """True for a request of class batch that had to wait for requests of a higher class."""
     first_token_s: float | None = None
-    """How long its first token took at the worker, if that measures it."""
+    """Time to its first token at the worker, if that is measured."""

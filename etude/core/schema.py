@@ -1,4 +1,4 @@
-"""Building blocks of config tables: strict, frozen, and numbers that say their bounds."""
+"""Building blocks of config tables: strict, frozen, and with bounds on numbers in their types."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Place(Enum):
-    """Marks texts that name something which may lie in the folder of the run's file."""
+    """Marks for strings that may name something in the folder of the run's file."""
 
     PATH = auto()
     """A file or a directory."""
     CODE = auto()
-    """`file.py:name`, or a name that is found elsewhere."""
+    """`file.py:name`, or a name that is looked up elsewhere."""
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -33,12 +33,12 @@ CountOrZero = Annotated[int, Field(ge=0)]
 
 
 class Config(BaseModel):
-    # Strict: "3" is no number and true is no 1. A typo in a long run costs more than a quotation
-    # mark.
+    # Strict: "3" is not a number and true is not 1. A typo in a long run costs more than a
+    # quotation mark.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def seen_from(self, folder: Path) -> Self:
-        """The same, with relative paths made absolute: they start at the folder."""
+        """The same config with relative paths made absolute: they start at the folder."""
         seen = {
             name: _seen_from(folder, getattr(self, name), field.metadata)
             for name, field in type(self).model_fields.items()
@@ -60,7 +60,7 @@ def _seen_from(folder: Path, value: Any, marks: list[Any]) -> Any:
 
 
 def is_file(reference: str) -> bool:
-    """Whether code is named by its file, not by its module."""
+    """True if code is named by its file, not by its module."""
     return reference.partition(":")[0].endswith(".py")
 
 
@@ -96,7 +96,7 @@ OLD_KEYS: dict[str, str] = {
     "stage.plausible": "router_replay_min_score",
     "stage.balance": "router_balance",
 }
-"""Keys that had another name before, and the names they have now; a stage's key goes without its
+"""Keys that had another name before -> their names now; a stage's key is listed without the stage's
 kind."""
 
 OLD_ESTIMATORS: dict[str, str] = {

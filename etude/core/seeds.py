@@ -1,5 +1,5 @@
-"""Every random choice of a run comes from its one seed, through names: derive(run seed, task,
-attempt, turn)."""
+"""Seeds. Every random choice of a run follows from its one seed through names: derive(run seed,
+task, attempt, turn)."""
 
 from __future__ import annotations
 

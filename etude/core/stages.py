@@ -1,5 +1,5 @@
-"""The configuration of stages, one table for each kind. A run is a list of them, each on the
-weights of the one before.
+"""The configuration of stages, one table for each kind. A run is a list of stages, each starting
+from the weights of the previous one.
 
 `midtrain`, `sft` and `dpo` learn from files and end in one version of the weights. `rl` and
 `distill` are loops: the engines sample sessions while the trainer learns from them, and every step
@@ -27,11 +27,11 @@ from etude.core.schema import (
 from etude.core.window import Window
 
 BUILT_IN = "built-in"
-"""The path of the corpus of the built-in tasks."""
+"""The path that stands for the corpus of the built-in tasks."""
 
 
 class StageConfig(Config):
-    """Keys that every stage has."""
+    """The keys common to all stages."""
 
     name: Name
     """The stage's name in the run; by default its kind, so only a second one of a kind needs a
@@ -55,12 +55,13 @@ class SourceConfig(Config):
 
     path: Annotated[str, Place.PATH]
     """Files, with `*`, `?` and `**` as wildcards. In .jsonl and .parquet every line or row is a
-    document, any other file is one. `built-in`: the corpus of the tasks that ship."""
+    document; any other file is one document. `built-in`: the corpus of the tasks that ship with
+    Etude."""
     field: str = "text"
     """The key or column that holds the text of a document."""
     weight: Positive = 1.0
-    """Share of the tokens that are read, relative to the other sources; a small source is read
-    again and again."""
+    """Share of the tokens read, relative to the other sources; a small source is read
+    repeatedly."""
 
     def seen_from(self, folder: Path) -> SourceConfig:
         return self if self.path == BUILT_IN else super().seen_from(folder)
@@ -70,9 +71,9 @@ class RopeScalingConfig(Config):
     """RoPE scaling: more positions than the model was trained with."""
 
     type: Literal["linear", "yarn"]
-    """How positions are stretched."""
+    """The method of stretching the positions."""
     factor: Annotated[float, Field(gt=1, allow_inf_nan=False)]
-    """Factor on the model's own context; model.max_context says how much of that is used."""
+    """Factor on the model's own context; model.max_context sets how much of the result is used."""
 
 
 class MidtrainConfig(StageConfig):
@@ -90,7 +91,7 @@ class MidtrainConfig(StageConfig):
     warmup_steps: CountOrZero = 20
     """Steps of learning-rate warm-up."""
     seq_len: Annotated[int, Field(ge=2)] = 256
-    """Documents are joined and cut into rows of so many tokens."""
+    """Tokens of a row: documents are joined and cut into rows of this length."""
     document_mask: bool = True
     """Mask attention between the documents of a row."""
     sources: Annotated[tuple[SourceConfig, ...], Field(min_length=1, strict=False)] = (
@@ -98,14 +99,14 @@ class MidtrainConfig(StageConfig):
     )
     """The documents to learn from, each source a table `[[stage.sources]]`."""
     heldout_frac: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents that is never trained on, by the hash of their text; their loss is
-    reported."""
+    """Share of the documents that is never trained on, selected by the hash of their text; their
+    loss is reported."""
     heldout_path: Annotated[str | None, Place.PATH] = None
-    """Held-out files, in place of a share of the sources; their documents are left out of all
+    """Held-out files, instead of a share of the sources; their documents are removed from all
     sources."""
     heldout_every: Count = 100
-    """Steps between two evaluations of the held-out loss; there is one after the last step in any
-    case."""
+    """Steps between two evaluations of the held-out loss; it is always evaluated after the last
+    step."""
     rope_scaling: RopeScalingConfig | None = None
     """RoPE scaling, for the first stage of a run that starts from model.path."""
 
@@ -120,22 +121,22 @@ class MidtrainConfig(StageConfig):
 
 
 class SftConfig(StageConfig):
-    """Supervised fine-tuning on demonstrated sessions, until the loss on held-out ones stops
+    """Supervised fine-tuning on demonstrated sessions, until the loss on held-out sessions stops
     falling."""
 
     kind: Literal["sft"]
     demonstrations: CountOrZero = 0
     """The number of demonstrations by the built-in scripted agent."""
     path: Annotated[str | None, Place.PATH] = None
-    """Files of sessions (.jsonl; `*` stands for many): in every line `messages`, and `tools` if
-    there were any, as in OpenAI's API. What the assistant says is imitated, but for messages with
-    `weight` 0."""
+    """Files of sessions (.jsonl; `*` is a wildcard): every line has `messages`, and `tools` if
+    there were any, in the format of OpenAI's API. The assistant's messages are imitated, except
+    those with `weight` 0."""
     overlong: Literal["error", "drop"] = "error"
-    """What to do with a session that does not fit into the model's context."""
+    """The treatment of a session that does not fit into the model's context."""
     max_epochs: Count = 10
-    """The most passes over the sessions."""
+    """Passes over the sessions, at most."""
     patience: Count = 2
-    """Epochs without a lower held-out loss before it stops."""
+    """Epochs without a lower held-out loss before the stage stops."""
     batch_tokens: Count = 8192
     """Tokens of one optimizer step."""
     lr: Positive = 1e-3
@@ -155,20 +156,20 @@ class DpoConfig(StageConfig):
 
     kind: Literal["dpo"]
     path: Annotated[str, Place.PATH]
-    """Files of pairs (.jsonl; `*` stands for many): in every line `prompt` (messages), `chosen` and
+    """Files of pairs (.jsonl; `*` is a wildcard): every line has `prompt` (messages), `chosen` and
     `rejected` (a message, several, or the text of one), and `tools` if there were any."""
     overlong: Literal["error", "drop"] = "error"
-    """What to do with a pair that does not fit into the model's context."""
+    """The treatment of a pair that does not fit into the model's context."""
     epochs: Count = 1
     """Passes over the pairs."""
     batch_pairs: Count = 32
     """Pairs of one optimizer step."""
     beta: Positive = 0.1
-    """Strength of the KL constraint to the weights that the stage starts from: large stays
-    close."""
+    """Strength of the KL constraint to the weights that the stage starts from: a larger value stays
+    closer."""
     length_normalised: bool = False
-    """Log-probs are divided by the number of tokens, so that a long answer does not count more than
-    a short one."""
+    """Divide log-probs by the number of tokens, so that a long answer does not count more than a
+    short one."""
     lr: Positive = 1e-5
     """Learning rate."""
     warmup_steps: CountOrZero = 5
@@ -176,7 +177,8 @@ class DpoConfig(StageConfig):
 
 
 class RolloutStageConfig(StageConfig):
-    """Keys of the stages that train on rollouts, which the engines sample while the stage runs."""
+    """The keys common to stages that train on rollouts, which the engines sample while the stage
+    runs."""
 
     steps: Count
     """Optimizer steps; each makes a version of the weights."""
@@ -188,8 +190,8 @@ class RolloutStageConfig(StageConfig):
     """The most steps between the weights that sampled a token and those that train on it
     (staleness, off-policy steps). 0 is synchronous training."""
     reorder_window: Count = 1
-    """How many of the oldest groups may be taken out of order, so that a straggler does not hold up
-    the rest."""
+    """The number of oldest groups among which finished ones may be taken out of order, so that a
+    straggler does not hold up the rest. 1: strictly in order."""
     lr: Positive = 3e-4
     """Learning rate."""
     warmup_steps: CountOrZero = 10
@@ -197,22 +199,22 @@ class RolloutStageConfig(StageConfig):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The learning-rate schedule: linear and cosine fall to 0 by the last step."""
     temperature: Positive = 1.0
-    """Sampling temperature of the built-in agent, and of every request of a program that names
-    none. A harness may send another one with any request: the trainer recomputes each token at the
-    temperature that it was sampled at."""
+    """Sampling temperature of the built-in agent, and of every request of a program that sets none.
+    A harness may send another temperature with any request: the trainer recomputes each token at
+    the temperature that it was sampled at."""
     microbatch_tokens: Count | None = None
-    """Tokens of one forward and backward pass, and a longer session alone; for memory only, the
-    step does not depend on it. None: 1024 on the CPU, 16384 on a CUDA device."""
+    """Tokens of one forward and backward pass; a longer session gets a pass of its own. Affects
+    memory only, not the step. None: 1024 on the CPU, 16384 on a CUDA device."""
     router_replay: bool = True
     """Router replay, for models with routed experts: the trainer uses the experts that the engine
-    used, not its own choice."""
+    used instead of its own choice."""
     router_replay_min_score: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """A replayed expert whose score is less than this share of the lowest among the trainer's own
-    choices is replaced by the best that is left."""
+    """A replayed expert is replaced by the best remaining one if its score is less than this share
+    of the lowest score among the trainer's own choices."""
     router_balance: bool = False
-    """Balance the load of the experts in the way of the model's family: by the routers' biases, or
-    by an auxiliary loss. That loss is taken microbatch by microbatch, and so depends a little on
-    how rows are cut and dealt to ranks."""
+    """Balance the load of the experts by the method of the model's family: the routers' biases, or
+    an auxiliary loss. That loss is computed for each microbatch, and so depends slightly on how
+    rows are cut and distributed over ranks."""
 
     @model_validator(mode="after")
     def _window(self) -> RolloutStageConfig:
@@ -237,10 +239,10 @@ class EffortConfig(Config):
     scale: Positive
     """Factor on the penalty, in units of reward."""
     k: Positive = 1.0
-    """How soon effort counts: the penalty of effort x is scale * ((1 + k x)^(1 - q) - 1) / (k (1 -
-    q))."""
+    """Rate at which effort starts to count: the penalty of effort x is scale * ((1 + k x)^(1 - q) -
+    1) / (k (1 - q))."""
     q: NonNegative = 0.5
-    """How concave the penalty is: 0 is linear, 1 logarithmic."""
+    """Concavity of the penalty: 0 is linear, 1 logarithmic."""
     tokens: NonNegative = 0.0
     """Weight of a sampled token."""
     calls: NonNegative = 0.0
@@ -266,28 +268,29 @@ class RlConfig(RolloutStageConfig):
     group_size: Annotated[int, Field(ge=2)] = 8
     """Attempts at one task; they are each other's baseline."""
     fresh_frac: Annotated[float, Field(gt=0, le=1)] = 0.8
-    """Share of the groups that go to tasks in turn, each once before any twice. The others go back
-    to tasks whose last attempts differed, so that there is something to learn from them
-    (docs/stages.md). 1: all tasks alike, in random order."""
+    """Share of the groups that go to tasks in turn, each task once before any is repeated. The
+    other groups return to tasks whose last attempts differed, so that there is something to learn
+    from them (docs/stages.md). 1: all tasks alike, in random order."""
     advantage: str = "dr_grpo"
-    """The advantage estimator: how the rewards of a group become advantages. One of dr_grpo, rloo,
-    grpo, reinforce_plus_plus_baseline, self_imitation, by_turn (docs/glossary.md)."""
+    """The advantage estimator, which turns the rewards of a group into advantages. One of dr_grpo,
+    rloo, grpo, reinforce_plus_plus_baseline, self_imitation, by_turn (docs/glossary.md)."""
     effort_penalty: EffortConfig | None = None
-    """A penalty on what an attempt used, subtracted from its reward before advantages are
+    """A penalty on the effort of an attempt, subtracted from its reward before advantages are
     estimated."""
     train_summaries: bool = True
-    """Summaries are trained with the reward of their session, as all that the model says. false:
-    the last answer of a context that another one goes on from is not trained on."""
+    """Train summaries with the reward of their session, like everything that the model samples.
+    false: the last answer of a context that another one continues is not trained on."""
     loss: Annotated[str, Place.CODE] = "reinforce"
     """The policy loss: reinforce, ppo_clip, grpo, dr_grpo, dapo, gspo, cispo, or your own as
-    "file.py:name" or "module:name" (docs/your-own-loss.md). `advantage` is a key of its own: a
+    "file.py:name" or "module:name" (docs/your-own-loss.md). `advantage` is a separate key: a
     paper's method needs both."""
     loss_aggregation: Literal["token", "sequence", "constant"] | None = None
-    """How token losses are aggregated: the mean of all, the mean of attempts' means, or a sum over
-    a constant. None: the loss's own."""
+    """Aggregation of token losses: the mean over all tokens, the mean of the attempts' means, or a
+    sum divided by a constant. None: the loss's own."""
     clip_low: NonNegative | None = None
     """Ratios below 1 - clip_low and above 1 + clip_high are clipped. None: the loss's own. Refused
-    where it could not act: `reinforce` clips nothing, and a correction takes the ratio's place."""
+    where it would have no effect: `reinforce` does not clip, and a correction replaces the
+    ratio."""
     clip_high: NonNegative | None = None
     """See clip_low."""
     correction: (
@@ -296,11 +299,11 @@ class RlConfig(RolloutStageConfig):
     """The importance-sampling correction for tokens that other weights sampled
     (`train.correction`). None: the loss's own."""
     correction_cap: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
-    """The cap of importance weights: the truncated corrections cut larger ones to it, the masked
-    ones drop tokens above it, or below its inverse."""
+    """The cap of importance weights: the truncated corrections cut larger weights to it, the masked
+    ones drop tokens above it or below its inverse."""
     kl_coef: NonNegative = 0.0
     """Coefficient of the KL penalty, subtracted from the reward; the reference is the weights that
-    the stage began with."""
+    the stage started from."""
 
     @field_validator("advantage")
     @classmethod

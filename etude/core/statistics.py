@@ -1,7 +1,7 @@
-"""What an evaluation may claim: intervals, pass@k, and whether one version beats another.
+"""Statistics of evaluations: intervals, pass@k, and comparisons of two versions.
 
-Tasks are the unit of chance. Several attempts at one task are not so many tasks more, so they
-narrow an interval only as far as they agree less with each other than with the rest.
+Tasks are the independent samples. Several attempts at one task are not as many additional tasks:
+they narrow an interval only as far as they agree less with each other than with the rest.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Z95 = 1.959964
 
 
 def wilson(solved: float, total: float, z: float = Z95) -> tuple[float, float]:
-    """A 95 % interval for a share; unlike the textbook one it holds near 0 and 1, and for few
-    tries."""
+    """A 95 % interval for a share. Unlike the textbook interval it is valid near 0 and 1, and for
+    few trials."""
     share, spread = solved / total, z * z / total
     middle = (share + spread / 2) / (1 + spread)
     half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
@@ -25,11 +25,11 @@ def wilson(solved: float, total: float, z: float = Z95) -> tuple[float, float]:
 
 
 def clustered_wilson(solved: Sequence[int], attempts: int) -> tuple[float, float]:
-    """Wilson's interval for `attempts` at each task, of which `solved` succeeded.
+    """Wilson's interval for `attempts` at each task; `solved` counts the successes of each.
 
-    The number of tries that counts is the one at which independent tries would vary as much as
-    these tasks do: between the number of tasks (all attempts at a task end alike) and the number
-    of attempts.
+    The effective number of trials is the one at which independent trials would vary as much as
+    these tasks do: between the number of tasks (all attempts at a task end alike) and the number of
+    attempts.
     """
     tasks = len(solved)
     total = len(solved) * attempts
@@ -41,8 +41,8 @@ def clustered_wilson(solved: Sequence[int], attempts: int) -> tuple[float, float
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:
-    """The chance that at least one of k attempts solves a task, without bias, from more attempts
-    than k (Chen et al., 2021)."""
+    """An unbiased estimate of the chance that at least one of k attempts solves a task, from more
+    attempts than k (Chen et al., 2021)."""
     if not 1 <= k <= attempts:
         raise ValueError(f"pass@{k} needs at least {max(k, 1)} attempts at a task, not {attempts}")
     return 1 - math.comb(attempts - solved, k) / math.comb(attempts, k)
@@ -50,7 +50,7 @@ def pass_at_k(attempts: int, solved: int, k: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PairedComparison:
-    """Two versions on the same tasks: how much more the second solves, and how sure that is."""
+    """Two versions on the same tasks: the difference of their solve rates, and its uncertainty."""
 
     num_tasks: int
     before: float
@@ -59,11 +59,11 @@ class PairedComparison:
     high: float
     """95 % interval of the difference `after - before`, over tasks."""
     p_value: float
-    """Chance of a difference at least this large, either way, if no task could tell the two
-    apart."""
+    """Chance of a difference at least this large, in either direction, if the two versions were
+    equal."""
     gained: int
     lost: int
-    """Tasks solved more often, and less often."""
+    """Tasks that were solved more often, and less often."""
 
     @property
     def difference(self) -> float:
@@ -73,8 +73,8 @@ class PairedComparison:
 def compare_paired(
     before: Mapping[str, int], after: Mapping[str, int], attempts: int
 ) -> PairedComparison:
-    """Compare how often each task was solved in `attempts` attempts by either version. Both must
-    have tried the same tasks."""
+    """Compare the numbers of successes at each task, in `attempts` attempts by either version. Both
+    must have tried the same tasks."""
     if before.keys() != after.keys() or not before:
         raise ValueError("a paired comparison needs the same tasks on both sides, at least one")
     gains = [after[task] - before[task] for task in before]
@@ -95,11 +95,12 @@ def compare_paired(
 
 
 def sign_flip_p(gains: Sequence[int]) -> float:
-    """The exact two-sided sign-flip test: of all ways to swap the two versions task by task, the
-    share that differs at least as much. With one attempt a task it is McNemar's exact test."""
+    """The p-value of the exact two-sided sign-flip test: among all ways to swap the two versions
+    task by task, the share with at least as large a difference. With one attempt per task it is
+    McNemar's exact test."""
     ways = {0: 1}
     for size, count in Counter(map(abs, filter(None, gains))).items():
-        # So many tasks of one size: their sum by how many of them count for the second version.
+        # Count tasks of one size: their sum, by the number of them that favour the second version.
         sums = {size * (2 * up - count): math.comb(count, up) for up in range(count + 1)}
         flipped: dict[int, int] = defaultdict(int)
         for total, number in ways.items():

@@ -10,7 +10,7 @@ from etude.core.sandbox import VENVS
 from etude.core.schema import Config, Count, CountOrZero, Place, Positive
 
 PULL = "pull"
-"""The environment is whoever asks the gateway for sessions."""
+"""The environment is any client that asks the gateway for sessions."""
 CODE_REPAIR = "etude.run.environment:CodeRepair"
 TASK_FOLDER = "etude.run.task_folder:TaskFolder"
 URL = r"https?://[^\s/]+(/\S*)?"
@@ -19,23 +19,24 @@ EnvironmentReference = Annotated[str, Field(pattern=rf"^({PULL}|{URL}|.+:\w+)$")
 
 
 class TasksConfig(Config):
-    """The environment, and how many of its tasks are used."""
+    """The environment, and the number of its tasks that are used."""
 
     environment: EnvironmentReference = CODE_REPAIR
-    """The environment, which gives tasks and scores attempts: a `core.protocols.Environment`,
-    called with the sandbox pool, counts and seed; or the URL of a service that runs the sessions
-    itself; or `pull`, where a scheduler asks the gateway for them (docs/environments-by-url.md)."""
+    """The environment, which provides tasks and scores attempts: a `core.protocols.Environment`,
+    constructed with the sandbox pool, counts and seed; or the URL of a service that runs the
+    sessions itself; or `pull`, where a scheduler asks the gateway for sessions
+    (docs/environments-by-url.md)."""
     path: Annotated[str | None, Place.PATH] = None
-    """Where the tasks lie: a folder that `etude tasks build` made, for
+    """The location of the tasks: a folder that `etude tasks build` made, for
     `etude.run.task_folder:TaskFolder` (its virtual environments are in every sandbox, read-only);
     one of Harbor's directories, for `etude.run.harbor_tasks:HarborTasks`; the configuration of an
     environment, for `etude.run.verifiers_environment:VerifiersEnvironment`, or of an OpenEnv
     server, for `etude.run.openenv_environment:OpenEnvEnvironment`; or a file of tasks in lines of
-    JSON, for `pull` or instead of those that a service gives."""
+    JSON, for `pull` or to replace the tasks of a service."""
     results: Annotated[str | None, Place.PATH] = None
-    """A folder in which results of tests are kept, for all runs that name it: the verdicts of
-    `TaskFolder` and, with `harness.code.remember_tests`, what tests said in sessions. Each goes by
-    the task, the command and all that was changed. None: a run has them in memory."""
+    """A folder that caches test results for all runs that name it: the verdicts of `TaskFolder`
+    and, with `harness.code.remember_tests`, the test runs in sessions. The cache key is the task,
+    the command and all changes. None: each run has a cache in memory."""
     train: Count = 4096
     """Tasks to train on."""
     heldout: CountOrZero = 400
@@ -44,17 +45,17 @@ class TasksConfig(Config):
     """Tasks for evaluation from templates that are never trained on."""
     timeout_s: Positive = 600.0
     """Time to open the sandbox of an attempt, or to wait for room at a service, and again to score
-    it, beyond what a task of Harbor's gives its verifier."""
+    it, not counting the time that a Harbor task gives its verifier."""
 
     @property
     def is_remote(self) -> bool:
-        """Whether sessions are run elsewhere, by whoever knows what they were worth."""
+        """True if sessions run elsewhere, with a party that knows their scores."""
         return self.environment == PULL or self.environment.startswith(("http://", "https://"))
 
     @property
     def mounts(self) -> tuple[str, ...]:
-        """What sandboxes show of a folder that `etude tasks build` made. What `path` means to
-        an environment of the user's own, that environment knows."""
+        """Mounts for a folder that `etude tasks build` made. Environments of the user's own give
+        `path` their own meaning, so they get none."""
         if self.path is None or self.environment != TASK_FOLDER:
             return ()
         return (f"{self.path}/venvs:{VENVS}",)

@@ -1,11 +1,11 @@
-"""Which weights answer which user, and how that changes. Pure.
+"""Traffic: the assignment of users to weights, and its changes. Pure.
 
-Workers stand in pools. Two of them, blue and green, take turns: the one that answers users is live,
-the other is given the next version. So an update goes live, and is taken back, by a word of which
+Workers are grouped in pools. Two of them, blue and green, take turns: one is live and answers
+users, the other gets the next version. So an update goes live, or is rolled back, by changing which
 pool is live: no weights are moved, and a pool's version never goes down. A third pool keeps the
-weights that it began with, for users who never see an update.
+weights that it started with, for users who never see an update.
 
-Everything that was ever decided is a list of changes, each whole. The newest one is what holds.
+All decisions form a list of changes, each with the complete traffic. The newest one applies.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Literal
 BLUE, GREEN, HELDOUT = "blue", "green", "heldout"
 
 Action = Literal["start", "refuse", "canary", "promote", "settle", "roll_back", "hold", "resume"]
-"""What a change does.
+"""The decision of a change.
 
     start      the first version answers
     refuse     a version did not pass the gate, and is never seen by a user
     canary     some users are answered by a version that passed
-    promote    most are, and some by the version before, to compare with
-    settle     all are: the update is over
+    promote    most users are, and some by the previous version, for comparison
+    settle     all users are: the update is complete
     roll_back  nobody is answered by that version any more
     hold       somebody stopped the loop
-    resume     it goes on
+    resume     the loop continues
 """
 ENDS: frozenset[Action] = frozenset({"start", "refuse", "settle", "roll_back"})
-"""What ends an update."""
+"""Actions that end an update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """What a user is answered by."""
+    """The pool and version that answer a user."""
 
     pool: str
     version: int
     propensity: float
-    """The chance that a user had to be in this arm."""
+    """The chance that a user is assigned to this arm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,10 @@ class Traffic:
     """The pool that answers a share of them."""
     share: float = 0.0
     salt: str = ""
-    """Another one for each update, so that the same users are not always first."""
+    """A salt that changes with each update, so that it is not always the same users who are
+    first."""
     heldout_share: float = 0.0
-    """Users who stay with the version that the loop began with."""
+    """Share of the users who stay with the version that the loop started with."""
 
     @property
     def version(self) -> int:
@@ -71,8 +72,8 @@ class Traffic:
         return _draw(user, HELDOUT) < self.heldout_share
 
     def arm(self, user: str) -> Arm:
-        """The same for the same user, at every gateway. Nobody knows who asks without a name: that
-        is answered live."""
+        """The arm of a user, the same at every gateway. Requests without a name go to the live
+        pool, since their user is not known."""
         others = 1.0 - self.heldout_share
         if not user:
             return self._arm(self.live, 1.0)
@@ -87,29 +88,29 @@ class Traffic:
 
 
 def _draw(user: str, salt: str) -> float:
-    """From 0 to 1, evenly over users."""
+    """A number from 0 to 1, uniform over users."""
     digest = hashlib.blake2b(user.encode(), key=salt.encode()[:64], digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One decision, and what holds from then on."""
+    """One decision, and the traffic that applies from then on."""
 
     number: int
     action: Action
     version: int
-    """That it is about."""
+    """The version that it is about."""
     traffic: Traffic
     time: float
     why: str = ""
     held: bool = False
     """Somebody stopped the loop: nothing is trained or deployed until it is resumed."""
     evidence: Mapping[str, float] = field(default_factory=dict)
-    """The figures that it was decided by."""
+    """The figures that the decision is based on."""
 
     def next(self, action: Action, version: int, time: float, why: str = "") -> Change:
-        """The same traffic, with another word."""
+        """The same traffic with another action."""
         return replace(
             self,
             number=self.number + 1,
@@ -136,8 +137,8 @@ def refuse(last: Change, version: int, time: float, why: str) -> Change:
 
 
 def canary(last: Change, version: int, time: float, share: float, why: str = "") -> Change:
-    """A share of users is answered by the version, in the pool that is not live; or a larger share
-    than before."""
+    """Have a share of users answered by the version, in the pool that is not live; or a larger
+    share than before."""
     traffic = last.traffic
     pool = other_pool(last.traffic)
     served = traffic.pools.get(pool, -1)
@@ -153,7 +154,8 @@ def canary(last: Change, version: int, time: float, share: float, why: str = "")
 
 
 def promote(last: Change, time: float, why: str, share: float) -> Change:
-    """The version is live; a share of users is now answered by the one before, to compare."""
+    """Make the version live; a share of users is now answered by the previous one, for
+    comparison."""
     traffic = last.traffic
     assert last.action == "canary" and traffic.beside is not None
     swapped = replace(
@@ -172,8 +174,8 @@ def settle(last: Change, time: float, why: str) -> Change:
 
 
 def roll_back(last: Change, time: float, why: str, *, held: bool = False) -> Change:
-    """Nobody is answered by the newest update any more. ValueError if there is none that could be
-    taken back."""
+    """Stop answering users with the newest update. ValueError if there is no version to return
+    to."""
     traffic = last.traffic
     if traffic.beside is not None and last.action == "canary":
         return replace(
@@ -191,8 +193,8 @@ def roll_back(last: Change, time: float, why: str, *, held: bool = False) -> Cha
 
 
 def hold(last: Change, time: float, why: str) -> Change:
-    """Nothing more happens until `resume`. What is being compared ends, since nobody would look at
-    it: a canary is taken back, and what was promoted stays."""
+    """Stop until `resume`. A comparison in progress ends, since nobody would watch it: a canary is
+    rolled back, and a promoted version stays."""
     if last.action == "canary":
         return roll_back(last, time, why, held=True)
     if last.action == "promote":
@@ -201,16 +203,16 @@ def hold(last: Change, time: float, why: str) -> Change:
 
 
 def resume(last: Change, time: float) -> Change:
-    """The loop goes on. ValueError if nobody stopped it: what is being compared would be lost from
-    sight."""
+    """Continue the loop. ValueError if it was not stopped: a comparison in progress would get
+    lost."""
     if not last.held:
         raise ValueError("nothing is stopped: there is nothing to resume")
     return replace(last.next("resume", last.traffic.version, time), held=False)
 
 
 def pin(last: Change, version: int, time: float) -> Change:
-    """Users stay with this version until `resume`: the live one, or the one before. ValueError if
-    it is neither."""
+    """Keep users on this version until `resume`: the live one, or the previous one. ValueError for
+    any other."""
     why = f"pinned to version {version}"
     traffic = last.traffic
     if version == traffic.version:
@@ -228,5 +230,5 @@ def _alone(traffic: Traffic) -> Traffic:
 
 
 def decided(changes: Sequence[Change]) -> int:
-    """The newest version that something was decided about for good."""
+    """The newest version with a final decision."""
     return max((change.version for change in changes if change.action in ENDS), default=-1)

@@ -1,12 +1,12 @@
-"""The data types of the whole system. Frozen, complete when made, and each carries its origin.
+"""The data types of the whole system: frozen, complete when made, each with a record of its origin.
 
-Token-level fields of a `Segment` and a `Row` run in parallel: position i of every field speaks of
-token i. A rollout is a chain of segments: rewriting the history (a summary, a compaction) ends one
-segment and opens the next. The one reward of the trajectory goes to every sampled token of all of
-them; a `Credit` adds to some.
+The token-level fields of a `Segment` and of a `Row` run in parallel: entry i of every field
+describes token i. A rollout is a chain of segments: rewriting the history (a summary, a compaction)
+ends one segment and opens the next. The single reward of the trajectory goes to every sampled token
+of all its segments; a `Credit` adds to some of them.
 
-Plain dataclasses of the standard library, so that the trainer and the engine can import them on a
-bare CUDA image; `store.objects` gives them a wire format.
+All are plain dataclasses of the standard library, so that the trainer and the engine can import
+them on a bare CUDA image; `store.objects` gives them a wire format.
 """
 
 from __future__ import annotations
@@ -21,45 +21,47 @@ from etude.core.sampling import RegionSpan, SamplingSpan, VersionSpan
 from etude.core.sandbox import SandboxSpec
 
 Json = Any
-"""A value that JSON can say: None, bool, int, float, str, list, dict."""
+"""A JSON value: None, bool, int, float, str, list or dict."""
 
 Status = Literal["done", "truncated", "timeout", "failed"]
-"""`done`: the session came to an end and was graded. `truncated`, `timeout`: it ran out of turns or
-context, or of time of its own, and was graded as it stood. `failed`: infrastructure broke; there is
-no score, and no statistic may count it as a zero."""
+"""The end of an attempt. `done`: the session came to its end and was graded. `truncated`,
+`timeout`: it ran out of turns or context, or out of its own time, and was graded in the state that
+it had reached. `failed`: infrastructure broke; there is no score, and no statistic may count it as
+a zero."""
 
 Limit = Literal["time", "turns", "context"]
-"""Of a session."""
+"""The limit that an unfinished session ran into."""
 
 SegmentKind = Literal["turns", "summary", "subagent"]
-"""Why a harness opened a context: to go on with the conversation, to have it summed up, or for an
-agent that works for another one."""
+"""The purpose of a context that a harness opened: to continue the conversation, to have it summed
+up, or to run an agent that works for another one."""
 
 Split = Literal["train", "heldout", "novel"]
-"""Of tasks: those to train on; those to evaluate on, which share no program with these; and those
-from templates that are never trained on."""
+"""A split of the tasks: those to train on; those to evaluate on, which share no program with the
+training tasks; and those from templates that are never trained on."""
 EVAL_SPLITS: tuple[Split, ...] = ("heldout", "novel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """A task as its agent sees it. How it is graded, its environment knows."""
+    """A task as its agent sees it. Only its environment knows how it is graded."""
 
     id: str
     prompt: str = ""
-    """What the user says first."""
+    """The first message of the user."""
     messages: tuple[dict[str, Json], ...] = ()
-    """Or the whole conversation that the session begins with, as in OpenAI's API: exactly one of
-    the two is given."""
+    """The whole conversation that the session begins with, in OpenAI's format, instead of `prompt`:
+    exactly one of the two is given."""
     sandbox: SandboxSpec = SandboxSpec()
-    """Where it is done."""
+    """The sandbox that the task is done in."""
     meta: Mapping[str, Json] = field(default_factory=dict)
-    """What else there is to say of it, such as where it came from. Agents can read it. Tasks with
-    the same `family` count as about as hard (`core.curriculum`)."""
+    """Anything else about the task, such as its origin. Agents can read it. Tasks with the same
+    `family` count as about equally hard (`core.curriculum`)."""
 
     @property
     def family(self) -> str:
-        """Tasks of one family are about as hard, as far as its environment knows."""
+        """The family of the task: its tasks are about equally hard, as far as the environment
+        knows."""
         return str(self.meta.get("family", ""))
 
     def __post_init__(self) -> None:
@@ -82,36 +84,37 @@ class Segment:
     prompt: tuple[int, ...]
     """The tokens before the first sampled one."""
     tokens: tuple[int, ...]
-    """Everything after the prompt: sampled tokens, and what the harness put between them."""
+    """All tokens after the prompt: the sampled ones, and those that the harness put between
+    them."""
     mask: tuple[bool, ...]
     """True where the policy sampled the token."""
     logprobs: tuple[float, ...]
     """0.0 where the mask is False."""
     versions: tuple[VersionSpan, ...]
-    """Over the sampled tokens, in order."""
+    """Runs over the sampled tokens, in order."""
     regions: tuple[RegionSpan, ...] = ()
-    """Likewise."""
+    """Runs over the sampled tokens, in order."""
     sampling: tuple[SamplingSpan, ...] = ()
-    """Over the sampled tokens, in order."""
+    """Runs over the sampled tokens, in order."""
     experts: str | None = None
-    """The object in the store that says which experts the first tokens (of prompt and tokens
-    together) were routed to. A name only: the ids themselves are larger than all the rest, and only
+    """The name of the object in the store that holds the routed experts of the first tokens, of
+    prompt and tokens together. Only the name, because the ids are larger than all the rest and only
     the trainer reads them."""
     kind: SegmentKind = "turns"
     parent: int | None = None
-    """The index of the segment that it goes on from; None for the first of a session."""
+    """The index of the segment that this one continues; None for the first of a session."""
 
 
 def turns(segment: Segment) -> list[range]:
     """The places in `segment.tokens` of each answer of the model: its unbroken runs of sampled
-    tokens. Between two answers something always stands."""
+    tokens. Two answers are always separated by at least one other token."""
     before, now = (False, *segment.mask), (*segment.mask, False)
     edges = [*compress(count(), map(ne, before, now))]
     return [range(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def turn_places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Where each turn of a session is: its segment, and its number there."""
+    """The segment of each turn of a session, and the number of the turn within it."""
     return [
         (number, turn)
         for number, segment in enumerate(segments)
@@ -121,7 +124,7 @@ def turn_places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionAccess:
-    """What a harness is given of its session: where, and the key that opens this session only."""
+    """Access to a session for its harness: the URL, and a key that opens this session only."""
 
     base_url: str
     api_key: str
@@ -129,14 +132,14 @@ class SessionAccess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPart:
-    """A part of the first messages of a session, before it was decided which of them fit."""
+    """A part of the first messages of a session, before the choice of those that fit."""
 
     name: str
     text: str
     role: Literal["system", "user"]
     priority: int
-    """Where not all fit, those of the lowest priority are left out; parts of one priority stay or
-    go together. Those of priority 0 stay in any case."""
+    """Priority in the choice of parts. If not all fit, those of the lowest priority are left out;
+    parts of one priority are kept or left out together. Those of priority 0 are always kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,20 +148,20 @@ class Transcript:
 
     messages: list[dict[str, Json]]
     finished: bool
-    """False if the agent ran out of turns, context or time of its own."""
+    """False if the agent ran out of turns, context or its own time."""
     limit: Limit | None = None
-    """If it is not finished, what it ran out of; time, if that is not said. Time may have been lost
-    to others: such a session is graded only if it was not."""
+    """The limit that an unfinished session ran into; None counts as time. A session may have lost
+    time to other processes: it is graded only if it did not."""
     score: Score | None = None
-    """What whoever ran the session says that it was worth, if its environment is to hear it."""
+    """The score that the party which ran the session gave it, for an environment that uses it."""
     prompt_parts: tuple[PromptPart, ...] = ()
-    """What the first messages were made of, with what was left out of them."""
+    """The parts that the first messages were made from, including those that were left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A session that is over, for the environment to score: the conversation, and the tokens that
-    the model read and said."""
+    """A finished session for the environment to score: the conversation, and the tokens that the
+    model read and sampled."""
 
     transcript: Transcript
     segments: tuple[Segment, ...]
@@ -166,7 +169,8 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One component of a score, with its evidence for people to read; no model ever sees that."""
+    """One component of a score, with its evidence. People read the evidence; no model ever sees
+    it."""
 
     name: str
     value: float
@@ -174,7 +178,7 @@ class Part:
 
 
 def plain_text(content: Json) -> str:
-    """The text of a message, which may come in parts."""
+    """The text of a message, whose content may be a list of parts."""
     if isinstance(content, list):
         return "\n".join(
             str(part.get("text", f"({part.get('type')})")) if isinstance(part, dict) else str(part)
@@ -184,53 +188,55 @@ def plain_text(content: Json) -> str:
 
 
 ENVIRONMENT_PART = "environment"
-"""What the environment said, where an expression says otherwise (`rewards.reward`)."""
+"""The name of the part that holds the environment's own reward, where an expression replaces it
+(`rewards.reward`)."""
 DETECTOR_PART = "detector"
-"""What the detector of cheats found."""
+"""The name of the part that holds the finding of the cheat detector."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """A process reward: what one segment of an attempt, or one turn of it, was worth."""
+    """A process reward: the worth of one segment of an attempt, or of one turn of it."""
 
     value: float
     segment: int
     turn: int | None = None
-    """Counted from 0 (`turns`). None: every sampled token of the segment."""
+    """The number of the turn, counted from 0 (see `turns`). None: every sampled token of the
+    segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What an attempt was worth. Every number in it is finite."""
+    """The worth of an attempt. Every number in it is finite."""
 
     reward: float
-    """What is trained on; a task counts as solved at 1."""
+    """The reward to train on; a task counts as solved at 1."""
     parts: tuple[Part, ...] = ()
-    """What else was measured, by names that differ."""
+    """Further measurements, by distinct names."""
     flags: tuple[str, ...] = ()
-    """What somebody should look at. One that begins with `cheat:` names a trick, and keeps the
-    attempt from being trained on (`rewards.detector`); nothing else is computed from them."""
+    """Notes for people to look at. A flag that begins with `cheat:` names a trick and keeps the
+    attempt from being trained on (`rewards.detector`); flags have no other effect."""
     credit: tuple[Credit, ...] = ()
-    """Process rewards; those that cover the same token add up. None: the reward speaks for all
+    """Process rewards; those that cover the same token add up. Empty: the reward applies to all
     tokens alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What an attempt used, as far as it was recorded."""
+    """The resources that an attempt used, as far as they were recorded."""
 
     prompt_tokens: int = 0
-    """Read by the model: at each call, all tokens before the answer."""
+    """Tokens that the model read: at each call, all tokens before the answer."""
     sampled_tokens: int = 0
     seconds: float = 0.0
-    """From its start to its end."""
+    """Wall-clock time of the attempt."""
     calls: int = 0
     """Answers of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feedback:
-    """A word on a trajectory that came later, such as a merge or a user's thumb; kept beside it
+    """A later judgement of a trajectory, such as a merge or a user's thumb; stored next to it
     (`store.feedback`)."""
 
     kind: str
@@ -242,32 +248,33 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt at one task, whole."""
+    """One complete attempt at one task."""
 
     id: str
     task: str
     group: str
     segments: tuple[Segment, ...]
-    """Of one that failed, what was recorded before."""
+    """The segments; for a failed attempt, those recorded before the failure."""
     score: Score | None
-    """None if and only if the status is `failed`."""
+    """The score; None if and only if the status is `failed`."""
     status: Status
     error: str | None = None
-    """For `failed`: the boundary that broke, and how."""
+    """The boundary that broke, and how, with status `failed`."""
     traceback: str = ""
-    """For `failed`: where in the code it was raised."""
+    """The place in the code where the failure was raised."""
     messages: list[dict[str, Json]] = field(default_factory=list)
-    """The conversation as the harness saw it, for people to read; the trainer never looks."""
+    """The conversation as the harness saw it, for people to read; the trainer does not use it."""
     diff: str = ""
-    """What the agent changed in its working copy, as a unified diff, for people to read; the first
-    part of a long one."""
+    """The agent's changes to its working copy, as a unified diff for people to read; cut off if it
+    is long."""
     source: str = ""
-    """Where the task came from: the environment, as the configuration names it."""
+    """The environment that the task came from, as the configuration names it."""
     policy: str = ""
-    """Who acted: the run whose weights these were; segments say which versions of them."""
+    """The run whose weights acted; the segments record the versions."""
     cost: Cost = Cost()
     prompt_parts: tuple[PromptPart, ...] = ()
-    """As of its `Transcript`, so that another choice can be tried on what was there."""
+    """The `prompt_parts` of its `Transcript`, so that another choice of parts can be tried on
+    them."""
 
     @property
     def reward(self) -> float | None:
@@ -286,10 +293,9 @@ class Group:
     task: str
     slot: int
     admitted: int
-    """The weight version that was live when the group was given its slot: no token of it is
-    older."""
+    """The weight version that was live when the group got its slot: none of its tokens is older."""
     stage: str = ""
-    """The one that it was made for."""
+    """The stage that the group was made for."""
     trajectories: tuple[Trajectory, ...]
 
 
@@ -298,7 +304,7 @@ class Row:
     """One token sequence as the learner reads it."""
 
     sample: str
-    """The trajectory that it came from."""
+    """The id of the trajectory that the row came from."""
     tokens: tuple[int, ...]
     mask: tuple[bool, ...]
     logprobs: tuple[float, ...]
@@ -306,9 +312,9 @@ class Row:
     versions: tuple[VersionSpan, ...]
     regions: tuple[RegionSpan, ...] = ()
     sampling: tuple[SamplingSpan, ...] = ()
-    """What each sampled token was drawn with; empty: what its stage says."""
+    """The sampling parameters of each sampled token; empty: those of the stage."""
     experts: str | None = None
-    """As in `Segment`."""
+    """The routed experts, as in `Segment`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +325,7 @@ class RecomputedRow:
     argmax: tuple[int, ...] | None = None
     """The most likely token in each place."""
     router_mismatch: tuple[bool, ...] | None = None
-    """Whether a router, left alone, would have chosen other experts than the engine's did."""
+    """True where the router would have chosen other experts than the engine's router did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -329,16 +335,16 @@ class Batch:
     step: int
     rows: tuple[Row, ...]
     oldest: int
-    """The oldest weight version that any token of it was sampled from."""
+    """The oldest weight version that any of its tokens was sampled from."""
     reward: float | None = None
-    """Mean over all attempts at its tasks, also those that are not trained on."""
+    """Mean over all attempts at its tasks, including those that are not trained on."""
     base: int | None = None
-    """The version that the step begins with, if that is not the one before: an update that users
-    never saw, or that was taken back, is not built on."""
+    """The version that the step starts from, if it is not the previous one: the loop does not build
+    on an update that users never saw, or that was rolled back."""
 
     @property
     def begins_with(self) -> int:
-        """The version that the step begins with."""
+        """The version that the step starts from."""
         return self.step - 1 if self.base is None else self.base
 
     @property
@@ -349,7 +355,7 @@ class Batch:
 
     @property
     def lags(self) -> tuple[int, ...]:
-        """How many sampled tokens have lag 0, 1, 2, ..."""
+        """The number of sampled tokens with lag 0, 1, 2, ..."""
         spans = [
             (self.step - 1 - span.version, span.count) for row in self.rows for span in row.versions
         ]
@@ -358,8 +364,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class VersionRef:
-    """A reference to one published version: the hash of its manifest identifies everything before
-    it too."""
+    """A reference to one published version. The hash of its manifest also identifies every version
+    before it."""
 
     epoch: int
     version: int
@@ -368,8 +374,8 @@ class VersionRef:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """An object in the store, by the hash of its bytes. It holds tensors from `first` to `last`, by
-    name."""
+    """An object in the store, named by the hash of its bytes. It holds the tensors from `first` to
+    `last`, by name."""
 
     hash: str
     bytes: int
@@ -379,7 +385,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route to the bits of a version: a delta from `base`, or a snapshot if there is none."""
+    """A way to build a version bit for bit: a delta from `base`, or a snapshot if there is no
+    base."""
 
     base: VersionRef | None
     shards: tuple[Shard, ...]
@@ -391,28 +398,29 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """A published weight version. It is written last, so whoever reads it can read all that it
-    names."""
+    """A published weight version. The manifest is written last, so a reader of it can read
+    everything that it names."""
 
     version: int
     stage: str
     step: int
     """The step within the stage that made it."""
     epoch: int
-    """Which trainer, in the order in which they took over."""
+    """The number of the trainer that published it, in the order in which trainers took over."""
     parent: VersionRef | None
     root: str
-    """The hash of the list of all tensors with their digests: equal roots are equal weights, bit
-    for bit."""
+    """The hash of the list of all tensors with their digests: weights with equal roots are equal,
+    bit for bit."""
     bytes: int
-    """Of all tensors."""
+    """Size of all tensors."""
     route: Route
     adapter_of: VersionRef | None = None
-    """The version that has all other tensors, if this one has those of an adapter to it alone."""
+    """The version that holds all other tensors, if this one holds only those of an adapter to
+    it."""
     changed: dict[str, float] = field(default_factory=dict)
-    """Sort of tensor -> share of its elements that differ from the parent's."""
+    """Kind of tensor -> share of its elements that differ from the parent's."""
     publisher: str = ""
     time: float = 0.0
     """Seconds since 1970, by the publisher's clock; for people only."""
     seal: str = ""
-    """What proves that it is whole, and if there is a key, who wrote it."""
+    """Proof that the manifest is complete and, if there is a key, of its author."""

@@ -1,4 +1,4 @@
-"""Records of real-time RL: what an update was made of, and who was forgotten since. Pure data."""
+"""Records of real-time RL: the contents of updates, and the users forgotten since. Pure data."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ _SIMULATED = re.compile(r"s(\d{6,})-\d{4,}")
 
 
 def is_of_user(sample: str) -> bool:
-    """Whether a sample is a session of a user, by its id: user and session, by pseudonyms."""
+    """True if a sample is a session of a user, judging by its id: user and session, as
+    pseudonyms."""
     return _SAMPLE.fullmatch(sample) is not None
 
 
 def simulated_group(step: int, slot: int) -> str:
-    """The id of a group of rollouts that a batch of users' sessions is mixed with."""
+    """The id of a group of rollouts that is mixed into a batch of users' sessions."""
     return f"s{step:06d}-{slot:04d}"
 
 
 def step_of_simulated(group: str) -> int | None:
-    """The step that such a group is for; None of any other group."""
+    """The step that such a group is for; None for any other group."""
     found = _SIMULATED.fullmatch(group)
     return int(found[1]) if found else None
 
 
 def steps_back(version: int, base: int, bases: Mapping[int, int]) -> int | None:
-    """How many steps lie between a version and one that was made from it, `base`; None if it was
-    not. `bases`: what each version was made from, if that is not the one before."""
+    """The number of steps from a version to `base`, a version made from it; None if it was not.
+    `bases`: the version that each version was made from, if it is not the previous one."""
     count = 0
     while base > version:
         base, count = bases.get(base, base - 1), count + 1
@@ -39,7 +40,7 @@ def steps_back(version: int, base: int, bases: Mapping[int, int]) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditedAnswer:
-    """What is remembered of an answer that was trained on: nothing that anybody said."""
+    """The record of an answer that was trained on, without any content."""
 
     sample: str
     context: str
@@ -48,7 +49,7 @@ class CreditedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionFigures:
-    """What became of a session, in numbers: nothing that anybody said."""
+    """The outcome of a session in numbers, without any content."""
 
     user: str
     organisation: str
@@ -56,13 +57,13 @@ class SessionFigures:
     started: float
     versions: tuple[int, ...]
     metrics: dict[str, float]
-    """By name (`realtime.cycle.METRICS`)."""
+    """Values by name (`realtime.cycle.METRICS`)."""
     events: tuple[str, ...]
-    """The ids of those that are about one of its answers."""
+    """The ids of the events about its answers."""
 
     @property
     def id(self) -> str:
-        """That of its sample."""
+        """The id of its sample."""
         return f"{self.user}.{self.session}"
 
 
@@ -70,29 +71,29 @@ class SessionFigures:
 class UpdateRecord:
     step: int
     base: int
-    """The version that it begins with."""
+    """The version that it starts from."""
     time: float
     answers: tuple[CreditedAnswer, ...]
     dropped: tuple[Dropped, ...] = ()
-    """Sessions that were ready for the batch and are not in it."""
+    """Sessions that were ready for the batch but are not in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forgotten:
-    """A user was deleted."""
+    """The deletion of a user."""
 
     user: str
     time: float
     steps: tuple[int, ...]
-    """Those whose batch held what the user said. The versions that have seen it are these and all
-    that are made from them (`versions_that_saw`)."""
+    """The steps whose batch contained data of the user. The versions that have seen it are these
+    and all versions made from them (`versions_that_saw`)."""
 
 
 def versions_that_saw(steps: Collection[int], bases: Mapping[int, int]) -> tuple[int, ...]:
-    """The versions that these steps made, and all that were made from one of them. `bases`: what
-    each version was made from."""
+    """The versions that these steps made, and all versions made from them. `bases`: the version
+    that each version was made from."""
     seen = set(steps)
-    for version in sorted(bases):  # a base is older than what is made from it
+    for version in sorted(bases):  # a base is older than the versions made from it
         if bases[version] in seen:
             seen.add(version)
     return tuple(sorted(seen))

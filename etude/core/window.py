@@ -1,17 +1,17 @@
 """The slot budget that bounds staleness.
 
-A task may start only when a slot is free, and a slot frees only when the weights that were trained
-on it are live (or at once, if its group is dropped). So no finished work is ever thrown away for
-being stale, and yet no token is trained more than `max_lag` steps after the weights that sampled
+A task may start only when a slot is free. A slot frees when the weights that were trained on its
+group are live, or at once if the group is dropped. So no finished work is ever thrown away for
+being stale, and yet no token is trained on more than `max_lag` steps after the weights that sampled
 it.
 
-Why the bound holds. Let a group be admitted while version v is live. At most `capacity - 1` older
+Proof of the bound. Let a group be admitted while version v is live. At most `capacity - 1` older
 groups are alive, and at most `reorder_window - 1` younger ones may be taken before it; every alive
-group is trained in some step after v, `per_step` to a step. So the group is trained at step v + 1 +
-(capacity + reorder_window - 2) // per_step at the latest, on top of the weights one below: its lag
-is at most (capacity + reorder_window - 2) // per_step, and `capacity` is chosen to make that
-`max_lag`. Letting younger groups overtake a straggler costs slots, not staleness. `max_lag = 0` is
-synchronous training."""
+group is trained on in some step after v, `per_step` groups to a step. So the group is trained on at
+step v + 1 + (capacity + reorder_window - 2) // per_step at the latest, with the weights of the
+version before that step: its lag is at most (capacity + reorder_window - 2) // per_step, and
+`capacity` is chosen so that this equals `max_lag`. Letting younger groups overtake a straggler
+costs slots, not staleness. `max_lag = 0` is synchronous training."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class _Slot(Generic[T]):
 
 
 class Window(Generic[T]):
-    """Slots are numbered in the order of admission. Pure: the controller waits and wakes, this only
-    decides."""
+    """The slots, numbered in the order of admission. Pure: the controller waits and wakes, this
+    class only decides."""
 
     def __init__(
         self, *, per_step: int, max_lag: int, reorder_window: int = 1, live: int = 0
@@ -53,13 +53,13 @@ class Window(Generic[T]):
         self._room = per_step  # groups that the current step still takes
 
     def restore(self, *, step: int, slots: int, finished: Iterable[tuple[int, int, T]]) -> None:
-        """Makes a new window what it was when the run stopped: `slots` were given out, every batch
-        before `step` is made, and the `finished` groups (slot, version live at admission, work)
-        wait to be taken.
+        """Put a new window into the state that it had when the run stopped: `slots` were given out,
+        every batch before `step` is made, and the `finished` groups (slot, version live at
+        admission, work) wait to be taken.
 
-        Groups in flight are left out, just as if they had been dropped, and every other slot keeps
-        its number; so the bound holds as if the run had never stopped, and nothing that was
-        finished is lost.
+        Groups that were in flight are left out, as if they had been dropped, and every other slot
+        keeps its number. So the bound holds as if the run had never stopped, and no finished work
+        is lost.
         """
         assert self._next == 0, "only a new window can be restored"
         self.step, self._next = step, slots
@@ -78,12 +78,12 @@ class Window(Generic[T]):
 
     @property
     def usage(self) -> tuple[int, int, int]:
-        """Slots in use; all; and finished groups that wait for an older one."""
+        """Slots in use, all slots, and finished groups that wait for an older one."""
         held = sum(slot.work is not None for slot in self._waiting.values())
         return self.active, self.capacity, held
 
     def admit(self) -> int | None:
-        """A slot for a new group, or None while all are in use."""
+        """Give a slot to a new group, or return None while all are in use."""
         if self.active >= self.capacity:
             return None
         slot, self._next = self._next, self._next + 1
@@ -91,8 +91,8 @@ class Window(Generic[T]):
         return slot
 
     def finish(self, slot: int, work: T) -> bool:
-        """The group is ready to be trained on. False if it was delivered before: the first delivery
-        counts."""
+        """Mark the group as ready to be trained on. Returns False if it was delivered before: the
+        first delivery counts."""
         entry = self._waiting.get(slot)
         if entry is None or entry.work is not None:
             return False
@@ -100,7 +100,8 @@ class Window(Generic[T]):
         return True
 
     def drop(self, slot: int) -> bool:
-        """The group will not be trained on; its slot frees now. False if it was settled before."""
+        """Free the slot of a group that will not be trained on. Returns False if it was settled
+        before."""
         entry = self._waiting.get(slot)
         if entry is None or entry.work is not None:
             return False
@@ -108,8 +109,8 @@ class Window(Generic[T]):
         return True
 
     def take(self) -> T | None:
-        """The oldest finished group that may go into the current step, or None while there is
-        none."""
+        """Take the oldest finished group that may go into the current step, or return None while
+        there is none."""
         if not self._waiting:
             return None
         horizon = next(iter(self._waiting)) + self.reorder_window
@@ -129,8 +130,8 @@ class Window(Generic[T]):
         return None
 
     def advance(self, version: int) -> None:
-        """`version` is the oldest that samples whatever is admitted from now on; the slots of every
-        group that it was trained on free."""
+        """Free the slots of every group that `version` was trained on. From now on, newly admitted
+        groups are sampled from `version` or newer weights."""
         assert version >= self.live, f"live weights went back from {self.live} to {version}"
         self.live = version
         self._taken = {step: count for step, count in self._taken.items() if step > version}

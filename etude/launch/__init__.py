@@ -1,2 +1,1 @@
-"""Starting, watching and stopping the processes of a run, and what a person sees of it
-meanwhile."""
+"""Launching a run: start, watch and stop its processes, and show it to a person meanwhile."""

@@ -1,11 +1,11 @@
-"""The check before a start: everything that the processes of a run would refuse, told before any of
-them runs. The part that loads a model or code of the user's is a process of its own.
+"""The check before a start: it reports everything that the processes of a run would refuse, before
+any of them runs. The part that loads a model or the user's own code is a separate process.
 
     python -m etude.launch.check [--resumed] [--look] [--store URL]  < the config, as JSON
 
 With `--store` it also asks the environment for its tasks, and compares them with those that the run
-there began with. With `--look` it asks for them in any case, and estimates what the run takes; the
-last line of its output is then a `Findings`, as JSON.
+there began with. With `--look` it always asks for them, and estimates the resources that the run
+needs; the last line of its output is then a `Findings`, as JSON.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from etude.store.runs import Run
 from etude.trainer.prepare import check_stage_files, check_training, model_directory
 
 VLLM_S = 5.0
-"""For a vLLM server to say that it is well."""
+"""Time for a vLLM server to report that it is healthy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What a run has to do with, and what it takes."""
+    """The tasks that a run has, and the resources that it needs."""
 
     tasks: dict[str, int]
-    """Split -> how many the environment gives."""
+    """Split -> the number of tasks that the environment has."""
     parameters: int
     model_context: int
     seconds: dict[str, float]
@@ -62,15 +62,15 @@ class Findings:
 def check_start(
     config: RunConfig, place: RunPlace, *, fresh: bool = False, look: bool = False
 ) -> Findings | None:
-    """Raises EtudeError for all that a start in this place would be refused for, and changes
-    nothing. `fresh`: what lies there is to be removed. The findings, if it shall `look`."""
+    """Raise EtudeError for every reason to refuse a start in this place; change nothing. `fresh`:
+    the run that is stored there will be removed. With `look`, return the findings."""
     _check_directory(place.directory)
     resumed, store = False, None
     if fresh:
         place.check_removable()
     elif (run := place.find()) is not None:
         run.check_config(config)
-        # a run that has nothing left to do needs its tasks no more
+        # a run that has nothing left to do no longer needs its tasks
         store = None if is_finished(run, config) else place.store
         resumed = bool(run.checkpoints())
     if config.model.path is not None and not resumed:
@@ -112,7 +112,7 @@ def _check_vllm(servers: dict[str, str]) -> None:
 def _ask(
     config: RunConfig, *, resumed: bool, look: bool, store: str | None = None
 ) -> Findings | None:
-    """Have the rest checked by a process that ends with it."""
+    """Run the rest of the check in a process of its own."""
     flags = (["--resumed"] if resumed else []) + (["--look"] if look else [])
     flags += ["--store", store] if store else []
     done = subprocess.run(
@@ -132,7 +132,7 @@ def _ask(
 async def examine(
     config: RunConfig, *, resumed: bool, look: bool, store: str | None = None
 ) -> Findings | None:
-    """What `_ask` asks for, within this process."""
+    """The check of `_ask`, within this process."""
     run = Run.open(store, create=False) if store else None
     check_training(config, resumed=resumed)
     tasks = {}
@@ -148,7 +148,7 @@ async def examine(
             tasks[split] = len(found)
     if not look:
         return None
-    from etude.trainer.estimate import estimate  # brings torch
+    from etude.trainer.estimate import estimate  # imports torch
 
     return Findings(tasks=tasks, **asdict(estimate(config, tasks)))
 

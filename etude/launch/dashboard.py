@@ -1,5 +1,5 @@
-"""The dashboard beside a run: a port on loopback, and behind it a process that the first visitor
-starts. Until then it costs nothing; then it runs at a low priority, and ends with the run."""
+"""The dashboard of a run: a port on loopback, and a process that the first visitor starts. It costs
+nothing before that; then it runs at a low priority, and ends with the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from etude.run.process import die_with_parent
 from etude.serve.process import TOKEN_VARIABLE, bind, url_of
 
 LOW = 5
-"""How nice it is to the processes of the run: they go first, but a person waits for its pages."""
+"""Niceness of its process: the processes of the run have priority, but a person is waiting."""
 
 
 @contextlib.asynccontextmanager
 async def dashboard(store: str, logs: Path) -> AsyncIterator[str]:
-    """The link, with a token: others on this machine shall not read along."""
+    """The link, with a token, so that other users of this machine cannot read along."""
     token = secrets.token_urlsafe(18)
     with bind("127.0.0.1", 0, token) as listener:
         serving = asyncio.create_task(_serve(listener, store, logs, token))
@@ -29,7 +29,7 @@ async def dashboard(store: str, logs: Path) -> AsyncIterator[str]:
             yield f"{url_of(listener)}/#token={token}"
         finally:
             serving.cancel()
-            # a dashboard that could not be started must not fail a run
+            # a dashboard that cannot start must not fail a run
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await serving
 
@@ -64,7 +64,7 @@ async def _serve(listener: socket.socket, store: str, logs: Path, token: str) ->
 
 
 async def _visited(listener: socket.socket) -> None:
-    """Returns when somebody waits to be let in."""
+    """Return when a visitor tries to connect."""
     loop, visitor = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(listener, visitor.set)
     try:

@@ -1,4 +1,4 @@
-"""The devices of this machine, and who gets which of them."""
+"""The devices of this machine, and their assignment to processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def count_gpus() -> int:
 
 
 def placed(config: RunConfig) -> PlacementConfig:
-    """The placement of the run's file, or one that deals out the GPUs of this machine. If somebody
-    has chosen among them by CUDA_VISIBLE_DEVICES, that stands."""
+    """The placement in the run's file, or one that distributes the GPUs of this machine. If
+    CUDA_VISIBLE_DEVICES selects some of them, only those are used."""
     uses_gpus = "cpu" not in (config.trainer.device, config.engine.device)
     chosen = "CUDA_VISIBLE_DEVICES" in os.environ
     if config.placement != PlacementConfig() or not uses_gpus or chosen:
@@ -30,7 +30,7 @@ def placed(config: RunConfig) -> PlacementConfig:
 
 
 def described_placement(placement: PlacementConfig) -> list[str]:
-    """As lines of the plan; none if all share all."""
+    """The placement as lines of the plan; none if all processes share all devices."""
 
     def listed(devices: tuple[int, ...]) -> str:
         return ", ".join(map(str, devices)) or "all"

@@ -9,7 +9,7 @@ from etude.core.placement import LESS_MEMORY
 
 LAST_LINES = 15
 FRESH = ("etude run ", "etude demo")
-"""Commands with `--fresh`."""
+"""Commands that have `--fresh`."""
 
 
 def exit_message(
@@ -22,11 +22,11 @@ def exit_message(
     how: str,
     restarts: int | None,
 ) -> str:
-    """What became of a program for good. `lines`: what it said, at `where`."""
+    """The final end of a program, as a message. `lines`: the end of its output, from `where`."""
     said = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
     often = f", after {restarts} restarts within a minute" if restarts else ""
     again = f"Go on with: {resume}"
-    if code == 2:  # it has named a mistake of the user's, which is still there the next time
+    if code == 2:  # it named a mistake of the user's, which would still be there next time
         again = f"When that is mended, go on with: {resume}"
         if resume.startswith(FRESH):
             again += "\nor begin anew with --fresh"
@@ -37,7 +37,7 @@ def exit_message(
 
 
 def how_ended(code: int, memory: int | None = None) -> str:
-    """The end of a process in words, by its exit code and the memory that it held last."""
+    """The end of a process in words, from its exit code and the memory that it held last."""
     if code == -signal.SIGKILL and memory:
         held = f"{memory / 1e9:.1f} GB" if memory >= 1e9 else f"{memory / 1e6:.0f} MB"
         return f"was killed by SIGKILL (it held {held} of memory)"
@@ -47,12 +47,12 @@ def how_ended(code: int, memory: int | None = None) -> str:
 
 
 def stop_message(names: Sequence[str], limit_s: float) -> str:
-    """That a stop is under way, and which programs it waits for."""
+    """A message that a stop is in progress, with the programs that it waits for."""
     return f"stopping: waiting for {', '.join(names)} (at most {limit_s:g} s each)"
 
 
 def advice_for(name: str, code: int) -> str:
-    """What to do about a process that nobody but the kernel had a reason to kill."""
+    """Advice on a process that nobody but the kernel had a reason to kill."""
     if code != -signal.SIGKILL:
         return ""
     less = "lower harness.concurrency or engine.max_num_seqs"

@@ -1,5 +1,5 @@
-"""A run as parts that a cluster's own scheduler starts: which programs, how many of each, and what
-they need to know. Pure; `launch.kubernetes` and `launch.slurm` write them down."""
+"""A run as parts that a cluster's own scheduler starts: the programs, the number of each, and their
+arguments. Pure; `launch.kubernetes` and `launch.slurm` write them down."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from typing import Literal
 Kind = Literal["job", "server", "workers", "trainer"]
 PYTHON = ("python", "-P", "-m")
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-"""With a store that torchrun shares with its ranks, one that stayed does not tell a node that has
-returned where the ranks meet, and both wait in vain (torch 2.13)."""
+"""The variable that gives torchrun a store of its own. If its ranks share the store, a rank that
+stayed does not tell a returning node the place of the rendezvous, and both wait in vain (torch
+2.13)."""
 GATEWAY_PORT, WORKER_PORT, RELAY_PORT, TRAINER_PORT = 8100, 8101, 8200, 29400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What is to run, and on how much."""
+    """The programs to run, and their resources."""
 
     name: str
     text: str
-    """Of the run's file."""
+    """The text of the run's file."""
     store: str
     regions: tuple[str, ...]
     workers: int
-    """In each region."""
+    """Workers in each region."""
     worker_gpus: int
     trainer_nodes: int
     trainer_min_nodes: int
-    """With fewer of them the trainer waits."""
+    """The trainer waits until it has this many nodes."""
     trainer_gpus: int
-    """Of each node; 0: on the CPU, one process a node."""
+    """GPUs of each node; 0: on the CPU, one process per node."""
     evaluates: bool
-    """While loops go on (`eval.every_steps`)."""
+    """True if versions are evaluated while loops run (`eval.every_steps`)."""
     asks_for_pods: bool = False
-    """Whether its sandboxes are of the cluster (`sandbox.isolation = "kubernetes"`)."""
+    """True if its sandboxes are pods of the cluster (`sandbox.isolation = "kubernetes"`)."""
     image: str
     folder: str
-    """Where relative paths of the run's file start; empty: where the file is."""
+    """The folder that relative paths of the run's file start from; empty: that of the file."""
     config_path: str = "/etc/etude/run.toml"
     gateway: str = ""
-    """Where the others find it."""
+    """The gateway's URL for the other programs."""
     relays: Mapping[str, str] = field(default_factory=dict)
-    """Region -> where its workers find their relay; those that are not named have none."""
+    """Region -> the URL of the relay for its workers; regions that are not named have none."""
     advertise: str = ""
-    """Where the gateway finds a worker."""
+    """A worker's URL for the gateway."""
     rendezvous: str = ""
-    """Where the trainers meet by torchrun, HOST:PORT; empty: the launcher tells each its rank."""
+    """HOST:PORT of the trainers' rendezvous by torchrun; empty: the launcher assigns the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +60,16 @@ class Part:
     argv: tuple[str, ...]
     replicas: int = 1
     gpus: int = 0
-    """Of each."""
+    """GPUs of each replica."""
     port: int = 0
     region: str = ""
     secrets: Mapping[str, str] = field(default_factory=dict)
-    """Variable -> the name of the secret that it holds."""
+    """Variable -> the name of the secret for its value."""
 
 
 def parts(export: Export, *, host: str) -> list[Part]:
-    """All programs, those first that others need. `host`: the address that servers listen at."""
+    """All programs; those that others need come first. `host`: the address that servers listen
+    on."""
     store = ("--store", export.store)
     folder = ("--folder", export.folder) if export.folder else ()
     made = [

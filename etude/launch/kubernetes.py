@@ -1,8 +1,8 @@
-"""Kubernetes: the manifests of a run, as `etude export k8s` writes them. Pure: what is exported is
-text.
+"""Kubernetes: the manifests of a run, as `etude export k8s` writes them. Pure: the result is text.
 
-One Deployment of workers and one relay a region, a Deployment for the gateway, a StatefulSet for
-the trainer, whose pods meet by torchrun, and a Job for the controller. All they share is the store.
+One Deployment of workers and one relay for each region, a Deployment for the gateway, a StatefulSet
+for the trainer, whose pods meet by torchrun, and a Job for the controller. The store is all that
+they share.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ OPENS_SANDBOXES = ("controller", "evaluator")
 SANDBOX_RIGHTS = (
     ("agents.x-k8s.io", "sandboxes", ["create", "watch", "patch", "delete"]),
     ("", "pods", ["get"]),
-    ("", "pods/exec", ["get", "create"]),  # which of the two a WebSocket needs, versions differ in
+    ("", "pods/exec", ["get", "create"]),  # versions differ in which of the two a WebSocket needs
 )
-"""Of whoever opens sandboxes in pods (`sandbox.kubernetes`): group, resource, verbs."""
+"""Rights of a program that opens sandboxes in pods (`sandbox.kubernetes`): group, resource,
+verbs."""
 
 Manifest = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of the objects of one run, as Kubernetes allows them."""
+    """Names of the objects of one run, within the rules of Kubernetes."""
 
     run: str
 
     def of(self, *part: str) -> str:
-        """A name that is too long keeps its part, and a digest for what is cut off. That of a
-        Service begins with a letter."""
+        """The name of an object. A name that is too long keeps its part, and a digest replaces the
+        rest. The name of a Service must begin with a letter."""
         run, role = (re.sub("[_.]", "-", text.lower()) for text in (self.run, "-".join(part)))
         run = run if run[0].isalpha() else f"run-{run}"
         name = f"{run}-{role}"
@@ -54,7 +55,7 @@ class Names:
 
 
 def kubernetes_files(export: Export) -> dict[str, str]:
-    """File name -> manifests as YAML, in the order in which they are to be applied."""
+    """File name -> manifests as YAML, in the order in which to apply them."""
     names = Names(export.name)
     made = {"00-run.yaml": [_config_map(names, export)]}
     if export.asks_for_pods:
@@ -93,7 +94,7 @@ def _config_map(names: Names, export: Export) -> Manifest:
 
 
 def _account(names: Names) -> list[Manifest]:
-    """Who opens sandboxes, and what of the cluster that takes."""
+    """The account that opens sandboxes, and its rights in the cluster."""
     name = {"name": names.of("sandboxes")}
     rbac = "rbac.authorization.k8s.io"
     rules = [
@@ -164,7 +165,7 @@ def _deployment(names: Names, export: Export, part: Part) -> Manifest:
 
 
 def _trainer(names: Names, export: Export, part: Part) -> Manifest:
-    """Pods with names that last, so that the first one is where they meet."""
+    """A StatefulSet, whose pods keep their names, so that the first one can be the rendezvous."""
     return {
         "apiVersion": "apps/v1",
         "kind": "StatefulSet",
@@ -224,8 +225,8 @@ def _nested(value: object, indent: int) -> str:
 
 
 def _scalar(value: object) -> str:
-    """As in JSON, but for characters of more than 16 bits: of the two escapes that JSON has for
-    each, Kubernetes' own reader says that they are invalid."""
+    """A scalar as in JSON, except for characters of more than 16 bits: JSON has two escapes for
+    each, and Kubernetes' own parser rejects both as invalid."""
     if not isinstance(value, str):
         return json.dumps(value)
     written = (

@@ -1,10 +1,10 @@
 """The local launcher: starts every process of a run, watches them, and leaves none behind.
 
-A worker or a gateway that dies is started again: what was acknowledged is in the store, and who
-asks for anything else asks again. If anything else dies, or one of them too often, the run stops
-with one message, and the next `etude run` goes on from the store. Children die with the launcher,
-even if it is killed: the kernel sees to that. The lock on the run's directory is held by the
-children too, so a second launcher cannot start before the last process of the first is gone.
+A worker or a gateway that dies is restarted: everything that it acknowledged is in the store, and
+clients repeat all other requests. If any other process dies, or one of these too often, the run
+stops with one message, and the next `etude run` resumes from the store. Children die with the
+launcher, even if it is killed: the kernel sees to that. The lock on the run's directory is held by
+the children too, so a second launcher cannot start before the last process of the first is gone.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from etude.serve.process import TOKEN_VARIABLE
 from etude.serve.tokens import MAX_LIFETIME_S, SECRET_VARIABLE, Scope, TokenAuthority, read_secret
 
 STOP_S = 5.0
-"""From SIGTERM to SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 START_S = 60.0
-"""From the start of a process to its first sign of life, which comes when its modules are there."""
+"""Time from the start of a process to its first heartbeat, which comes after its imports."""
 RESTARTS = 3
-"""Of a gateway or a worker within a minute."""
+"""Restarts of a gateway or a worker within a minute."""
 LOOK_EVERY_S = 0.5
 ALL_SHARED = PlacementConfig()
 CREDENTIALS = (SECRET_VARIABLE, TOKEN_VARIABLE)
@@ -50,16 +50,17 @@ CREDENTIALS = (SECRET_VARIABLE, TOKEN_VARIABLE)
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a cluster has to have for a program. One machine shares what it has."""
+    """The resources that a program needs in a cluster. On one machine all programs share the
+    resources."""
 
     cpus: int = 1
     gpus: int = 0
     region: str = ""
-    """Of the node, if the cluster has nodes there."""
+    """The region that its node must be in, if the cluster has nodes there."""
     group: str = ""
-    """Programs of a group get their places together."""
+    """Programs of one group are placed together."""
     rank: int | None = None
-    """Of the ranks of this group, which start, and start again, together."""
+    """Its rank in this group; the ranks of a group start, and restart, together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,37 +68,38 @@ class Program:
     name: str
     argv: tuple[str, ...]
     serves: bool = False
-    """It is there for others, and not meant to end by itself."""
+    """True for a server, which is not meant to end by itself."""
     restarts: int = 0
-    """How often it may be started again within a minute."""
+    """Restarts allowed within a minute."""
     final: tuple[int, ...] = ()
-    """Exit codes after which it is not: what it has named would be wrong the next time, too."""
+    """Exit codes that rule out a restart: the mistake that it reported would be there next time,
+    too."""
     scope: Scope | None = None
-    """Of the token that it is given."""
+    """The scope of the token that it gets."""
     makes_tokens: bool = False
-    """It is given the secret that tokens are signed with."""
+    """True if it gets the secret that tokens are signed with."""
     gpus: tuple[int, ...] = ()
-    """Those that it sees; none: all."""
+    """The GPUs that it sees; none: all."""
     cpus: tuple[int, ...] = ()
-    """Those that it and its children run on; none: all."""
+    """The CPUs that it and its children run on; none: all."""
     needs: Needs = Needs()
 
 
 class Launcher(Protocol):
-    """Starts programs, watches them, and leaves none behind. What they have done is in the store
-    alone."""
+    """Starts programs, watches them, and leaves none behind. The results of programs are in the
+    store alone."""
 
     resume: str
-    """The command that goes on with the run."""
+    """The command that resumes the run."""
 
     async def run_to_end(self, program: Program) -> None:
-        """One program alone; an error if it does not end well."""
+        """Run one program alone; raise an error if it fails."""
 
     async def run_all(self, programs: Sequence[Program], *, until: str) -> None:
-        """All programs together, until the one named `until` has ended well."""
+        """Run all programs together, until the one named `until` has ended successfully."""
 
     async def watch(self, tell: Callable[[Event], None]) -> None:
-        """Tells which of the programs are silent or were started again, until it is cancelled."""
+        """Report programs that are silent or were restarted, until cancelled."""
 
 
 class Restarts:
@@ -127,7 +129,7 @@ class Credentials:
         self._tokens = TokenAuthority(self._secret)
 
     def of(self, program: Program) -> dict[str, str]:
-        """Environment variables."""
+        """The environment variables with a program's credentials."""
         given = {SECRET_VARIABLE: self._secret} if program.makes_tokens else {}
         if program.scope is not None:
             token = self._tokens.mint(program.scope, program.name, MAX_LIFETIME_S)
@@ -136,21 +138,21 @@ class Credentials:
 
 
 def common_environment(threads: int) -> dict[str, str]:
-    """Variables of every program."""
+    """Environment variables of every program."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        # A thread that waits for its fellows spins for some microseconds and then sleeps: the core
-        # is wanted by other processes of the run. The default spins for milliseconds.
+        # A thread that waits for the others spins for some microseconds and then sleeps, since
+        # other processes of the run need the core. The default spins for milliseconds.
         "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", "10000"),
-        "PYTHONFAULTHANDLER": "1",  # a crash of native code says where it was
+        "PYTHONFAULTHANDLER": "1",  # a crash of native code shows its place
         "PYTHONUNBUFFERED": "1",
     }
 
 
 class LocalLauncher:
-    """Runs programs in a run's directory; their output goes to `logs/`. Each has the token that it
-    needs, so that nobody else on this machine can use their ports, nor one of them do what is for
-    another."""
+    """Runs programs in a run's directory; their output goes to `logs/`. Each gets only the token
+    that it needs, so that nobody else on this machine can use their ports, and no program can do
+    what only another one may."""
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class LocalLauncher:
         heartbeat_timeout_s: float = math.inf,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`say`: tells whoever stops it what it waits for."""
+        """`say`: reports to the person who stops the run what the stop is waiting for."""
         self.logs = directory / "logs"
         self.resume = resume
         self.lock = lock
@@ -175,20 +177,20 @@ class LocalLauncher:
         self._environment = kept | common_environment(threads)
         self._credentials = Credentials()
         self._alive: dict[str, asyncio.subprocess.Process] = {}
-        # of those that were started again: when they died, until they are heard
+        # restarted programs -> time of death, until they are heard again
         self._died: dict[str, float] = {}
         self._untold: list[Event] = []
         self._memory: dict[str, int] = {}
-        # where the present life of a program begins in its log
+        # program -> the start of its current process in its log
         self._log_starts: dict[str, int] = {}
 
     async def run_to_end(self, program: Program) -> None:
-        """One program alone; an error if it does not end well."""
+        """Run one program alone; raise an error if it fails."""
         async with self._stopping_all():
             await self._keep(program)
 
     async def run_all(self, programs: Sequence[Program], *, until: str) -> None:
-        """All programs together, until the one named `until` has ended well."""
+        """Run all programs together, until the one named `until` has ended successfully."""
         async with self._stopping_all(), asyncio.TaskGroup() as group:
             kept = {program.name: group.create_task(self._keep(program)) for program in programs}
             await kept[until]
@@ -196,15 +198,14 @@ class LocalLauncher:
                 task.cancel()
 
     async def watch(self, tell: Callable[[Event], None]) -> None:
-        """Tells which of the programs are silent, were started again or have died, until it is
-        cancelled."""
+        """Report programs that are silent, were restarted or have died, until cancelled."""
         try:
             while True:
                 self._untold += self._liveness.look(self._clock.now())
                 while self._untold:
                     tell(self._untold.pop(0))
                 await asyncio.sleep(LOOK_EVERY_S)
-        finally:  # what ended the run
+        finally:  # the cause of the run's end
             for event in self._untold:
                 tell(event)
 
@@ -247,9 +248,8 @@ class LocalLauncher:
 
     @contextlib.contextmanager
     def _listening(self, program: Program) -> Iterator[int]:
-        """A pipe to give to the program; what it says there is heard while the block runs. We hold
-        the end that speaks too: a pipe that nobody could speak into any more would wake us again
-        and again."""
+        """A pipe for the program's heartbeats, which are heard while the block runs. We keep the
+        write end open too: a pipe without any writer would wake us again and again."""
         loop, (ours, theirs) = asyncio.get_running_loop(), os.pipe()
 
         def hear() -> None:
@@ -274,7 +274,7 @@ class LocalLauncher:
 
     @contextlib.asynccontextmanager
     async def _stopping_all(self) -> AsyncIterator[None]:
-        """Stop every process when the block ends, however it ends. Whoever stops it is told."""
+        """Stop every process when the block ends, however it ends, and report the progress."""
         try:
             yield
         except asyncio.CancelledError:
@@ -286,14 +286,14 @@ class LocalLauncher:
             await asyncio.shield(self._stop())
 
     async def _stop(self) -> None:
-        """The last one started goes first: nobody sees what it needs disappear, and takes that for
-        a failure."""
+        """Stop the processes in reverse order of their start: then no process sees one that it
+        needs disappear, and takes that for a failure."""
         for process in reversed(self._alive.values()):
             _signal_group(process, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_S):
                     await process.wait()
-            _signal_group(process, signal.SIGKILL)  # also what it has left behind in its group
+            _signal_group(process, signal.SIGKILL)  # including processes left behind in its group
             await process.wait()
         self._alive.clear()
 
@@ -322,7 +322,7 @@ def _visible(program: Program) -> dict[str, str]:
 
 
 def _resident_bytes(process: int) -> int:
-    """The memory that it holds; 0 if it is gone."""
+    """The memory that a process holds; 0 if it is gone."""
     try:
         pages = Path(f"/proc/{process}/statm").read_text().split()[1]
     except OSError:
@@ -337,7 +337,8 @@ def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
-    """The one right to run in this directory, as a file descriptor that children may share."""
+    """The exclusive right to run in this directory, as a file descriptor that children may
+    share."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -346,7 +347,7 @@ def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
             f"no run can lie in {directory} ({e.strerror}): choose another place with --dir"
         ) from e
     try:
-        # The children of a launcher that was killed hold the lock for a moment longer than it did.
+        # The children of a killed launcher hold the lock for a moment longer than it did.
         deadline = time.monotonic() + wait_s
         while not _try_lock(descriptor):
             if time.monotonic() > deadline:
@@ -365,10 +366,10 @@ def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
 
 
 def is_stopped(directory: Path) -> bool:
-    """Whether the run in this directory was started here and nobody runs it any more."""
+    """True if the run in this directory was started here and is not running any more."""
     try:
         descriptor = os.open(directory / "lock", os.O_RDONLY)
-    except OSError:  # it came from elsewhere
+    except OSError:  # it was copied from elsewhere
         return False
     try:
         return _try_lock(descriptor)
@@ -396,7 +397,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody uses now; all different."""
+    """Ports of the loopback interface that are free now; all different."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -418,15 +419,15 @@ def check_port(port: int) -> None:
 
 
 def python(module: str, *arguments: object) -> tuple[str, ...]:
-    # -P: no file of the folder that the run is started in takes the place of a module of Python or
-    # of ours.
+    # -P: a file in the folder that the run is started in must not replace a module of Python or of
+    # ours.
     return (sys.executable, "-P", "-m", module, *map(str, arguments))
 
 
 def server_programs(
     store: str, engine: EngineConfig, placement: PlacementConfig = ALL_SHARED
 ) -> tuple[list[Program], str]:
-    """The gateway and one worker a region, and the gateway's URL. They read the rest of their
+    """The gateway and one worker for each region, and the gateway's URL. They read their other
     settings from the store."""
     if engine.port:
         check_port(engine.port)
@@ -461,7 +462,7 @@ def server_programs(
 def evaluator_programs(
     store: str, every_steps: int, placement: PlacementConfig = ALL_SHARED
 ) -> list[Program]:
-    """What evaluates versions while a loop goes on, if that is wanted."""
+    """The program that evaluates versions while a loop runs, if one is wanted."""
     if not every_steps:
         return []
     return [
@@ -478,7 +479,7 @@ def evaluator_programs(
 def trainer_programs(
     store: str, ranks: int, rendezvous_file: Path, gpus: tuple[int, ...] = ()
 ) -> list[Program]:
-    """The trainer, or one process for each of its ranks; these meet in a file that is not there
+    """The trainer, or one process for each of its ranks; these meet in a file that must not exist
     before."""
     if ranks == 1:
         return [Program("trainer", python("etude.trainer.trainer", "--store", store), gpus=gpus)]

@@ -1,16 +1,16 @@
-"""A worker in front of users that is lent to RL when they leave it idle, and comes back.
+"""A worker in front of users that is lent to RL while users leave it idle, and comes back.
 
     python -m etude.launch.lender --store USERS_RUN --region here --port 8101 --lent-port 8102
         --gateway http://127.0.0.1:8100
 
-`[engine.lend]` of the users' run says to which run it is lent, and when; `core.lending` decides.
-What is handed over is the machine: the worker is drained, its process ends, and another one is
-started that loads the other run's weights whole and joins that run's gateway, at a port of its own,
-so that neither gateway ever asks the wrong model. On the way back RL's requests are broken off;
-its gateway sends them elsewhere, and no session is graded for that.
+`[engine.lend]` of the users' run sets the run that it is lent to, and the hours; `core.lending`
+decides. The machine is what changes hands: the worker is drained, its process ends, and another one
+is started that loads the other run's weights whole and joins that run's gateway, at a port of its
+own, so that neither gateway ever sends a request to the wrong model. On the way back RL's requests
+are aborted; its gateway sends them elsewhere, and no session is graded for that.
 
-ETUDE_TOKEN is an admin's token of the users' gateway, which is asked how they fare, and drains;
-ETUDE_LENT_TOKEN a worker's token of the other one.
+ETUDE_TOKEN is an admin's token of the users' gateway, to query its load and to drain the worker;
+ETUDE_LENT_TOKEN is a worker's token of the other gateway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from etude.store.runs import Run
 LENT_TOKEN_VARIABLE = "ETUDE_LENT_TOKEN"
 LOOK_S = 1.0
 UNKNOWN = {"state": "unknown", "active": 0}
-"""A worker that a shard does not know."""
+"""The status of a worker that a shard does not know."""
 
 
 class Lender:
@@ -74,7 +74,7 @@ class Lender:
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Run until cancelled."""
         try:
             await self._serve_users()
             while True:
@@ -104,8 +104,8 @@ class Lender:
             log_to_stderr("lent to RL")
 
     async def _serve_users(self) -> float:
-        """Returns when the users' gateway sends requests here again: for how many seconds of that
-        time it was away itself."""
+        """Start the users' worker, and return when the users' gateway sends requests to it again.
+        The result is the number of seconds of that time in which the gateway itself was away."""
         self._lent = False
         await self._start()
         away_s = 0.0
@@ -120,8 +120,8 @@ class Lender:
                 away_s += time.monotonic() - began
 
     async def _is_back(self) -> bool:
-        # The gateway may still know the worker that went: it must send nobody to its port before
-        # somebody is there.
+        # The gateway may still know the previous worker: it must send no requests to its port
+        # before the new one is up.
         return (
             await self._ask("GET", "/status", at=self._url) is not None
             and await self._drain(draining=False) is not None
@@ -135,7 +135,8 @@ class Lender:
             await self._start()
 
     async def _empty(self) -> bool:
-        """Drains the worker; False, and all is as before, if it must stay or users come back."""
+        """Drain the worker. Returns False, with everything as before, if it must stay or users come
+        back."""
         while (active := await self._drain(draining=True)) is not None:
             if active == 0:
                 return True
@@ -170,19 +171,20 @@ class Lender:
             await process.wait()
 
     async def _status(self) -> dict[str, Any] | None:
-        """What all shards of the gateway say together; None if one does not answer: nobody knows
-        how its users fare."""
+        """The combined status of all shards of the gateway; None if one does not answer, since the
+        users' load is then not known."""
         told = await asyncio.gather(*(self._ask("GET", "/status", at=url) for url in self._shards))
         answers = [each for each in told if each is not None]
         return join_shards(answers) if len(answers) == len(told) else None
 
     def _state(self, status: dict[str, Any] | None) -> str | None:
-        """That the gateway has our worker in; None if it knows none."""
+        """The state of our worker at the gateway; None if it is not known there."""
         return None if status is None else status["workers"].get(self._url, {}).get("state")
 
     async def _drain(self, *, draining: bool) -> int | None:
-        """How many requests it still works on; None if the gateway does not have it so. One shard
-        tells the others, and answers for itself."""
+        """Start or stop draining. Returns the number of requests that the worker is still working
+        on; None if the gateway does not confirm. One shard tells the others, and answers for
+        itself."""
         asked = {"url": self._url, "draining": draining, "keep": self._keep}
         if await self._ask("POST", "/workers/drain", asked) is None:
             return None
@@ -194,11 +196,11 @@ class Lender:
     async def _ask(
         self, method: str, path: str, body: Any = None, at: str | None = None
     ) -> dict[str, Any] | None:
-        """`at`: the gateway, which is its first shard, unless another server is meant."""
+        """Send a request. `at`: the server, if it is not the gateway's first shard."""
         url = at or self._shards[0]
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with self._http.request(method, url + path, json=body) as response:
-                # Users are served all the same: a token that is over is no reason to leave them.
+                # Go on serving users: an expired token is no reason to leave them.
                 if response.status in (401, 403) and not self._refused:
                     self._refused = True
                     log_to_stderr(
@@ -212,8 +214,8 @@ class Lender:
 
 
 def join_shards(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the status of each shard: requests are counted together; a worker is live if all have it
-    so; and of the users' p99, the worst."""
+    """The status of all shards as one: the sum of the requests; live only for a worker that is live
+    at all of them; and the worst of the users' p99."""
     names = {url for status in told for url in status["workers"]}
     workers = {url: [status["workers"].get(url, UNKNOWN) for status in told] for url in names}
     waits = [status["users_ttft_p99_s"] for status in told]

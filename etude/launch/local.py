@@ -1,5 +1,5 @@
 """A run from the command line's point of view: run or resume it, on this machine or from here on a
-cluster, evaluate it, sum it up."""
+cluster, evaluate it, summarise it."""
 
 from __future__ import annotations
 
@@ -57,9 +57,8 @@ def execute(
     dash: bool = False,
     cluster: RayCluster | None = None,
 ) -> None:
-    """Runs it to its end, from wherever it stands; from nothing, if it shall be `fresh`. `dash`:
-    with a dashboard beside it, whose link is printed. `cluster`: there, instead of on this
-    machine."""
+    """Run or resume it to its end; start over if `fresh`. `dash`: with a dashboard, whose link is
+    printed. `cluster`: on a Ray cluster instead of on this machine."""
     check_start(config, place, fresh=fresh)
     with locked(place.directory) as lock:
         if fresh:
@@ -79,7 +78,7 @@ def execute(
 def _ray_launcher(
     config: RunConfig, cluster: RayCluster, resume: str, console: Console
 ) -> Launcher:
-    from etude.launch.ray import RayLauncher, connect  # of an extra
+    from etude.launch.ray import RayLauncher, connect  # from an optional extra
 
     connect(cluster.address)
     return RayLauncher(
@@ -104,7 +103,7 @@ def open_launcher(
 
 
 def tell_launch(run: Run, resume: str) -> None:
-    """So that others can say how to go on with it."""
+    """Record the launch, so that others can find out how to resume the run."""
     launches = run.events("launcher", EVENTS)
     launches.append(
         Launched(
@@ -147,7 +146,7 @@ async def _run(
 
 
 def _programs(config: RunConfig, place: RunPlace) -> list[Program]:
-    """Of a run on this machine that is prepared."""
+    """The programs of a prepared run on this machine."""
     placement = placed(config)
     servers, url = server_programs(place.store, config.engine, placement)
     trainers = trainer_programs(
@@ -165,7 +164,7 @@ def _programs(config: RunConfig, place: RunPlace) -> list[Program]:
 
 @contextlib.asynccontextmanager
 async def _linked(place: RunPlace, console: Console) -> AsyncIterator[None]:
-    """A dashboard beside the block."""
+    """Run a dashboard during the block."""
     async with dashboard(place.store, place.directory / "logs") as link:
         console.print(f"dashboard: {link}", highlight=False, markup=False, soft_wrap=True)
         yield
@@ -174,7 +173,7 @@ async def _linked(place: RunPlace, console: Console) -> AsyncIterator[None]:
 def evaluate(
     place: RunPlace, console: Console, *, version: int | None, split: str, samples: int = 1
 ) -> Report:
-    """One version on one split, now; the report, which may be there already."""
+    """Evaluate one version on one split now; return the report, which may exist already."""
     run = place.open()
     config = run.config()
     newest = find_newest(run.objects)
@@ -215,7 +214,7 @@ async def _evaluate(
 
 
 def run_until_told(program: Coroutine[Any, Any, None]) -> None:
-    """SIGTERM ends it like Ctrl-C."""
+    """Run until SIGTERM, which ends it like Ctrl-C."""
 
     async def until_told() -> None:
         own = asyncio.current_task()
@@ -233,7 +232,7 @@ def run_until_told(program: Coroutine[Any, Any, None]) -> None:
 async def on_screen(
     run: Run, launcher: Launcher, console: Console, *, title: str, lag_bound: int
 ) -> AsyncIterator[None]:
-    """Shows the run while the block works."""
+    """Show the run during the block."""
     watching = screen.watch(run, console, title=title, lag_bound=lag_bound)
     async with (
         in_background(screen.while_read(watching, asyncio.current_task())),
@@ -241,13 +240,13 @@ async def on_screen(
         in_background(launcher.watch(tell)),
     ):
         yield
-        await asyncio.sleep(flush_s(run))  # the last events
+        await asyncio.sleep(flush_s(run))  # for the last events
 
 
 @contextlib.asynccontextmanager
 async def in_background(doing: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Does something beside the block that must not disturb it: if it breaks, that is told when the
-    block is done."""
+    """Run something during the block that must not disturb it: a failure is reported when the block
+    is done."""
     task = asyncio.create_task(doing)
     try:
         yield
@@ -259,7 +258,7 @@ async def in_background(doing: Coroutine[Any, Any, None]) -> AsyncIterator[None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What `--json` prints."""
+    """The output of `--json`."""
 
     solve_rate: dict[str, float]
     lag_max: int
@@ -293,8 +292,8 @@ def summary(run: Run, config: RunConfig) -> dict[str, Json]:
 
 
 def seconds_at_work(events: Sequence[Stamped[Event]]) -> float:
-    """From each launch to the last event before the next one: the time in which nothing ran does
-    not count."""
+    """The sum of the times from each launch to the last event before the next one: time in which
+    nothing ran does not count."""
     steps = itertools.pairwise(events)
     return sum(
         after.t - before.t for before, after in steps if not isinstance(after.record, Launched)

@@ -1,5 +1,5 @@
-"""The place of a run: its store, a directory or a bucket, and the folder of this machine that its
-lock and logs lie in."""
+"""The place of a run: its store, which is a directory or a bucket, and the folder on this machine
+for its lock and logs."""
 
 from __future__ import annotations
 
@@ -19,43 +19,44 @@ from etude.store.runs import FOLDERS, Run
 from etude.store.telemetry import BUCKET_FLUSH_S
 
 LOCAL = ("logs", "rendezvous", "tensorboard", "wandb")
-"""What the processes of a run leave on their machine, wherever its store is."""
+"""Folders that the processes of a run leave on their machine, wherever its store is."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlace:
-    """Where a run lies."""
+    """The place of a run."""
 
     store: str
-    """A URL."""
+    """The URL of the store."""
     directory: Path
-    """Of the lock, the logs and the dashboards' files. A run in a directory keeps them there."""
+    """The folder of the lock, the logs and the dashboards' files; for a run in a directory, that
+    directory."""
 
     @classmethod
     def of(cls, place: str | Path) -> RunPlace:
-        """`place`: a directory, `file:` with one, or the URL of a bucket."""
+        """The place with this name: a directory, `file:` with one, or the URL of a bucket."""
         text = str(place).rstrip("/") or "/"
         if is_bucket(text):
             readable = re.sub(r"[^A-Za-z0-9._]+", "-", text)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:8]  # several URLs read alike
+            digest = hashlib.sha256(text.encode()).hexdigest()[:8]  # several URLs may look alike
             return cls(text, Path("runs") / f"{readable}-{digest}")
         path = Path(re.sub("^file:(//)?", "", text))
         if "://" in text and not text.startswith("file:"):
-            Objects.open(text, create=False)  # says what a place can be
+            Objects.open(text, create=False)  # raises an error that names the valid forms
         return cls(f"file:{path.absolute()}", path)
 
     def __str__(self) -> str:
-        """As people write it."""
+        """The place in the form that people write."""
         return self.store if is_bucket(self.store) else str(self.directory)
 
     @property
     def absolute(self) -> str:
-        """The same in any folder."""
+        """The place in a form that is valid in any folder."""
         return self.store.removeprefix("file:")
 
     def begins_anew(self, name: str, folder: Path, *, fresh: bool) -> str:
-        """If a start would begin a run here, and there is another of its name that may be meant,
-        that in words; else empty. `folder`: of the run's file."""
+        """A message if a start would begin a new run here, while another run of the same name
+        exists that may be meant; otherwise empty. `folder`: that of the run's file."""
         there = None if fresh else self.find()
         if there is not None and there.has_config():
             return ""
@@ -67,39 +68,39 @@ class RunPlace:
         )
 
     def _namesake(self, name: str, folder: Path) -> Path | None:
-        """As a start from another folder leaves it: from the working directory, from `folder`, or
-        from one above it."""
+        """A run of the same name that was started from another folder: below the working directory,
+        `folder`, or one of its parents."""
         above = folder.absolute()
         for home in (Path.cwd(), above, *above.parents):
             found = home / "runs" / name
             is_other = found.resolve() != self.directory.resolve()
-            if is_other and os.path.isfile(found / "config.json"):  # False where it may not look
+            if is_other and os.path.isfile(found / "config.json"):  # False if access is denied
                 return found
         return None
 
     def open(self) -> Run:
-        """The run that is there."""
+        """Open the existing run."""
         run = Run.open(self.store, create=False)
         run.config()
         return run
 
     def find(self) -> Run | None:
-        """The store, if there is anything in it; who only looks makes no directory."""
+        """The store, if it contains anything. A read-only caller creates no directory."""
         if is_bucket(self.store):
             run = Run.open(self.store)
             return run if run.objects.exists("config.json") or run.objects.list("") else None
         return Run.open(self.store, create=False) if self.directory.is_dir() else None
 
     def check_removable(self) -> None:
-        """Refuse to remove what is not a run, also one that has lost its config, and a run in a
-        bucket that goes on: its lock may be on another machine."""
+        """Refuse to remove anything that is not a run (a run that has lost its config still is
+        one), or a run in a bucket that is still running: its lock may be on another machine."""
         found = self.find()
         if found is not None and is_bucket(self.store):
             self._check_still(found)
         made_by_launcher = all((self.directory / name).exists() for name in ("lock", "logs"))
         if found is None or found.has_config() or made_by_launcher:
             return
-        if set(found.objects.list("")) <= {"lock"}:  # there is nothing to remove
+        if set(found.objects.list("")) <= {"lock"}:  # nothing to remove
             return
         raise EtudeError(f"{self} is no run of etude: it is not removed; give another --dir")
 
@@ -117,9 +118,9 @@ class RunPlace:
             )
 
     def remove(self) -> None:
-        """Everything of the run but the lock, which the caller holds. What others have put beside
-        it stays."""
-        self.check_removable()  # somebody may have gone on with it since
+        """Remove everything of the run except the lock, which the caller holds, and except files
+        that do not belong to it."""
+        self.check_removable()  # somebody may have resumed it since
         if is_bucket(self.store):
             Run.open(self.store).clear()
         for name in (*FOLDERS, *LOCAL, "config.json"):

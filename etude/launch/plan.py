@@ -1,5 +1,5 @@
-"""The plan of a run, as `etude run` prints it first: what it does, or has yet to, what that takes,
-and what in its settings is hardly meant."""
+"""The plan of a run, which `etude run` prints first: the remaining work, the resources that it
+takes, and settings that are probably mistakes."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from etude.run.evaluate import report_name
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a run goes on that was begun before."""
+    """The point that a run resumes from."""
 
     version: int
     evaluations_left: float
-    """Share of all."""
+    """The remaining share of all evaluations."""
     finished: bool
 
     @classmethod
     def of(cls, place: RunPlace, config: RunConfig) -> Standing | None:
-        """None if nothing has been done yet."""
+        """The standing of a run; None if nothing has been done yet."""
         if (run := place.find()) is None:
             return None
         if not (saved := run.checkpoints()):
@@ -52,8 +52,8 @@ def plan(
     standing: Standing | None = None,
     recorded: Mapping[str, int] | None = None,
 ) -> str:
-    """What `etude run` would do, or has yet to. `findings`: of the check before a start;
-    `recorded`: how many tasks of each split the run began with."""
+    """The work that `etude run` would do. `findings`: of the check before a start; `recorded`: the
+    number of tasks of each split that the run began with."""
     model, tasks, harness, engine = config.model, config.tasks, config.harness, config.engine
     counts = _described_tasks(tasks, findings.tasks if findings else recorded or {})
     lines = [
@@ -90,7 +90,7 @@ def plan(
 
 
 def _described_tasks(tasks: TasksConfig, there: Mapping[str, int]) -> str:
-    """An environment gives as many as it has, which may be fewer than are asked for."""
+    """The tasks in words. An environment may have fewer tasks than requested."""
     told = []
     for split, name in {"train": "to train on", "heldout": "held out", "novel": "novel"}.items():
         wanted = getattr(tasks, split)
@@ -110,7 +110,8 @@ def _described_agent(config: RunConfig) -> str:
     if config.tasks.is_remote:
         return f"the environment's own, answers of {harness.max_tokens} tokens at most,"
     agent = " ".join(harness.command) or config.as_written(harness.agent_class)
-    # A program asks as often as it likes; code of the user's own is told a limit, if one is meant.
+    # A program makes as many calls as it likes; the user's own code gets a limit only if one is
+    # set.
     are_counted = agent in (CODING_AGENT, CODE_AGENT) or "max_turns" in harness.model_fields_set
     if harness.command or not are_counted:
         return f"{agent}, answers of {harness.max_tokens} tokens at most,"
@@ -118,7 +119,7 @@ def _described_agent(config: RunConfig) -> str:
 
 
 def _short_context(config: RunConfig, findings: Findings | None) -> list[str]:
-    """That an answer may be longer than a session is no error, and hardly meant."""
+    """A warning that an answer may be longer than a session: allowed, but hardly intended."""
     context = config.model.max_context
     if findings is not None:
         context = min(context, findings.model_context)
@@ -141,7 +142,7 @@ def _nothing_held_out(tasks: TasksConfig) -> list[str]:
 
 
 def _never_evaluated(config: RunConfig) -> list[str]:
-    """That evaluations within stages never come is no error, and hardly meant."""
+    """A warning that evaluations within stages never happen: allowed, but hardly intended."""
     every = config.eval.every_steps
     if not every or (config.tasks.heldout and periodic_versions(config.stage, every)):
         return []
@@ -154,7 +155,8 @@ def _never_evaluated(config: RunConfig) -> list[str]:
 
 
 def _long_warmup(stage: AnyStage) -> list[str]:
-    """That a stage ends before its learning rate is reached is no error, and hardly meant."""
+    """A warning that a stage ends before its learning rate is reached: allowed, but hardly
+    intended."""
     if (
         not isinstance(stage, MidtrainConfig | RolloutStageConfig)
         or stage.warmup_steps < stage.steps
@@ -169,7 +171,7 @@ def _long_warmup(stage: AnyStage) -> list[str]:
 
 
 def _settings(stage: AnyStage) -> dict[str, Json]:
-    """What a stage does; not the defaults of what only sparse models have."""
+    """The settings of a stage, without the defaults of those for sparse models only."""
     told = stage.model_dump(exclude={"name", "kind"} if stage.name == stage.kind else {"name"})
     changed = stage.model_dump(exclude_defaults=True)
     return {

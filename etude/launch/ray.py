@@ -1,9 +1,9 @@
 """The Ray launcher: the programs of a run as actors of a cluster, in placement groups.
 
-It does what the local one does, where there is room: a program that dies is started again, up to
-its limit; one whose node is lost, as often as that happens, on another node or when there is one
-again. All state is in the store, so nothing moves with it. Whoever was told the address of a
-program that moved is started again with the new one. Actors end with this process.
+It does the same as the local launcher, wherever there is room. A program that dies is restarted, up
+to its limit; one whose node is lost is restarted without a limit, on another node or when one is
+available again. All state is in the store, so none has to move. Programs that know the address of a
+program that moved are restarted with the new one. Actors end with this process.
 """
 
 from __future__ import annotations
@@ -54,22 +54,23 @@ except ImportError as e:
     raise EtudeError("a Ray cluster needs Ray: run `pip install 'etude[ray]'`") from e
 
 CARRIED = ("AWS_", "GOOGLE_", "AZURE_", "ETUDE_")
-"""Beginnings of the variables that programs get from here: the credentials of stores, and ours."""
+"""Prefixes of the variables that programs inherit from here: the credentials of stores, and
+ours."""
 CONNECT_S = 10.0
 HEAR_EVERY_S = 2.0
 END_S = 2 * STOP_S
-"""For an actor to stop its program."""
+"""Time for an actor to stop its program."""
 LOSS_S = 60.0
-"""Within which Ray knows that a node is lost."""
+"""Time within which Ray detects that a node is lost."""
 THREADS = 4
-"""Of an actor: its program, its heartbeats, its end, and one to spare."""
+"""Threads of an actor: its program, its heartbeats, its end, and a spare one."""
 
 
 def connect(address: str) -> None:
-    """Join the cluster at an address, as Ray writes it: `auto`, HOST:PORT, `ray://..`, or `local`
-    for one that is made on this machine and ends with this process."""
+    """Join the cluster at an address in Ray's notation: `auto`, HOST:PORT, `ray://..`, or `local`
+    for one that is created on this machine and ends with this process."""
     try:
-        if re.fullmatch(r"[^/]+:\d+", address):  # Ray would try for minutes, and say nothing
+        if re.fullmatch(r"[^/]+:\d+", address):  # Ray would silently retry for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         ray.init(address=address, namespace="etude", log_to_driver=False, logging_level="error")
@@ -82,11 +83,11 @@ def connect(address: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """The end of a program that ended badly."""
+    """The failure of a program."""
 
     program: Program
     code: int | None
-    """None: its node is lost."""
+    """The exit code; None if its node is lost."""
     lines: list[str]
 
 
@@ -106,8 +107,8 @@ class _Bundle:
 
 
 class RayLauncher:
-    """Runs programs as actors of the cluster that this process has joined. Their output is in
-    Ray's logs."""
+    """Runs programs as actors of the cluster that this process has joined. Their output is in Ray's
+    logs."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class RayLauncher:
         heartbeat_timeout_s: float = math.inf,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`say`: tells whoever stops it what it waits for."""
+        """`say`: reports to the person who stops the run what the stop is waiting for."""
         self.resume = resume
         self._say = say
         self._clock = AwakeClock(SystemClock())
@@ -131,8 +132,8 @@ class RayLauncher:
         self._urls: dict[str, str] = {}
         self._moved = asyncio.Condition()
         self._names: set[str] = set()
-        self._acting_now: dict[str, None] = {}  # in the order in which they were started
-        # of those that were started again: when they died, until they are heard
+        self._acting_now: dict[str, None] = {}  # in the order of their start
+        # restarted programs -> time of death, until they are heard again
         self._died: dict[str, float] = {}
         self._untold: list[Event] = []
 
@@ -144,7 +145,7 @@ class RayLauncher:
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
-            # now, and not when the programs have ended
+            # now, not when the programs have ended
             if self._acting_now:
                 self._say(stop_message([*self._acting_now], END_S))
             raise
@@ -175,12 +176,12 @@ class RayLauncher:
                 while self._untold:
                     tell(self._untold.pop(0))
                 await asyncio.sleep(LOOK_EVERY_S)
-        finally:  # what ended the run
+        finally:  # the cause of the run's end
             for event in self._untold:
                 tell(event)
 
     async def _keep(self, together: Sequence[_Bundle]) -> None:
-        """Programs that live and die together: one, or all ranks of a group."""
+        """Keep programs alive that live and die together: one, or all ranks of a group."""
         first = together[0].program
         restarts = Restarts(first.restarts, SystemClock())
         while (ended := await self._once(together)) is not None:
@@ -208,7 +209,7 @@ class RayLauncher:
             )
 
     async def _once(self, together: Sequence[_Bundle]) -> _Ended | None:
-        """One life. None if they have ended well."""
+        """Run them once. None if they have ended successfully."""
         needed = set().union(*(awaited(each.program, self._names) for each in together))
         while True:
             async with self._moved:
@@ -281,7 +282,7 @@ class RayLauncher:
             self._acting_now.pop(name, None)
 
     async def _hear(self, name: str, actor: Any) -> None:
-        """Asks an actor for the heartbeats of its program, which come by pipe."""
+        """Poll an actor for the heartbeats of its program, which it receives by pipe."""
         known = 0
         with contextlib.suppress(RayActorError):
             while True:
@@ -296,7 +297,7 @@ class RayLauncher:
 
 
 def _lives(bundles: Sequence[_Bundle]) -> list[Sequence[_Bundle]]:
-    """Which of them live and die together: the ranks of a group."""
+    """Groups of programs that live and die together: the ranks of a group form one."""
     ranks = [each for each in bundles if each.program.needs.rank is not None]
     alone = [[each] for each in bundles if each.program.needs.rank is None]
     return [*alone, ranks] if ranks else [*alone]
@@ -313,8 +314,8 @@ async def _run(
 
 
 async def _cause(first: _Ended, ranks: Sequence[asyncio.Task[_Ended]]) -> _Ended:
-    """Ranks end as soon as one of them is gone, and Ray takes longer to say that it went with its
-    node."""
+    """The actual cause when ranks end. They end as soon as one of them is gone, and Ray takes
+    longer to report that its node was lost."""
     if len(ranks) == 1:
         return first
     done, _ = await asyncio.wait(ranks, timeout=LOSS_S)
@@ -322,7 +323,7 @@ async def _cause(first: _Ended, ranks: Sequence[asyncio.Task[_Ended]]) -> _Ended
 
 
 async def _end(actor: Any) -> None:
-    """Stop its program as it should be stopped, if the actor still answers."""
+    """Stop its program in the regular way, if the actor still answers."""
     with contextlib.suppress(RayActorError, TimeoutError):
         async with asyncio.timeout(END_S):
             await actor.stop.remote()
@@ -337,7 +338,7 @@ async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
 
 @contextlib.contextmanager
 def _reserved(group: PlacementGroup) -> Iterator[list[_Bundle]]:
-    """Actors wait for their place by themselves."""
+    """Reserve the places of a group. Actors wait for their place by themselves."""
     made = placement_group(
         group.bundles,
         strategy="SPREAD" if group.spread else "PACK",

@@ -1,4 +1,4 @@
-"""One program of a run on a node of a Ray cluster: what the actor there does."""
+"""The host of one program of a run on a node of a Ray cluster, as an actor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ProgramHost:
         self._heartbeats = 0
 
     def address(self) -> tuple[str, int]:
-        """The node, and a port of it that nobody uses now."""
+        """The node's address, and a port of it that is free now."""
         from ray.util import get_node_ip_address
 
         host = get_node_ip_address()
@@ -37,7 +37,8 @@ class ProgramHost:
             return host, int(probe.getsockname()[1])
 
     def run(self, argv: Sequence[str], environment: dict[str, str]) -> tuple[int, list[str]]:
-        """Its exit code and its last lines. All lines are in the log of the actor."""
+        """Run the program; return its exit code and its last lines. All lines are in the log of the
+        actor."""
         parent = os.getpid()
         program, *arguments = argv
         ours, theirs = os.pipe()
@@ -67,18 +68,18 @@ class ProgramHost:
         return process.wait(), list(last)
 
     def heartbeats(self) -> int:
-        """How many the process has sent."""
+        """The number of heartbeats that the process has sent."""
         return self._heartbeats
 
     def stop(self) -> None:
-        """Returns when nothing of it is left."""
+        """Stop the program, and return when nothing of it is left."""
         self._stopped.set()
         if (process := self._process) is None:
             return
         self._signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
-        self._signal(signal.SIGKILL)  # also what it has left behind in its group
+        self._signal(signal.SIGKILL)  # including processes left behind in its group
         process.wait()
 
     def _signal(self, number: int) -> None:

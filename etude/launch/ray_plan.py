@@ -1,9 +1,9 @@
-"""A run on a Ray cluster: which programs, what each needs of it, and whether it has that. Pure;
+"""A run on a Ray cluster: its programs, their needs, and whether the cluster can meet them. Pure;
 `launch.ray` acts.
 
-The programs are the parts that `launch.export` names. Where one of them will run is known when it
-does, so their arguments have holes: `@host@` and `@port@` are its own address, `@gateway@` is that
-of another program, which has to be up before, and which it is started again for when that moves.
+The programs are the parts of `launch.export`. The address of a program is known only when it runs,
+so the arguments have placeholders: `@host@` and `@port@` are its own address, `@gateway@` is that
+of another program, which must be up before it; if that one moves, the program is restarted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etude.launch.launcher import RESTARTS, Needs, Program
 from etude.serve.tokens import Scope
 
 REGION_LABEL = "ray.io/availability-region"
-"""Ray's own label of a node's region."""
+"""Ray's own label for the region of a node."""
 HOLE = re.compile(r"@([\w.-]+)@")
 HOST, PORT = "@host@", "@port@"
 SCOPES = {"worker-token": Scope.WORKER, "admin-token": Scope.ADMIN}
@@ -28,16 +28,16 @@ SCOPES = {"worker-token": Scope.WORKER, "admin-token": Scope.ADMIN}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayCluster:
-    """The cluster that a run is to be on, and how much of it."""
+    """The cluster to run on, and the share of it to use."""
 
     address: str
     workers: int
-    """In each region."""
+    """Workers in each region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What a node of the cluster has, whoever uses it now."""
+    """The total resources of a node, in use or not."""
 
     cpus: float
     gpus: float = 0.0
@@ -46,14 +46,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementGroup:
-    """Programs that get their places together: a bundle of resources for each."""
+    """Programs that are placed together: a bundle of resources for each."""
 
     name: str
     spread: bool
-    """Over as many nodes as there are; else on as few as can be."""
+    """True: spread over as many nodes as possible; False: packed on as few as possible."""
     programs: tuple[Program, ...]
     labels: Mapping[str, str]
-    """Of the nodes that they may have."""
+    """Labels that their nodes must have."""
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -65,7 +65,7 @@ class PlacementGroup:
 
 
 def cluster_programs(config: RunConfig, store: str, workers: int) -> list[Program]:
-    """All programs of a run that is prepared. `workers`: in each region."""
+    """All programs of a prepared run. `workers`: in each region."""
     regions, ranks = config.engine.regions, config.trainer.ranks
     export = Export(
         name=config.name,
@@ -119,8 +119,9 @@ def _programs(part: Part, threads: int) -> list[Program]:
 
 
 def placement_groups(programs: Sequence[Program], nodes: Sequence[Node]) -> list[PlacementGroup]:
-    """Where the programs are to run. Workers are spread, so that a node takes few of them with it;
-    ranks are kept together, for they talk. A region that no node is in may be anywhere."""
+    """The placement groups of the programs. Workers are spread, so that a lost node takes few of
+    them with it; ranks are packed, because they communicate. If a region has no node, its programs
+    may run anywhere."""
     there = {node.region for node in nodes}
     ordered = sorted(programs, key=lambda program: program.needs.group)
     made = []
@@ -139,7 +140,7 @@ def placement_groups(programs: Sequence[Program], nodes: Sequence[Node]) -> list
 
 
 def check_room(groups: Sequence[PlacementGroup], nodes: Sequence[Node]) -> None:
-    """Refuse what the cluster can never have room for: Ray would wait, and say nothing."""
+    """Refuse programs that the cluster can never have room for: Ray would wait silently."""
     kinds: dict[str, Callable[[Node], float]] = {
         "CPU": lambda node: node.cpus,
         "GPU": lambda node: node.gpus,
@@ -165,13 +166,13 @@ def check_room(groups: Sequence[PlacementGroup], nodes: Sequence[Node]) -> None:
 
 
 def awaited(program: Program, others: Collection[str]) -> set[str]:
-    """Those of the others whose addresses it is told."""
+    """The programs among the others whose addresses it needs."""
     named = {name for word in program.argv for name in HOLE.findall(word)}
     return named.intersection(others)
 
 
 def filled(program: Program, address: tuple[str, int], urls: Mapping[str, str]) -> tuple[str, ...]:
-    """Its arguments at this address, the others being there."""
+    """The program's arguments with all addresses filled in."""
     host, port = address
     known = {"host": host, "port": str(port), **urls}
     return tuple(
@@ -180,8 +181,8 @@ def filled(program: Program, address: tuple[str, int], urls: Mapping[str, str]) 
 
 
 def rank_environment(program: Program, ranks: int, first: tuple[str, int]) -> dict[str, str]:
-    """What torchrun would tell a rank; it has a node, or a share of one, of its own. `first`: the
-    address of rank 0."""
+    """The variables that torchrun would set for a rank; each rank has a node, or a share of one, to
+    itself. `first`: the address of rank 0."""
     if program.needs.rank is None:
         return {}
     return {

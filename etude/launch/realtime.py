@@ -43,7 +43,7 @@ LOOK_S = 0.5
 def execute(
     config: RunConfig, place: RunPlace, console: Console, *, resume: str, once: bool
 ) -> None:
-    """Users are served, and teach the model, until somebody stops it; or `once`."""
+    """Serve users and learn from them until stopped, or for one update with `once`."""
     assert config.realtime is not None
     production = check_realtime(config, config.realtime)
     check_start(config, place)
@@ -80,8 +80,8 @@ def execute(
 
 
 def check_realtime(config: RunConfig, realtime: RealtimeConfig) -> ProductionConfig:
-    """Raises EtudeError for what only real-time RL is refused for; the first update, hours later,
-    would be the first to notice."""
+    """Raise EtudeError for every mistake that only real-time RL would refuse; otherwise the first
+    update, hours later, would be the first to notice."""
     if read_secret() is None:
         raise EtudeError(
             f"real-time RL needs tokens, for your backend too: set {SECRET_VARIABLE} "
@@ -105,8 +105,7 @@ def pools_of(config: RealtimeConfig) -> list[str]:
 def realtime_programs(
     config: RunConfig, realtime: RealtimeConfig | None, place: RunPlace, *, once: bool
 ) -> tuple[list[Program], str]:
-    """All processes, and the URL that users' requests go to. In every pool there is a worker of
-    every region."""
+    """All processes, and the URL for users' requests. Every pool has a worker in every region."""
     assert realtime is not None
     engine = config.engine
     placement = placed(config)
@@ -146,13 +145,13 @@ def realtime_programs(
     trainers = trainer_programs(
         place.store, config.trainer.ranks, place.directory / "rendezvous", placement.trainer
     )
-    # users are not to notice that one of these is killed; both go on from the store
+    # users must not notice when one of these is killed; both resume from the store
     kept = [replace(each, restarts=RESTARTS, final=(2,)) for each in (*trainers, loop)]
     return [gateway, *workers, *kept], url
 
 
 async def show_changes(run: Run, console: Console) -> None:
-    """Prints the change that holds, and each other when it comes, until it is cancelled."""
+    """Print the current change, and each new one, until cancelled."""
     log = TrafficLog(run.objects)
     shown = max(0, len(await asyncio.to_thread(log.changes)) - 1)
     while True:
@@ -164,7 +163,7 @@ async def show_changes(run: Run, console: Console) -> None:
 
 
 def described(change: Change) -> str:
-    """A line for people."""
+    """A change as one line for people."""
     traffic = change.traffic
     beside = ""
     if traffic.beside is not None:

@@ -1,7 +1,7 @@
 """The terminal view of a run. It reads the events in the store, and nothing depends on it.
 
-On a terminal a page that redraws itself; otherwise plain lines, one for each thing worth telling.
-What to say is decided in `dash.page`; here it is laid out in the room that there is.
+On a terminal it is a page that redraws itself; otherwise plain lines, one for each noteworthy
+event. `dash.page` decides on the content; this module lays it out in the available space.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from etude.store.runs import Run
 from etude.store.telemetry import EventReader, flush_s
 
 LABEL = 15
-"""Columns of the names of lines."""
+"""Columns for the names of lines."""
 WIDE = 150
-"""From so many columns on, the newest sessions stand beside the lines."""
+"""The number of columns from which the newest sessions appear next to the lines."""
 PLOT_WIDTH = 39
 PLOT_HEIGHTS = (5, 16)
-"""With less room there is none, and more is not used."""
+"""Rows of a plot: with fewer there is none, and more are not used."""
 LEGEND_LINES = 2
 BAR = 30
 STYLES = {"": "", "good": "green", "bad": "bold red", "dim": "dim"}
 
 
 async def watch(run: Run, console: Console, *, title: str, lag_bound: int) -> None:
-    """Shows the run until it is cancelled."""
+    """Show the run until cancelled."""
     events, view = EventReader(run), RunView(alarms=Alarms(run.place))
-    for stamped in await asyncio.to_thread(events.new):  # what happened before somebody looked
+    for stamped in await asyncio.to_thread(events.new):  # events before this screen started
         view.apply(stamped.t, stamped.record)
     if not console.is_terminal:
         teller = Teller()
@@ -91,7 +91,7 @@ def _tell_damage(events: EventReader, console: Console) -> None:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print a line that stays whole, so that what stands in it can be pasted."""
+    """Print a line without wrapping it, so that it can be copied and pasted."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -104,7 +104,7 @@ def draw(
 
 
 def layout(page: Page, title: str, elapsed_s: float, width: int, height: int) -> list[Text]:
-    """The page in that many columns and at most that many lines."""
+    """The page in this many columns and at most this many lines."""
     top = [Text(_first_line(title, elapsed_s, width), style="reverse", no_wrap=True)]
     top += _labelled(page.headline, width, bold=True, most=4)
     if page.advice:
@@ -129,8 +129,8 @@ def layout(page: Page, title: str, elapsed_s: float, width: int, height: int) ->
 
 
 def _first_line(title: str, elapsed_s: float, width: int) -> str:
-    """The title, the time and how to stop. A title that is too long keeps its end, which of a path
-    says most."""
+    """The title, the time and how to stop. A title that is too long keeps its end, the most
+    informative part of a path."""
     right = f"{clock(elapsed_s)} · Ctrl-C stops"
     more = ", the same command resumes"
     if len(title) + len(right + more) < width:
@@ -156,7 +156,7 @@ def _body(page: Page, width: int) -> list[Text]:
 
 
 def _labelled(line: Line, width: int, *, bold: bool = False, most: int = 2) -> list[Text]:
-    """A line with its name, wrapped and at last cut."""
+    """A line with its name, wrapped, and cut off after `most` lines."""
     style = STYLES[line.tone]
     rows = textwrap.wrap(line.text, width - LABEL, max_lines=most, placeholder=" ...")
     named = "bold " + style if bold or line.tone == "bad" else "dim"
@@ -179,7 +179,7 @@ def _bar(progress: Progress, width: int) -> Text:
 
 
 def _plots(curves: Sequence[Curve], width: int, height: int) -> list[Text]:
-    """Side by side, as many as there is room for."""
+    """Plots side by side, as many as fit."""
     shown = curves[: max(1, width // PLOT_WIDTH)]
     each = width // len(shown)
     columns = [
@@ -210,7 +210,7 @@ def _sessions(sessions: Sequence[AttemptDone], width: int) -> list[Text]:
 
 
 def _legend(legend: Sequence[tuple[str, str]], width: int, height: int) -> list[Text]:
-    """Each term in a line of its own, or else as many as there is room for."""
+    """Each term on a line of its own, or else as many terms as fit."""
     if len(legend) <= height:
         return [Text(f"{term:<{LABEL}}{meaning}", style="dim") for term, meaning in legend]
     for count in range(len(legend), 0, -1):
@@ -226,8 +226,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def results(reports: Sequence[Report], ends: Collection[int] | None = None) -> RenderableType:
-    """Solve rates after each stage. `ends`: the versions that stages end with; others lie within
-    one."""
+    """Solve rates after each stage. `ends`: the versions that stages end with; other versions lie
+    within a stage."""
     splits = list(dict.fromkeys(report.split for report in reports))
     table = Table(title="tasks solved (95 % interval)", title_justify="left")
     table.add_column("")

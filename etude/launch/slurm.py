@@ -1,8 +1,8 @@
-"""Slurm: a run as batch files, as `etude export slurm` writes them. Pure: what is exported is text.
+"""Slurm: a run as batch files, as `etude export slurm` writes them. Pure: the result is text.
 
-One file a part. A part that others have to find writes its address into a folder that all nodes
-share, and those start their program again when the address changes. Jobs that are preempted are
-queued again, and go on from the store.
+One file for each part. A part that others have to find writes its address into a folder that all
+nodes share, and those parts restart their program when the address changes. Jobs that are preempted
+are queued again, and resume from the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FREE_PORT = (
     'port=$(python -c \'import socket; s = socket.socket(); s.bind(("", 0)); '
     "print(s.getsockname()[1])')"
 )
-"""Nodes may be shared with other parts and other runs."""
+"""A free port, because nodes may be shared with other parts and other runs."""
 
 
 def slurm_files(export: Export) -> dict[str, str]:
@@ -61,7 +61,7 @@ def _batch(export: Export, part: Part) -> str:
 
 
 def _addresses(part: Part) -> list[str]:
-    """Where the part is, and where it says so."""
+    """Shell lines that determine a part's address and publish it."""
     match part.kind:
         case "server":
             return [
@@ -110,7 +110,7 @@ def _started(part: Part, command: str) -> list[str]:
 
 
 def _end(export: Export) -> list[str]:
-    """The run is over: what serves it would go on."""
+    """Shell lines for the end of the run, which cancel its servers: they would go on otherwise."""
     servers = [part.name for part in parts(export, host="") if part.kind in ("server", "workers")]
     return [f"scancel --user=$(id -un) --name={export.name}-{name}" for name in servers]
 

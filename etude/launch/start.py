@@ -1,5 +1,5 @@
-"""The first thing of a run that a cluster's scheduler starts: its config goes into the store, and
-its model is made ready. Run again, it changes nothing.
+"""The first program of a run that a cluster's scheduler starts: it puts the config into the store,
+and prepares the model. Running it again changes nothing.
 
     python -m etude.launch.start RUN.toml --store URL [--folder PATH]
 """
@@ -19,7 +19,8 @@ from etude.trainer.prepare import is_prepared
 
 
 def start(config_file: Path, store: str, folder: Path | None = None) -> int:
-    """`folder`: where relative paths start, if not at the folder of the file."""
+    """Prepare the run. `folder`: the start of relative paths, if it is not the folder of the
+    file."""
     written = parse(config_file.read_text(), source=str(config_file))
     config = written.located(folder or config_file.absolute().parent)
     run = Run.open(store)

@@ -1,2 +1,2 @@
-"""The controller of a run: the rollout loop, evaluation, and the audit of what they leave in the
+"""The controller of a run: the rollout loop, evaluation, and the audit of their records in the
 store."""

@@ -1,4 +1,4 @@
-"""The audit of a run: its ledger, recomputed from what lies in its store, however the run ended."""
+"""The audit of a run: its ledger, recomputed from the store, however the run ended."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Audit:
     finished: bool
     violations: list[str]
     alarms: list[Alarm]
-    """The alarms that the run's events gave cause for, in their order; none is a violation."""
+    """The alarms that the run's events caused, in order; none of them is a violation."""
 
     @property
     def equation(self) -> str:
@@ -65,7 +65,7 @@ class Audit:
 
     @property
     def meanings(self) -> list[str]:
-        """What each reason of `dropped` stands for."""
+        """The meanings of the reasons in `dropped`."""
         found = {label.partition(" ")[0] for label in self.dropped}
         return [f"{reason}: {MEANINGS[reason]}" for reason in MEANINGS if reason in found]
 
@@ -76,7 +76,7 @@ class Audit:
 
     @property
     def _where(self) -> str:
-        """Where those in flight are."""
+        """The places of the samples in flight."""
         counts = {
             "in unfinished groups": self.unended,
             "waiting for a batch": self.waiting,
@@ -87,22 +87,23 @@ class Audit:
 
 
 def evaluated_versions(config: RunConfig) -> list[int]:
-    """What the run was given, if it was given a model, and what each stage ends with."""
+    """The versions that are evaluated: the model that the run was given, if any, and the last
+    version of each stage."""
     start = [0] if config.evaluates_start else []
     return start + [span.end for span in stage_spans(config.stage)]
 
 
 def is_finished(run: Run, config: RunConfig) -> bool:
-    """Nothing is left to do. A controller that was killed behind its last step has yet to drop the
-    samples that were still open; those of users are always."""
+    """True if nothing is left to do. A controller that was killed after its last step must still
+    drop the samples that were open; samples of users are always open."""
     if not _is_over(run, config):
         return False
     return config.realtime is not None or not _fold(run.ledger.records())[0].in_flight
 
 
 def _is_over(run: Run, config: RunConfig) -> bool:
-    """All versions are there, all evaluations, and the controller knows it. A run that was stopped
-    a moment before has open samples, and rightly so."""
+    """True if all versions and all evaluations exist and the controller has recorded them. A run
+    that was stopped a moment earlier has open samples, and rightly so."""
     stages = stage_spans(config.stage)
     newest = find_newest(run.objects)
     last = stages[-1]
@@ -159,9 +160,9 @@ def audit(run: Run) -> Audit:
 
 
 def entered_groups(groups: Mapping[str, Group], entries: list[Entry]) -> dict[str, Group]:
-    """Those that the ledger must speak of. Rollouts beside users are entered with the batch that
-    they are for: what a crash has left before that is entered, or made anew, when the run goes
-    on."""
+    """The groups that the ledger must mention. Rollouts beside users are entered together with the
+    batch that they are for; if a crash left some behind without a batch, they are entered, or made
+    again, when the run resumes."""
     steps = {None, *(entry.step for entry in entries if isinstance(entry, Batched))}
     return {id: group for id, group in groups.items() if step_of_simulated(id) in steps}
 
@@ -175,15 +176,15 @@ def _alarms(run: Run) -> list[Alarm]:
             places[alarm.name] = len(begun)
             begun.append(alarm)
         for name, alarm in alarms.active.items():
-            begun[places[name]] = alarm  # as it is now
+            begun[places[name]] = alarm  # in its latest form
     return [
-        *dict.fromkeys(begun),  # every life of a run may begin with the same
+        *dict.fromkeys(begun),  # every launch of a run may start with the same ones
         *(Alarm("events", str(damage), "what it told is left out") for damage in events.damaged),
     ]
 
 
 def lag_bounds(config: RunConfig) -> dict[int, int]:
-    """For every step of every loop, in their order, the lag that is allowed."""
+    """The permitted lag of every step of every loop, in order."""
     spans = stage_spans(config.stage)
     bounds = {
         step: span.stage.max_lag
@@ -216,7 +217,8 @@ def _token_versions(batch: Batch) -> set[int]:
 
 
 def _lag(batch: Batch, batches: Mapping[int, Batch]) -> int | None:
-    """Of its oldest token, along the versions that it was made from; None if it is of none."""
+    """The lag of the batch's oldest token, along the versions that the batch was made from; None if
+    the token is from none of them."""
     bases = {step: found.base for step, found in batches.items() if found.base is not None}
     base = bases.get(batch.step, batch.step - 1)
     lags = [steps_back(version, base, bases) for version in _token_versions(batch)]
@@ -233,14 +235,14 @@ def _check_batches(
     attempts = {t.id: t for group in groups.values() for t in group.trajectories}
     for step in sorted(told.keys() - batches.keys()):
         yield f"the ledger speaks of batch {step}, and the store has none"
-    # A batch that no entry speaks of was written at the very moment of a crash; resuming the run
-    # enters it.
+    # A batch without an entry was written at the very moment of a crash; resuming the run enters
+    # it.
     if sorted(batches) != list(bounds)[: len(batches)]:
         yield f"the batches have gaps, or are of no loop: {sorted(batches)}"
     for step, batch in batches.items():
         bound = bounds.get(step, 0)
         samples = {row.sample for row in batch.rows}
-        # users who were deleted since are taken out
+        # users who were deleted since then have been taken out
         gone = {sample for sample in told.get(step, samples) - samples if not is_of_user(sample)}
         if step in told and (gone or samples - told[step]):
             yield f"batch {step} holds other samples than its ledger entry"
@@ -296,8 +298,8 @@ def _check_versions(
 def _check_drops(
     entries: list[Entry], groups: dict[str, Group], config: RunConfig
 ) -> Iterator[str]:
-    """What was dropped for what it is must be so; what was interrupted must not have been
-    finished."""
+    """Check that samples were dropped for a reason that applies to them, and that interrupted ones
+    were not finished."""
     issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
     if strangers := {t.id for group in groups.values() for t in group.trajectories} - issued:
         yield (
@@ -331,7 +333,8 @@ def _check_rollouts(
     groups: dict[str, Group],
     finished: bool,
 ) -> Iterator[str]:
-    """Every settled sample of a stored group has one row, which says what the ledger says."""
+    """Check that every settled sample of a stored group has one row, which agrees with the
+    ledger."""
     trained = [row for row in rows if row.kind == "train"]
     counts = Counter(row.id for row in trained)
     issued = {sample for entry in entries if isinstance(entry, Issued) for sample in entry.samples}
@@ -354,8 +357,8 @@ def _check_rollouts(
 
 
 def _listed_by_now(entries: list[Entry], finished: bool) -> set[str]:
-    """The samples that were settled when rows were last known to be written: those of one batch are
-    there before the next one is. In a finished run all are."""
+    """The samples that were settled when rows were last certain to be written: those of one batch
+    are written before the next batch is. In a finished run, all samples."""
     batches = [number for number, entry in enumerate(entries) if isinstance(entry, Batched)]
     end = len(entries) if finished else batches[-2] + 1 if len(batches) > 1 else 0
     return {

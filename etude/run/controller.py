@@ -1,8 +1,8 @@
 """The controller process: follows the stages, evaluates the weights of each, and runs the rollout
 loops.
 
-While the trainer works on sft the engines are free, so the evaluation of mid-training happens then.
-No evaluation overlaps with a loop: the version stands still under each.
+While the trainer works on sft the engines are idle, so mid-training is evaluated then. No
+evaluation overlaps with a loop: the version must not change during either.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ from etude.store.telemetry import USAGE_S, Emit, event_writer
 from etude.weights.manifest import PublishedVersions
 
 AGENT_GRACE_S = 10.0
-"""An agent ends its session after harness.timeout_s by itself; what does not is ended so much
-later."""
+"""An agent ends its session by itself after harness.timeout_s; one that does not is stopped this
+much later."""
 FLEET_REPORT_S = 1.0
 COMMAND_AGENT = "etude.harness.program:CommandAgent"
 
@@ -78,7 +78,7 @@ class Controller:
         owing: Callable[[], dict[str, float]] = dict,
         check_spec: Callable[[SandboxSpec], None] = lambda spec: None,
     ) -> None:
-        """`owing`, `check_spec`: as of `core.sandbox.SandboxPool`."""
+        """`owing` and `check_spec` are the methods of `core.sandbox.SandboxPool`."""
         self.run = run
         self.config = config
         self.gateway = gateway
@@ -94,7 +94,7 @@ class Controller:
         self.trouble = DisturbanceTracker(config.heartbeat_timeout_s, time.monotonic())
 
     async def run_stages(self) -> None:
-        """The whole run, from wherever it stands."""
+        """Run all stages that are not finished yet."""
         await self.check_tasks()
         if self.config.evaluates_start:
             await self.evaluate_start()
@@ -108,23 +108,22 @@ class Controller:
         self.emit(RunDone(version=span.end))
 
     async def evaluate_start(self) -> None:
-        """Evaluate the model that the run was given, so that there is something to compare
-        with."""
+        """Evaluate the model that the run was given, as the baseline for comparisons."""
         await self.wait_for_version(0)
         for split in EVAL_SPLITS:
             await self.evaluate(0, split)
 
     async def load(self, version: int) -> None:
-        """Everywhere but in regions that have drifted."""
+        """Load the version in all regions that have not drifted."""
         self.gateway.quarantined = await asyncio.to_thread(self.drift.look)
         await self.gateway.load(version)
 
     async def wait_for_version(self, version: int) -> int:
-        """The newest version, as soon as it is this one or a later one."""
+        """Return the newest version, as soon as it is this one or a later one."""
         return (await self.versions.wait(after=version - 1)).version
 
     async def evaluate(self, version: int, split: str, samples: int = 1) -> None:
-        """Evaluate a version on a split, unless there are no tasks in it or it was done before."""
+        """Evaluate a version on a split, unless the split has no tasks or this was done before."""
         name = report_name(version, split, samples)
         if getattr(self.config.tasks, split) == 0 or name in self.run.evals():
             return
@@ -149,8 +148,8 @@ class Controller:
         )
         entries, recovered = await asyncio.to_thread(journal.load, self.run, estimator)
         if any(isinstance(entry, Issued) and entry.version >= span.end for entry in entries):
-            # a later loop has begun: this one was brought to its end before, and what is open is
-            # not its own
+            # a later loop has started: this one was completed before, and the open samples belong
+            # to the later one
             return
         records = journal.Journal(self.run, entries, recovered.unlisted)
         await records.write(*recovered.entries, flush=True)
@@ -204,7 +203,7 @@ class Controller:
     def rollouts(
         self, *, temperature: float, experts: bool = False, is_training: bool = False
     ) -> RunAttempt:
-        """`experts`: the trainer will replay them."""
+        """`experts`: record the routed experts, which the trainer will replay."""
         self.runner = build_runner(
             self.config,
             self.environment,
@@ -218,7 +217,7 @@ class Controller:
         return self.runner.attempt
 
     async def tasks(self, split: str) -> Sequence[Task]:
-        """Those that the run began with: others are refused."""
+        """The tasks of a split, which must be those that the run started with."""
         if split not in self._tasks:
             tasks = await read_tasks(self.environment, self.config.tasks, split)
             await asyncio.to_thread(keep_record, self.run, split, tasks)
@@ -226,8 +225,8 @@ class Controller:
         return self._tasks[split]
 
     async def check_tasks(self) -> None:
-        """Look at all tasks that the run will need: a mistake in one shall not cost the stages
-        before it, nor be found attempt by attempt."""
+        """Check all tasks that the run will need: a mistake in one must not be found only after
+        earlier stages, nor attempt by attempt."""
         for split in wanted_splits(self.config):
             tasks = await self.tasks(split)
             for task in tasks:
@@ -236,8 +235,8 @@ class Controller:
                 self.emit(FewTasks(split=split, wanted=wanted, given=len(tasks)))
 
     async def report_fleet(self) -> None:
-        """Report the state of the workers once a second, and now and then what they and the gateway
-        ask of the store."""
+        """Report the state of the workers once a second, and from time to time the requests that
+        they and the gateway make to the store."""
         told = time.monotonic()
         while True:
             regions, silent = await self.gateway.regions()
@@ -268,9 +267,9 @@ def build_runner(
     experts: bool = False,
     is_training: bool = False,
 ) -> RolloutRunner:
-    """What makes attempts as the run's configuration wants them."""
+    """A runner for attempts that follows the run's configuration."""
     harness = config.harness
-    # how long a session may wait until somebody runs it
+    # how long a session may wait until it is claimed
     claim_s = config.tasks.timeout_s if config.tasks.environment == PULL else 0.0
     return RolloutRunner(
         environment,
@@ -294,19 +293,20 @@ def build_runner(
 
 
 def _open_timeout_s(config: TasksConfig) -> float:
-    """What waits for a service gives up by itself, and says for what."""
+    """The time limit for opening. Waiting for a service has a time limit of its own, with a better
+    error message, so this one must be later."""
     return config.timeout_s + (AGENT_GRACE_S if config.is_remote else 0.0)
 
 
 def wanted_splits(config: RunConfig) -> list[str]:
-    """The splits that the run has a use for."""
+    """The splits that the run uses."""
     trains = any(isinstance(stage, RolloutStageConfig) for stage in config.stage)
     splits = (["train"] if trains else []) + [*EVAL_SPLITS]
     return [split for split in splits if getattr(config.tasks, split)]
 
 
 async def read_tasks(environment: Environment, config: TasksConfig, split: str) -> Sequence[Task]:
-    """Of an environment that may be anyone's."""
+    """Read the tasks of a split, and check them: the environment may be the user's own."""
     reference = config.environment
     with user_code(f"tasks.environment = {reference!r}"):
         tasks = await asyncio.to_thread(environment.tasks, split)
@@ -327,7 +327,7 @@ async def read_tasks(environment: Environment, config: TasksConfig, split: str) 
 
 
 def check_task(task: Task, split: str, check_spec: Callable[[SandboxSpec], None]) -> None:
-    """Refuse a task whose sandbox cannot be had."""
+    """Refuse a task whose sandbox cannot be provided."""
     try:
         check_spec(task.sandbox)
     except (EtudeError, ValueError) as e:
@@ -343,8 +343,8 @@ def build_agent(
     temperature: float,
     is_training: bool = False,
 ) -> Agent:
-    """The agent that belongs to the environment, or the one that the config names. `is_training`:
-    some sessions go without the system prompt."""
+    """The agent that belongs to the environment, or else the one that the config names.
+    `is_training`: some sessions have no system prompt."""
     limits = {
         "max_turns": config.max_turns,
         "max_tokens": config.max_tokens,
@@ -368,7 +368,7 @@ def build_agent(
 
 
 def server_mounts(config: RunConfig) -> tuple[str, ...]:
-    """What sandboxes must show so that the language servers of the harness are found there."""
+    """The mounts that let sandboxes find the language servers of the harness."""
     if config.harness.code is None or config.sandbox.isolation == "process":
         return ()
     commands = config.harness.code.diagnostics.values()
@@ -376,7 +376,7 @@ def server_mounts(config: RunConfig) -> tuple[str, ...]:
 
 
 def build_review(config: RewardsConfig, http: aiohttp.ClientSession) -> Review | None:
-    """What becomes of the scores of a run; None if they stay as they are."""
+    """The review that the scores of a run undergo; None if they are final."""
     if (config.detector, config.judge, config.reward, config.failed_call) == ("off", None, None, 0):
         return None
     judge = None
@@ -448,16 +448,16 @@ async def open_environment(config: RunConfig) -> AsyncIterator[tuple[Environment
             environment = build(
                 reference, "tasks.environment", pool, counts=counts, seed=config.seed, **told
             )
-        # what is misspelt shall not cost the stages before rl
+        # a typing error must be found before the stages that precede rl
         load(config.harness.agent_class, "harness.agent")
         yield environment, pool
 
 
 @contextlib.asynccontextmanager
 async def open_controller(store: str, gateway_url: str, process: str) -> AsyncIterator[Controller]:
-    """A controller with everything that it needs, closed again at the end. In between it looks at
-    the fleet, whatever else it does: a gateway that was started again has no worker answer before
-    that look tells it which weights may."""
+    """A controller with everything that it needs, closed again at the end. Until then it polls the
+    fleet in the background: a restarted gateway lets no worker answer before that poll tells it the
+    permitted weights."""
     run = Run.open(store, create=False)
     config = run.config()
     async with (

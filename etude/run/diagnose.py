@@ -1,9 +1,9 @@
-"""Causes of a train/inference mismatch, concluded from the measurements of `run.trials`; or that
-they are unknown.
+"""Causes of a train/inference mismatch, concluded from the measurements of `run.trials`; or the
+conclusion that they are unknown.
 
-Everything here is pure. "Rounding" is said only of a mismatch that lies below a bound which was
-computed for the very tokens it was measured on (`model.rounding`). Above it there is a cause, or
-the mismatch is called unexplained.
+Everything here is pure. A mismatch is attributed to rounding only if it lies below a bound computed
+for the very tokens that it was measured on (`model.rounding`). Above that bound there is a cause,
+or the mismatch is called unexplained.
 
 Shapes: N sampled tokens, V vocabulary, T tokens of all rows, L layers with experts, k experts of a
 token.
@@ -23,8 +23,8 @@ from etude.model.rounding import upper_bound
 from etude.run.operators import Operator
 
 STANDS_OUT = 10.0
-"""A change that makes a mismatch so many times smaller is a cause of it; so is one that makes it so
-many times larger."""
+"""The factor by which a change must make a mismatch smaller, or larger, to count as a cause of
+it."""
 SETTINGS = {
     "batch": "batch: many requests at once",
     "kernels": "engine kernels: they compute something else than the model's operators, for the "
@@ -40,24 +40,25 @@ SIMPLER = {
     "cache": "kernels",
     "swap": "kernels",
 }
-"""Each setting is that one with one thing changed."""
+"""Setting -> the setting that it differs from in one thing."""
 SAME = 0.02
-"""Two temperatures whose logarithms are no further apart count as the same."""
+"""Two temperatures count as the same if their logarithms are no further apart."""
 LIKELIER = 3.0
-"""A likelihood ratio of e^3, 20 to 1, says at which of two temperatures tokens were drawn."""
+"""A likelihood ratio of e^3, 20 to 1, which decides at which of two temperatures tokens were
+sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingBound:
-    """The mismatch that rounding alone makes on the same tokens."""
+    """The mismatch that rounding alone causes on the same tokens."""
 
     k3: float
     k3_max: float
 
     @classmethod
     def of(cls, draws: Sequence[MismatchStats]) -> RoundingBound:
-        """k3 is half the square of a difference; bounds are taken of the difference, whose spread
-        is even."""
+        """The bound from the mismatch of several draws. k3 is half the square of a difference;
+        bounds are computed for the difference, whose spread is more symmetric."""
         k3, k3_max = ([math.sqrt(getattr(gap, name)) for gap in draws] for name in ("k3", "k3_max"))
         return cls(upper_bound(k3) ** 2, upper_bound(k3_max) ** 2)
 
@@ -67,57 +68,57 @@ class RoundingBound:
 
 @dataclass(frozen=True, slots=True)
 class TopPCut:
-    """The engine drew from the tokens that together make up `top_p`, and the trainer does not
-    know."""
+    """A top-p that the engine sampled with and the trainer does not know: it drew only from the
+    tokens that together have the probability `top_p`."""
 
     top_p: float
     k3: float
-    """That is left if the trainer does the same."""
+    """The mismatch that is left if the trainer does the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemperatureFit:
-    """The temperature at which the trainer comes nearest to the recorded log-probs."""
+    """The temperature at which the trainer comes closest to the recorded log-probs."""
 
     asked: float
     fitted: float
     k3: float
-    """That is left at the fitted one."""
+    """The mismatch that is left at the fitted temperature."""
     k3_max: float
     preference: float
-    """Log-likelihood of the tokens at the temperature asked for, minus that at the fitted one."""
+    """Log-likelihood of the tokens at the requested temperature, minus that at the fitted one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRouterMismatch:
-    """Recorded experts against those that the trainer's router chooses."""
+    """The recorded experts, compared with the choice of the trainer's router."""
 
     layer: int
     mismatch_frac: float
     """Share of the tokens with another choice."""
     bound: float
-    """The share that rounding makes."""
+    """The share that rounding causes."""
     swapped: tuple[int, int] | None = None
-    """Two experts; with their names exchanged in what was recorded, both choose alike."""
+    """Two experts; with their names exchanged in the record, both sides choose alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
     gaps: dict[str, MismatchStats]
-    """By setting, in the order in which they were tried. The first is the simplest."""
+    """The mismatch by setting, in the order of the trials. The first setting is the simplest."""
     rounding: dict[str, RoundingBound]
-    """Likewise."""
+    """The rounding bound by setting, in the same order."""
     fits: dict[str, TemperatureFit] = field(default_factory=dict)
-    """Of the settings in which the engine was asked to use a temperature of its own."""
+    """Fits for the settings in which the engine was asked for a temperature of its own."""
     cut: TopPCut | None = None
     experts: tuple[LayerRouterMismatch, ...] = ()
     operators: tuple[Operator, ...] = ()
-    """Those that differ by more than rounding, the one that differs most first."""
+    """Operators that differ by more than rounding, in descending order of the difference."""
     argmax_flip_frac: float | None = None
-    """Share of the tokens for which engine and trainer would have put another first, one request at
-    a time."""
+    """Share of the tokens for which engine and trainer rank another token first, one request at a
+    time."""
     kinds: tuple[str, str] = ("float32", "float32")
-    """What engine and trainer compute in."""
+    """The dtypes that engine and trainer compute in."""
 
     @property
     def simplest(self) -> str:
@@ -136,7 +137,7 @@ class Diagnosis:
 
     @property
     def unexplained(self) -> list[str]:
-        """The mismatch left above rounding once all causes are named."""
+        """The mismatch left above rounding after all causes are named."""
         found = []
         if self.beyond(self.simplest):
             if not self._is_explained() and not any(self._precision()):
@@ -151,7 +152,7 @@ class Diagnosis:
         return found
 
     def beyond(self, name: str) -> bool:
-        """Whether a gap is more than rounding."""
+        """True if the mismatch of a setting is more than rounding."""
         return name in self.gaps and not self.rounding[name].holds(self.gaps[name])
 
     def _stands_out(self, name: str) -> bool:
@@ -170,14 +171,14 @@ class Diagnosis:
             yield of_temperature(fits, agreeing)
 
     def _fits(self, name: str) -> bool:
-        """Whether another temperature explains a gap, or nearly all of it."""
+        """True if another temperature explains the mismatch, or nearly all of it."""
         if name not in self.fits or not self.beyond(name):
             return False
         fit = self.fits[name]
         if fit.k3 * STANDS_OUT < self.gaps[name].k3:
             return True
-        # A gap that is little more than rounding is met by chance too, with a temperature that is
-        # hardly another.
+        # A gap barely above rounding can also be fitted by chance, with a temperature that is
+        # hardly different.
         return self._is_all(name) and not self.operators and not same(fit.asked, fit.fitted)
 
     def _is_all(self, name: str) -> bool:
@@ -206,7 +207,8 @@ class Diagnosis:
         if is_nearer and self.beyond("replay") and not self.beyond(self.simplest):
             yield f"recorded experts: not those that the engine computed with{exchanged} ({share})"
         elif exchanged and not is_nearer and self.beyond("replay"):
-            # Without such a pattern the choice may differ because something before the router does.
+            # Without such a pattern, the cause of the different choice may be something before the
+            # router.
             yield f"router: the engine chooses other experts than the trainer{exchanged} ({share})"
 
     def _precision(self) -> Iterable[str]:
@@ -229,7 +231,8 @@ class Diagnosis:
             )
 
     def _is_explained(self) -> bool:
-        """Whether the simplest setting's gap is, by anything but precision."""
+        """True if the mismatch of the simplest setting is explained by something other than
+        precision."""
         gap, bound = self.gaps[self.simplest], self.rounding[self.simplest]
         if self.operators or any(self._of_experts()):
             return True
@@ -254,7 +257,7 @@ class Diagnosis:
 
 
 def of_temperature(fits: Sequence[TemperatureFit], agreeing: Sequence[float] = ()) -> str:
-    """`agreeing`: the temperatures that were asked for and recorded."""
+    """A sentence about the fits. `agreeing`: the temperatures that were requested and recorded."""
     pairs = [(fit.asked, fit.fitted) for fit in fits] + [(asked, asked) for asked in agreeing]
     asked, fitted = pairs[0]
     if len(pairs) > 1 and all(same(a / f, asked / fitted) for a, f in pairs):
@@ -307,7 +310,7 @@ def grouped(operators: Sequence[Operator]) -> list[str]:
 
 
 def _place(operator: Operator) -> list[int]:
-    """Its layer, and its number if it is one of several."""
+    """The operator's layer, and its number if there are several."""
     return [int(part) for part in operator.name.split(".") if part.isdigit()]
 
 
@@ -318,8 +321,8 @@ def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor, bound: RoundingBound
         return None
     sums_NV = logp_NV.double().exp().sort(-1, descending=True).values.cumsum(-1)
     last = sums_NV.shape[1] - 1
-    # Recorded is p / mass, where mass is the first of the sums that reaches top-p. The sum before
-    # does not reach it.
+    # The recorded value is p / mass, where mass is the first of the cumulative sums that reaches
+    # top-p. The sum before it does not reach top-p.
     mass_N = (new_N - old_N).double().exp()
     rank_N1 = torch.searchsorted(sums_NV, (mass_N - 1e-4)[:, None]).clamp(max=last)
     below_N1 = torch.where(rank_N1 > 0, sums_NV.gather(-1, (rank_N1 - 1).clamp(min=0)), 0.0)
@@ -333,8 +336,8 @@ def find_cut(old_N: Tensor, new_N: Tensor, logp_NV: Tensor, bound: RoundingBound
 def fit_temperature(
     old_N: Tensor, tokens_N: Tensor, logp_NV: Tensor, asked: float
 ) -> TemperatureFit:
-    """Least squares in the logarithm of the temperature. `logp_NV`: the trainer's, at the
-    temperature asked for."""
+    """A least-squares fit of the logarithm of the temperature. `logp_NV`: the trainer's log-probs
+    at the requested temperature."""
     logits_NV, old_N, log_scale = logp_NV.double(), old_N.double(), 0.0
 
     def at(log_scale: float) -> tuple[Tensor, Tensor]:
@@ -365,7 +368,8 @@ def fit_temperature(
 def compare_experts(
     recorded_TLk: Tensor, own_TLk: Tensor, draws_TLk: Sequence[Tensor], layers: Sequence[int]
 ) -> tuple[LayerRouterMismatch, ...]:
-    """`draws_TLk`: what the trainer's routers choose with random rounding."""
+    """Compare the experts by layer. `draws_TLk`: the choices of the trainer's routers with random
+    rounding."""
     shares = [_otherwise(drawn_TLk, own_TLk) for drawn_TLk in draws_TLk]
     found = []
     for place, (layer, otherwise) in enumerate(
@@ -384,18 +388,18 @@ def compare_experts(
 
 
 def _otherwise(a_TLk: Tensor, b_TLk: Tensor) -> list[float]:
-    """By layer, the share of the tokens with another set of experts."""
+    """The share of the tokens with another set of experts, by layer."""
     differs_TL = (a_TLk.sort(-1).values != b_TLk.sort(-1).values).any(-1)
     return [float(share) for share in differs_TL.double().mean(0)]
 
 
 def _swapped(recorded_Tk: Tensor, own_Tk: Tensor, bound: float) -> tuple[int, int] | None:
-    """The two experts that stand for each other wherever the choices differ."""
+    """The two experts that replace each other wherever the choices differ."""
     size = int(max(recorded_Tk.max(), own_Tk.max())) + 1
     is_recorded, is_own = (
         torch.zeros(len(ids), size).scatter_(-1, ids, 1.0) for ids in (recorded_Tk, own_Tk)
     )
-    # [a, b]: how often a was recorded and not chosen where b was chosen and not recorded
+    # [a, b]: how often a was recorded but not chosen where b was chosen but not recorded
     instead = (
         ((is_recorded > is_own).float().T @ (is_own > is_recorded).float())
         if size

@@ -1,4 +1,4 @@
-"""The regions of a run, watched for drift: what the trainer has measured, read from its events."""
+"""Drift of a run's regions, computed from the trainer's measurements in its events."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from etude.store.telemetry import Emit
 
 
 class DriftWatch:
-    """Puts regions whose mismatch has drifted into quarantine. Counts all that was measured since
-    the last launch of the run, across restarts of this process: a region that was repaired comes
-    back with the next launch."""
+    """Puts regions whose mismatch has drifted into quarantine. All measurements since the last
+    launch of the run count, across restarts of this process: a region that was repaired comes back
+    with the next launch."""
 
     def __init__(self, run: Run, factor: float, emit: Emit) -> None:
         self._log = run.events("trainer", EVENTS, _leave_out)
@@ -39,4 +39,4 @@ class DriftWatch:
 
 
 def _leave_out(damage: Damaged) -> None:
-    """Whoever shows the run tells of it."""
+    """Ignore the damage: the programs that show the run report it."""

@@ -17,7 +17,7 @@ SPLITS: dict[str, Split] = {split: split for split in get_args(Split)}
 
 
 class CodeRepair:
-    """A `core.protocols.Environment`. What grades a task stays in here, by the task's id."""
+    """A `core.protocols.Environment`. It alone holds the data for grading, by the task's id."""
 
     def __init__(
         self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int, timeout_s: float = 20.0

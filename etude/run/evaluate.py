@@ -1,9 +1,9 @@
 """Evaluation: the solve rate of a version on a split, with a confidence interval.
 
-Every task once, or several times for pass@k, through the same gateway and harness as in training.
-The version must not change under an evaluation: whoever runs one holds the weights still, and every
-token is checked to come from the version that is evaluated. A session that fails in infrastructure
-is tried again: it is no zero.
+Every task is attempted once, or several times for pass@k, through the same gateway and harness as
+in training. The version must not change during an evaluation: the caller holds the weights, and
+every token is checked to come from the version that is evaluated. A session that fails in
+infrastructure is repeated: it does not count as a zero.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Report:
     total: int
     low: float
     high: float
-    """Wilson interval, 95 %."""
+    """`low` and `high` are the 95 % Wilson interval."""
     rewards: dict[str, float]
-    """By task, the mean of its attempts."""
+    """The mean over the attempts at each task."""
     example: list[Json]
     """The messages of the longest session that solved its task; empty if none did."""
     samples: int = 1
     """Attempts at each task; `solved` and `total` count attempts."""
     solved_by_task: dict[str, int] = field(default_factory=dict)
     honest_by_task: dict[str, int] = field(default_factory=dict)
-    """Attempts in which the detector of cheats found nothing."""
+    """The attempts at each task in which the cheat detector found nothing."""
     cost: Cost = field(default_factory=Cost)
-    """Of all attempts together."""
+    """The sum over all attempts."""
 
     def __post_init__(self) -> None:
-        # Reports of older runs say it by the rewards alone.
+        # Reports of older runs contain only the rewards.
         if not self.solved_by_task and self.samples == 1:
             solved = {task: int(reward == 1.0) for task, reward in self.rewards.items()}
             object.__setattr__(self, "solved_by_task", solved)
@@ -66,7 +66,7 @@ class Report:
         return self.solved / self.total
 
     def pass_at(self, k: int) -> float:
-        """The chance that one of k attempts solves a task, over all tasks."""
+        """The chance that at least one of k attempts solves a task, over all tasks."""
         counts = self.solved_by_task.values()
         return sum(pass_at_k(self.samples, count, k) for count in counts) / len(counts)
 
@@ -80,12 +80,12 @@ def _times(split: str, samples: int) -> str:
 
 
 def pass_ks(samples: int) -> list[int]:
-    """The k of pass@k that are told for so many attempts: powers of two, and all."""
+    """The values of k for which pass@k is reported: powers of two, and the number of attempts."""
     return sorted({1 << n for n in range(samples.bit_length())} | {samples})
 
 
 def reports(run: Run) -> list[Report]:
-    """All that the run has, in the order of versions."""
+    """All reports of the run, in the order of versions."""
     return [run.eval(name, Report) for name in run.evals()]
 
 
@@ -101,12 +101,12 @@ async def evaluate(
     emit: Callable[[Event], None] = lambda event: None,
     keep: Callable[[Trajectory], object] = lambda trajectory: None,
 ) -> Report:
-    """Attempt every task `samples` times. `keep` is handed every attempt that counts."""
+    """Attempt every task `samples` times. `keep` receives every attempt that counts."""
     outcomes: list[Trajectory] = []
     telling = _telling(attempt, split, emit)
 
     async def solve(number: int, task: Task, *again: int) -> None:
-        # a number, and not the task's id: the name is a part of the session's URL
+        # a number rather than the task's id: the name is a part of the session's URL
         sample = f"eval-{version}-{_times(split, samples)}.{number}"
         own_seed = derive(seed, "eval", task.id, *again)
         outcomes.append(await _persistent(telling, task, sample, own_seed))
@@ -145,7 +145,7 @@ async def evaluate_and_keep(
     run: Run, tasks: Sequence[Task], attempt: RunAttempt, *, stage: str, split: str, version: int,
     seed: int, samples: int = 1, emit: Callable[[Event], None] = lambda event: None,
 ) -> None:  # fmt: skip
-    """Evaluate, and put the sessions, their rows and the report into the store of the run."""
+    """Evaluate, and store the sessions, their rows and the report with the run."""
     attempts: list[Trajectory] = []
     report = await evaluate(
         tasks,
@@ -189,8 +189,8 @@ def _report(
 
 
 def cut_after(report: Report, attempts: Sequence[Trajectory], answers: int) -> Report:
-    """The report with attempts of more than `answers` answers counted as not solved, a lower bound
-    for an agent that stops there. Rewards, cost and example stay those of whole attempts."""
+    """The report with attempts of more than `answers` answers counted as not solved: a lower bound
+    for an agent that stops there. Rewards, cost and example remain those of whole attempts."""
     by_task = Counter(dict.fromkeys(report.solved_by_task, 0))
     by_task.update(t.task for t in attempts if t.reward == 1.0 and 0 < t.cost.calls <= answers)
     low, high = _interval(by_task, report.total, report.samples)

@@ -1,9 +1,9 @@
-"""The evaluator process: evaluates held-out tasks at pinned versions while a loop goes on.
+"""The evaluator process: evaluates held-out tasks at pinned versions while a loop runs.
 
-It has an engine of its own, which holds the version that it evaluates however far the workers are
-by then, and nothing of it comes near the ledger: what it samples is never trained on. If it falls
-behind, it takes the newest version that is due and leaves out those before. So it does with one
-that is not there.
+It has an engine of its own, which holds the version under evaluation however far the workers have
+moved on, and it never touches the ledger: its samples are never trained on. If it falls behind, it
+takes the newest version that is due and skips the earlier ones. It also skips a version that does
+not exist.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from etude.weights.manifest import Chain, PublishedVersions, VersionGone, read_m
 
 SPLIT = "heldout"
 EvaluateVersion = Callable[..., Awaitable[None]]
-"""(version, split, samples=1) -> when its report is in the store"""
+"""(version, split, samples=1) -> returns when its report is in the store"""
 NICENESS = 10
-"""The loop goes first: a curve may come late."""
+"""The loop has priority: an evaluation may be late."""
 
 
 async def follow(
     due: Sequence[int], versions: WeightStore, evaluate: Callable[[int], Awaitable[None]]
 ) -> None:
-    """Returns when nothing can become due any more."""
+    """Evaluate the versions that are due. Returns when no further one can become due."""
     seen = -1
     while any(version > seen for version in due):
         newest = (await versions.wait(after=seen)).version
@@ -77,8 +77,8 @@ async def run_evaluator(store: str) -> None:
 
 
 def _is_there(run: Run, version: int) -> bool:
-    """A trainer that was killed may have gone on from a checkpoint whose predecessor it had not
-    published yet, and `etude weights gc` deletes old versions."""
+    """True if the version exists. A trainer that was killed may have resumed from a checkpoint
+    whose previous version it had not published yet, and `etude weights gc` deletes old versions."""
     try:
         read_manifest(run.objects, version)
     except (Missing, VersionGone):
@@ -88,7 +88,7 @@ def _is_there(run: Run, version: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnSessions:
-    """What attempts tasks without a gateway: an engine of its own holds the version."""
+    """The means to attempt tasks without a gateway: the process's own engine holds the version."""
 
     environment: Environment
     pool: SandboxPool
@@ -115,7 +115,7 @@ async def own_sessions(run: Run, config: RunConfig) -> AsyncIterator[OwnSessions
 async def evaluating(
     run: Run, config: RunConfig, emit: Callable[[Event], None]
 ) -> AsyncIterator[EvaluateVersion]:
-    """What evaluates versions, with an engine of its own."""
+    """A function that evaluates versions with an engine of its own."""
     async with own_sessions(run, config) as own:
 
         async def evaluate(version: int, split: str, samples: int = 1) -> None:
@@ -124,7 +124,7 @@ async def evaluating(
             if suite_of(split) in Probes.suites:
                 assert config.realtime is not None
                 asked = Probes(own.pool, config.realtime.gate, config.seed)
-                # they score themselves: what the run makes of its own parts is not about them
+                # probes score themselves: the run's own rules for its rewards do not apply to them
                 how = config.model_copy(update={"rewards": RewardsConfig(detector="off")})
             runner = build_runner(
                 how, asked, own.sessions, own.http, desk=None, temperature=temperature
@@ -146,7 +146,7 @@ async def evaluating(
 
 
 def only_results(emit: Callable[[Event], None]) -> Callable[[Event], None]:
-    """The screen tells of the loop: of what goes on beside it, the result alone."""
+    """Report only the results: the screen shows the progress of the loop alone."""
     return lambda event: emit(event) if isinstance(event, EvalDone) else None
 
 

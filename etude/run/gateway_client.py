@@ -1,5 +1,5 @@
-"""The controller's client of the gateway: a session is opened for an attempt, read when that is
-over, then forgotten."""
+"""The controller's client of the gateway: a session is opened for an attempt, read after the
+attempt, and then forgotten."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NO_SEGMENTS = msgspec.msgpack.encode(())
 
 class GatewayClient:
     """The controller's client of the gateway: `async with GatewayClient(url) as gateway`. It has an
-    admin's token. `http` is the one connection pool, which the harness uses too, with a token of
+    admin's token. `http` is the one connection pool, which the harness uses too, with the token of
     its session.
 
-    At the gateway a session has an id that nobody can guess; here it is called by its sample."""
+    At the gateway a session has an id that nobody can guess; here it is named by its sample."""
 
     def __init__(self, url: str, public_url: str | None = None) -> None:
-        """`public_url`: where a harness reaches it, if that is elsewhere."""
+        """`public_url`: the gateway's URL for harnesses, if it is a different one."""
         self.url = url
         self._public_url = (public_url or url).rstrip("/")
         self.headers = authorization(token())
@@ -42,7 +42,7 @@ class GatewayClient:
         self.quarantined: list[str] = []
         self._busy_s: dict[str, tuple[float, float]] = {}
         self.store_used: list[StoreUsed] = []
-        """What gateway and workers had asked of the run's store at the last look at them."""
+        """Requests of the gateway and the workers to the run's store, as of the last poll."""
 
     async def __aenter__(self) -> GatewayClient:
         self.http = aiohttp.ClientSession(
@@ -57,8 +57,8 @@ class GatewayClient:
         await self.http.close()
 
     async def ready(self) -> None:
-        """Returns when it answers. It was started with us, so for a while a refused connection
-        means nothing."""
+        """Return when the gateway answers. It was started together with us, so a refused connection
+        means nothing for a while."""
         try:
             async with asyncio.timeout(START_S):
                 while not await self._answers():
@@ -76,11 +76,12 @@ class GatewayClient:
             return False
 
     async def up(self) -> None:
-        """Returns as soon as a worker is up. What would wait for one in vain need not begin."""
+        """Return as soon as a worker is up. A session that would wait for one in vain need not
+        start."""
         await self._ask("GET", "/up", "nobody knows whether a worker is up")
 
     async def load(self, version: int) -> None:
-        """Returns when every request is begun with `version` or newer weights, and in no region
+        """Return when every request is started with `version` or newer weights, and in no region
         that is `quarantined`."""
         told = {"version": version, "quarantined": self.quarantined}
         await self._ask("POST", "/load", f"the workers cannot load version {version}", json=told)
@@ -93,8 +94,8 @@ class GatewayClient:
         return SessionAccess(base_url=f"{self._public_url}/s/{id}/v1", api_key=key)
 
     async def _token(self, scope: Scope, id: str, session: str) -> str:
-        """It ends with its session, and must not end before because somebody was stopped for
-        long."""
+        """A token that ends with its session. It must not expire earlier just because a process was
+        stopped for long."""
         told = {"scope": scope, "subject": id, "lifetime_s": MAX_SESSION_S}
         what = f"session {session} cannot be opened"
         made = msgspec.json.decode(await self._ask("POST", "/tokens", what, json=told))
@@ -138,9 +139,9 @@ class GatewayClient:
             await self._ask("DELETE", f"/s/{id}", f"session {session} cannot be deleted")
 
     async def regions(self) -> tuple[dict[str, RegionStatus], list[str]]:
-        """Those that answer, and the names of those in which a worker is silent."""
+        """The regions that answer, and the names of those in which a worker is silent."""
         status = msgspec.json.decode(await self._ask("GET", "/status", "no status"))
-        if status["version"] < self._live:  # it was started again, and knows of no weights
+        if status["version"] < self._live:  # it was restarted, and knows of no weights
             await self.load(self._live)
         answering = status["regions"].items()
         told = [*status.get("store", ()), *(e for _, w in answering for e in w.get("store", ()))]
@@ -150,8 +151,8 @@ class GatewayClient:
     async def _ask(
         self, method: str, path: str, what: str, *, unknown: bytes | None = None, **more: Any
     ) -> bytes:
-        """`unknown`: what the answer 404 means, if it is no error. Nothing of this does harm if it
-        is asked twice."""
+        """Send a request and return the answer. `unknown`: the value of a 404 answer, if that is
+        not an error. All these requests may be repeated without harm."""
 
         async def ask() -> bytes:
             async with self.http.request(
@@ -167,8 +168,8 @@ class GatewayClient:
         return await when_back(ask, aiohttp.ClientConnectionError)
 
     def _region(self, name: str, worker: dict[str, float]) -> RegionStatus:
-        """Workers count their busy seconds from their start; the share is of the time since our
-        last look."""
+        """The status of a region. Workers count their busy seconds from their start; the share is
+        of the time since our last poll."""
         now, busy_s = asyncio.get_running_loop().time(), float(worker["busy_s"])
         then, before_s = self._busy_s.get(name, (now, busy_s))
         self._busy_s[name] = (now, busy_s)

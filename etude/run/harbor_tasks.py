@@ -1,4 +1,4 @@
-"""The environment of a folder of Harbor's tasks, whoever made them."""
+"""The environment of a folder of Harbor tasks from any source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etude.run.task_folder import HELDOUT_SHARE, hash_of
 
 
 class HarborTasks:
-    """A `core.protocols.Environment`. What grades a task stays in here, by the task's id."""
+    """A `core.protocols.Environment`. It alone holds the data for grading, by the task's id."""
 
     def __init__(
         self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int, path: str
@@ -34,7 +34,7 @@ class HarborTasks:
         self._tasks: dict[str, HarborTask] = {task.id: task for task in found}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Those of a split, which a task's name decides. None are novel."""
+        """The tasks of a split, which a task's name determines. None are novel."""
         chosen = [task for name, task in self._tasks.items() if _split_of(name) == split]
         chosen.sort(key=lambda task: hash_of(task.id))
         return [task.as_task() for task in chosen[: self._counts[split]]]
@@ -57,7 +57,7 @@ class HarborTasks:
 
 
 class HarborSolver:
-    """A `core.protocols.Agent`: the solution that a task brings."""
+    """A `core.protocols.Agent`: applies the solution that comes with a task."""
 
     def __init__(self, task: HarborTask) -> None:
         self._task = task

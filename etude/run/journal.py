@@ -1,10 +1,10 @@
 """The controller's journal: groups, batches, ledger entries and the rows of rollouts, written in
 the order in which they happened.
 
-What a crash leaves unsaid is worked out again by `recover` from what is there, because whatever an
-entry speaks of is written before it: a group before the entries that settle its samples, a batch
-before the entry that says so. The rows of a group come last of all: a group that is settled and has
-none was written just before a crash, and gets them at the next start.
+Entries that a crash prevented are reconstructed by `recover`, because everything that an entry
+refers to is written before it: a group before the entries that settle its samples, a batch before
+the entry that records it. The rows of a group are written last of all: a settled group without rows
+was written just before a crash, and gets them at the next start.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from etude.store.runs import Run
 
 
 class Journal:
-    """The ledger in memory and on disk. Memory goes first, and one thread writes in the same order:
-    an entry never overtakes the one that it depends on, even if whoever wrote it was cancelled
+    """The ledger in memory and on disk. Memory is updated first, and one thread writes in the same
+    order: an entry never overtakes the one that it depends on, even if the caller was cancelled
     meanwhile."""
 
     def __init__(self, run: Run, entries: Iterable[Entry], unlisted: Iterable[Group] = ()) -> None:
@@ -48,8 +48,8 @@ class Journal:
         batch: Batch | None = None,
         flush: bool = False,
     ) -> None:
-        """Returns when everything is stored. `flush`: with the rows of all groups that are settled
-        by now; with a batch they are written in any case."""
+        """Return when everything is stored. `flush`: also write the rows of all groups that are
+        settled by now; with a batch they are always written."""
         for entry in entries:
             self.ledger.apply(entry)
         if group is not None:
@@ -61,7 +61,7 @@ class Journal:
         )
 
     def _settled(self) -> list[RolloutRow]:
-        """The rows that can be written now, with what became of each sample."""
+        """The rows that can be written now, with the fate of each sample."""
         settled = []
         for group, rows in list(self._unlisted.items()):
             fates = [self.ledger.fate(row.id) for row in rows]
@@ -116,7 +116,7 @@ def drops(outcome: GroupOutcome) -> list[Dropped]:
 
 
 def _by_detail(reason: Reason, details: Mapping[str, str]) -> list[Dropped]:
-    """`details`: sample -> detail."""
+    """The entries for samples with a detail. `details`: sample -> detail."""
     samples: defaultdict[str, list[str]] = defaultdict(list)
     for sample, detail in details.items():
         samples[detail].append(sample)
@@ -131,17 +131,17 @@ class Recovered:
     """The state of a run after a stop or crash."""
 
     entries: list[Entry]
-    """To be written first: what the stop left unsaid."""
+    """Entries to write first, which the stop prevented."""
     waiting: list[Group]
-    """Finished, and in no batch yet."""
+    """Finished groups that are in no batch yet."""
     past: list[AskedTask]
-    """Every group that came to an end; those that were interrupted are not among them."""
+    """Every finished group, without those that were interrupted."""
     slots: int
-    """Groups that were ever issued."""
+    """The number of groups that were ever issued."""
     batched: int
     """The last step that has a batch; 0 if none has."""
     unlisted: list[Group]
-    """Stored, and without rows of their rollouts."""
+    """Stored groups without rows of their rollouts."""
 
     @property
     def interrupted(self) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ class Recovered:
 
 
 def unrecorded(entries: Iterable[Entry], steps: Iterable[int]) -> list[int]:
-    """The steps whose batch was written just before a crash, so that no entry speaks of it."""
+    """The steps whose batch was written just before a crash, so that no entry records it."""
     told = {entry.step for entry in entries if isinstance(entry, Batched)}
     return sorted(set(steps) - told)
 
@@ -163,8 +163,9 @@ def recover(
     estimator: AdvantageEstimator,
     listed: Mapping[str, Sequence[RolloutFate]] = MappingProxyType({}),
 ) -> Recovered:
-    """`batches`: the unrecorded ones. `finished`: every stored group that has open samples, or no
-    rows (others do no harm). `listed`: the groups that have rows, with what these say."""
+    """Reconstruct the state of a run. `batches`: the unrecorded ones. `finished`: every stored
+    group that has open samples, or no rows (others do no harm). `listed`: the groups that have
+    rows, with their content."""
     made: list[Entry] = [
         Batched(step=step, samples=tuple(dict.fromkeys(row.sample for row in batch.rows)))
         for step, batch in sorted(batches.items())
@@ -209,7 +210,7 @@ def _interrupted(entries: Iterable[Entry]) -> set[str]:
 
 
 def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovered]:
-    """The entries on disk, and what follows from them and from the rest of the store."""
+    """The entries on disk, and the state that follows from them and from the rest of the store."""
     entries = run.ledger.records()
     _check_batches(run, entries)
     try:
@@ -228,15 +229,16 @@ def _recovered(run: Run, entries: list[Entry], estimator: AdvantageEstimator) ->
     opened = {group_of(sample) for sample in Ledger(entries).open_samples()}
     finished: dict[str, Group] = {}
     for name in opened | issued - listed.keys() - _interrupted(entries):
-        # asked by its name: a listing may be late, and its sessions would be lost
+        # read by its name: a listing may be late, and the group's sessions would be lost
         with contextlib.suppress(Missing):
             finished[name] = run.group(name)
     return recover(entries, batches, finished, estimator, listed)
 
 
 def _check_batches(run: Run, entries: Iterable[Entry]) -> None:
-    """Refuse to go on without a batch that the trainer still needs: it would wait forever. The
-    checkpoints say which; a power cut may have taken the newest batch and left its entry."""
+    """Refuse to resume without a batch that the trainer still needs, since it would wait forever.
+    The checkpoints tell which batches are needed; a power cut may have destroyed the newest batch
+    and left its entry."""
     saved = [int(name.partition(".")[0]) for name in run.checkpoints()]
     reached = max(saved, default=0)
     for entry in entries:
@@ -249,7 +251,7 @@ def _check_batches(run: Run, entries: Iterable[Entry]) -> None:
 
 
 def asked_task(issued: Issued, group: Group, outcome: GroupOutcome) -> AskedTask:
-    """What the curriculum learns from a group."""
+    """The record of a group that the curriculum learns from."""
     return AskedTask(
         task=issued.task,
         epoch=issued.epoch,
@@ -265,8 +267,8 @@ def _asked(
     listed: Mapping[str, Sequence[RolloutFate]],
     estimator: AdvantageEstimator,
 ) -> AskedTask:
-    """The same, from what is in the store: the group itself, or the rows of its attempts. Neither
-    is there if a stage came to its end before the group did."""
+    """The same record, from the store: from the group itself, or from the rows of its attempts.
+    Neither exists if a stage ended before the group did."""
     if (group := finished.get(issued.group)) is not None:
         return asked_task(issued, group, estimator.estimate(group))
     fates = listed.get(issued.group, ())

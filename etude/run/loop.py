@@ -1,8 +1,8 @@
 """The rollout loop: tasks become groups, groups become batches, versions become live.
 
-Three short loops under one TaskGroup, over one pure window. `when` waits for the window to allow
-something, `update` changes it and wakes whoever waits. Anything that raises in here cancels the
-rest, surfaces, and ends the process; what is on disk is enough to go on.
+Three short loops run under one TaskGroup, over one pure window. `when` waits for the window to
+allow something, `update` changes the window and wakes all waiters. An exception in any of them
+cancels the others, surfaces, and ends the process; the data on disk is enough to resume.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from etude.run.journal import Journal, Recovered, asked_task, drops, group_id, s
 V = TypeVar("V")
 
 RunAttempt = Callable[[Task, str, int], Awaitable[Trajectory]]
-"""(task, sample id, seed) -> what came of it. It never raises for what went wrong inside the
-session."""
+"""(task, sample id, seed) -> its trajectory. A failure inside the session never raises."""
 
 
 class RolloutLoop:
@@ -67,7 +66,7 @@ class RolloutLoop:
         emit: Callable[[Event], None],
         troubled: Callable[[], float] = lambda: -math.inf,
     ) -> None:
-        """`troubled`: when a process was last known to be silent, by `time.monotonic`."""
+        """`troubled`: the last time a process was known to be silent, by `time.monotonic`."""
         self.journal = journal
         self.window = window
         self.weights = weights
@@ -94,12 +93,12 @@ class RolloutLoop:
         )
 
     async def run(self) -> None:
-        """Returns when the weights of the last step are live."""
+        """Return when the weights of the last step are live."""
         async with asyncio.TaskGroup() as loops:
             loops.create_task(self.follow())
             feeding = loops.create_task(self.feed())
             await self.pack()
-            # the last batch is full: whatever is still on its way will not be needed
+            # the last batch is full: attempts that are still running are not needed
             feeding.cancel()
         unneeded = tuple(self.journal.ledger.open_samples())
         await self.journal.write(
@@ -123,7 +122,7 @@ class RolloutLoop:
         await self.journal.write(issued)
         async with asyncio.TaskGroup() as attempts:
             running = [
-                # Attempts are numbered through the epochs, so that no two at a task share their
+                # Attempts are numbered across epochs, so that no two at a task share their
                 # randomness.
                 attempts.create_task(
                     self.checked_attempt(task, sample, derive(self.seed, task.id, number))
@@ -159,7 +158,7 @@ class RolloutLoop:
         began = time.monotonic()
         trajectory = await self.attempt(task, sample, seed)
         self.emit(attempt_done(trajectory, "train"))
-        # else its failure has a cause that is shown already, and passes
+        # Otherwise the failure has a cause that is already reported, and that will pass.
         if self.troubled() < began:
             self.health.add(trajectory)
         return trajectory
@@ -176,14 +175,14 @@ class RolloutLoop:
         """weight version -> engines -> free slots"""
         while self.window.live < self.last:
             newest = (await self.weights.wait(after=self.window.live)).version
-            version = min(newest, self.last)  # the stage behind this one may have published too
+            version = min(newest, self.last)  # the next stage may have published too
             await self.load(version)
             await self.journal.write(Trained(step=version))
             self.emit(WeightsLive(version=version))
             await self.update(lambda: self.window.advance(version))  # noqa: B023 (called before the next round)
 
     async def when(self, poll: Callable[[], V | None]) -> V:
-        """Waits until `poll` gives a value; every change to the window wakes it."""
+        """Wait until `poll` returns a value; every change to the window wakes it."""
         async with self.changed:
             while (value := poll()) is None:
                 await self.changed.wait()
@@ -196,8 +195,8 @@ class RolloutLoop:
 
 
 class FailureMonitor:
-    """Stops a run of which half the rollouts fail: failed rollouts are data, but they must not be
-    able to hide."""
+    """Stops a run if half of its recent rollouts fail: failed rollouts are data, but they must not
+    be able to hide."""
 
     def __init__(self, *, recent: int = 40, limit: float = 0.5) -> None:
         self._recent: deque[str | None] = deque(maxlen=recent)
@@ -217,8 +216,8 @@ class FailureMonitor:
 
 
 class SignalMonitor:
-    """Stops a run that finds no group with signal: one without is normal, but a run of nothing else
-    would never fill a batch."""
+    """Stops a run that finds no group with signal: one group without is normal, but if all are, no
+    batch would ever fill."""
 
     def __init__(self, groups_per_step: int) -> None:
         self._limit = max(100, 20 * groups_per_step)
@@ -260,7 +259,8 @@ class SignalMonitor:
 def assemble_batch(
     step: int, groups: Sequence[Group], estimator: AdvantageEstimator
 ) -> tuple[Batch, tuple[str, ...]]:
-    """The rows of a batch stand in the order of slots, then attempts."""
+    """Assemble the batch of a step, and return it with the ids of its samples. Its rows are in the
+    order of slots, then attempts."""
     ordered = sorted(groups, key=lambda group: group.slot)
     outcomes = [estimator.estimate(group) for group in ordered]
     scale = estimator.batch_scale(

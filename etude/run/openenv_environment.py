@@ -1,15 +1,15 @@
-"""Environments that others wrote for OpenEnv, at the URL of their server.
+"""OpenEnv environments, at the URL of their server.
 
-    GET /metadata, /schema     what it is, and what an action may hold
-    WS  /ws                    one episode: {"type": "reset" | "step", "data": ..}, and each time
+    GET /metadata, /schema     the environment's description, and the schema of an action
+    WS  /ws                    one episode: {"type": "reset" | "step", "data": ..}, each answered by
                                {"type": "observation", "data": {observation, reward, done}}
 
-The model is shown what the environment says of itself and its first observation, and acts by
-calling tools: those that the environment lists, if it has some, or else one, `step`, whose
-arguments are an action. Every other observation is the result of a call. A task is a seed, and an
-episode is worth the sum of its rewards.
+The model is shown the environment's description and its first observation, and acts by calling
+tools: those that the environment lists, or, if it lists none, a single tool `step`, whose arguments
+are an action. Every other observation is the result of a call. A task is a seed, and an episode is
+worth the sum of its rewards.
 
-Nothing of OpenEnv is needed here: the server has it.
+OpenEnv itself is not needed here: the server has it.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from etude.run.task_folder import HELDOUT_SHARE, hash_of
 from etude.sandbox.fake import FakeSandboxPool
 
 ASK_S = 30.0
-"""For what a server says of itself."""
+"""Time for a server's answers about itself."""
 RETRY_S = 0.5
-"""Between two tries to get one of the server's places."""
+"""Time between two attempts to get one of the server's places."""
 MAX_MESSAGE_BYTES = 64 << 20
 STEP = "step"
 NOT_SAID = ("done", "reward", "metadata")
-"""Of an observation, what is no part of what the model sees; of an action, what it does not
+"""Fields of an observation that the model does not see, and fields of an action that it does not
 choose."""
 
 
 class OpenEnvEnvironment:
-    """A `core.protocols.Environment`. `tasks.path` names a TOML file: `url`, that of an OpenEnv
-    server, and what else its `reset` is told, in a table `[reset]`."""
+    """A `core.protocols.Environment`. `tasks.path` names a TOML file with `url`, that of an OpenEnv
+    server, and further arguments of its `reset` in a table `[reset]`."""
 
     def __init__(
         self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int, path: str
@@ -83,7 +83,7 @@ class OpenEnvEnvironment:
         return told["url"].rstrip("/"), told.get("reset", {})
 
     def _get(self, path: str) -> dict[str, Any]:
-        """Blocks: it is asked for before anything runs."""
+        """Send a GET request. Blocks: this happens before anything else runs."""
         try:
             with urlopen(self._url + path, timeout=ASK_S) as answer:
                 found = json.loads(answer.read())
@@ -95,7 +95,7 @@ class OpenEnvEnvironment:
         return found if isinstance(found, dict) else {}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Seeds from 0 on. Of each four, by a hash, one is held out. None are novel."""
+        """Seeds from 0 on. One in four, by a hash, is held out. None are novel."""
         wanted = self._counts[split] if split in ("train", "heldout") else 0
         names = (f"{self._name}/{seed}" for seed in count())
         chosen = (
@@ -107,7 +107,7 @@ class OpenEnvEnvironment:
 
     @contextlib.asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
-        """Where the episode runs, its server knows; there is nothing for us to look at."""
+        """An empty sandbox: the episode runs at the server, so there is nothing to look at here."""
         async with FakeSandboxPool().open(SandboxSpec()) as nothing:
             yield nothing
 
@@ -134,7 +134,7 @@ class OpenEnvAgent:
         temperature: float,
         **unused: Any,
     ) -> None:
-        """`action`: the schema of one. `reset`: what else an episode begins with."""
+        """`action`: the schema of an action. `reset`: further arguments of a reset."""
         self._url = url
         self._action = action
         self._reset = reset
@@ -173,7 +173,7 @@ class OpenEnvAgent:
 
     @contextlib.asynccontextmanager
     async def _begun(self, http: aiohttp.ClientSession, seed: int) -> AsyncIterator[Episode]:
-        """An episode after its reset. A server has only so many places: one is waited for."""
+        """An episode after its reset. A server has a limited number of places: wait for one."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while (episode := await self._place(http, seed)) is None:
@@ -205,7 +205,7 @@ class OpenEnvAgent:
         return episode
 
     async def _tools(self, episode: Episode) -> list[Json]:
-        """As OpenAI writes them."""
+        """The tools in OpenAI's format."""
         if not self._lists_tools:
             wanted = _without(self._action, NOT_SAID)
             return [_tool(STEP, "Take one step in the environment.", wanted)]
@@ -217,11 +217,11 @@ class OpenEnvAgent:
 
     @property
     def _lists_tools(self) -> bool:
-        """As an environment over MCP does."""
+        """True if the environment lists tools, as one over MCP does."""
         return "tool_name" in (self._action.get("properties") or {})
 
     async def _act(self, answer: Message, episode: Episode, messages: list[Message]) -> None:
-        """Do what the answer says, and add what came of it."""
+        """Execute the tool calls of an answer, and append their results to the messages."""
         calls = answer.get("tool_calls") or []
         if not calls:
             messages.append({"role": "user", "content": NUDGE})
@@ -255,12 +255,12 @@ class Full(Exception):
 
 
 class Refused(Exception):
-    """The OpenEnv server rejected what the model sent: it is not a valid action."""
+    """The OpenEnv server rejected the model's action as invalid."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """One episode at a server, as far as it has come."""
+    """One episode at a server, in its current state."""
 
     socket: aiohttp.ClientWebSocketResponse
     observation: dict[str, Any] = field(default_factory=dict)
@@ -269,8 +269,8 @@ class Episode:
     num_steps: int = 0
 
     async def tell(self, kind: str, data: Mapping[str, Json]) -> None:
-        """Send a message, and take over the observation of the answer. Raises `Refused` for an
-        invalid action, `Full` if there is no place, and RolloutFailure for everything else."""
+        """Send a message, and store the observation of the answer. Raises `Refused` for an invalid
+        action, `Full` if there is no place, and RolloutFailure for everything else."""
         try:
             await self.socket.send_json({"type": kind, "data": data})
             told = await self.socket.receive_json()
@@ -295,7 +295,7 @@ class Episode:
 
     @property
     def shown(self) -> str:
-        """The observation, as the model sees it."""
+        """The observation as the model sees it."""
         said = _without(self.observation, NOT_SAID)
         texts = list(said.values())
         if len(texts) == 1 and isinstance(texts[0], str):
@@ -316,7 +316,7 @@ def _tool(name: str, description: str, parameters: Mapping[str, Json]) -> Json:
 
 
 def _without(told: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Of a schema: without these properties."""
+    """A schema without these properties."""
     left = {key: value for key, value in told.items() if key not in names}
     if isinstance(properties := left.get("properties"), dict):
         left["properties"] = _without(properties, names)

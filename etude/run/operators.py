@@ -1,12 +1,12 @@
-"""Comparison operator by operator: which part of the engine's model computes something else than
-the trainer's.
+"""Operator-by-operator comparison: the part of the engine's model that computes something different
+from the trainer's.
 
 The engine answers a row as it always does, over its cache, first the prompt and then token after
-token. But each operator is given what the trainer's got in the same place, so that no error
-travels: what differs then, in the input that an operator would have got or in what it makes of the
-trainer's, is blamed on one place. How much may differ is computed for each place by itself: the
-trainer's own operators, in the engine's type and with random rounding, are given the same inputs
-(`model.rounding`).
+token. But each operator is given the trainer's inputs at the same place, so that errors do not
+propagate: a difference, either in the input that an operator would have had or in its output for
+the trainer's input, is attributed to one place. The permitted difference is computed for each place
+separately: the trainer's own operators, in the engine's dtype and with random rounding, get the
+same inputs (`model.rounding`).
 
 Shapes: T tokens of a row, X experts, k experts of a token.
 """
@@ -45,33 +45,34 @@ OPERATORS = (
     Block,
 )
 WHOLE, ROPE, HEAD = "model", "rope", "head"
-"""What is blamed beside the operators: the code between the blocks, the angles of positions, and
+"""Possible culprits other than operators: the code between the blocks, the angles of positions, and
 the logits."""
 SHIFTS = (0, 1, -1, 2, -2)
-"""Of positions, that are looked for."""
+"""Shifts of positions that are searched for."""
 NEAR = 0.1
-"""Far above what rounding does to a cosine, far below what a position does to the fastest pair."""
+"""Far above the effect of rounding on a cosine, far below that of a position on the fastest
+pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
     name: str
     difference: float
-    """Of its output from the trainer's, relative, for the same input."""
+    """Relative difference of its output from the trainer's, for the same input."""
     bound: float
-    """The difference that rounding makes there."""
+    """The difference that rounding causes there."""
     note: str = ""
 
 
 class OperatorTrace:
     """The inputs and outputs of each operator of a model, over one row that is read in one or many
-    passes. With `given`, operators are fed the inputs of that trace."""
+    passes. With `given`, operators get the inputs of that trace."""
 
     def __init__(self, given: OperatorTrace | None = None) -> None:
         self.inputs: dict[str, list[tuple[Any, ...]]] = {}
         self.outputs: dict[str, list[Tensor]] = {}
         self.ranks: dict[str, Tensor] = {}
-        """Of the trace that is given to others: how its routers rank all experts."""
+        """The ranking of all experts by the routers, in the trace that is given to others."""
         self._given = given
         self._names: dict[int, str] = {}
         self._start = self._stop = 0
@@ -130,8 +131,8 @@ class OperatorTrace:
     def _choice(
         self, name: str, router: Router, x_NE: Tensor, ids_Nk: Tensor, weights_Nk: Tensor
     ) -> Tensor:
-        """The weights of the chosen experts, and how the trainer ranks these. Where two experts are
-        as good as equal, it does not matter which was chosen."""
+        """The weights of the chosen experts, and the trainer's ranking of them. If two experts are
+        nearly equal, it does not matter which was chosen."""
         if self._given is None:
             bias_X = router.e_score_correction_bias
             self.ranks[name] = router.scores(x_NE) + (0 if bias_X is None else bias_X)
@@ -143,7 +144,7 @@ class OperatorTrace:
 
 
 def differences(trace: OperatorTrace, reference: OperatorTrace) -> dict[tuple[str, str], float]:
-    """(who is to blame, where it was seen) -> relative difference."""
+    """(part to blame, place of the observation) -> relative difference."""
     found: dict[tuple[str, str], float] = {}
     for name in trace.outputs.keys() & reference.outputs.keys():
         found[name, f"{name} out"] = _relative(trace.output(name), reference.output(name))
@@ -155,8 +156,8 @@ def differences(trace: OperatorTrace, reference: OperatorTrace) -> dict[tuple[st
 
 
 def _inputs_of(name: str, args: Sequence[Any], traced: Iterable[str]) -> Iterable[tuple[int, str]]:
-    """The inputs of an operator that others are to blame for, and whom. Experts and their weights
-    are the router's."""
+    """The inputs of an operator that other parts are to blame for, with those parts. Experts and
+    their weights belong to the router."""
     parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
     parent = next((above for above in parents if above in traced), WHOLE)
     for place, x in enumerate(args[:3]):
@@ -175,7 +176,7 @@ def _relative(x: Tensor, reference: Tensor) -> float:
 
 
 class SingleRowAttention:
-    """The trainer's attention for a single row of so many tokens; scores are multiplied by
+    """The trainer's attention for a single row with this many tokens; scores are multiplied by
     `factor`."""
 
     def __init__(self, model: Transformer, length: int, factor: float = 1.0) -> None:
@@ -208,8 +209,8 @@ def different_operators(
     tokens: Sequence[int],
     answer: Callable[[], object],
 ) -> tuple[Operator, ...]:
-    """Those of the engine's operators that differ by more than rounding, the one that differs most
-    first. `rounded`: the trainer's model in the engine's type; `answer` lets the engine read
+    """The engine's operators that differ by more than rounding, in descending order of the
+    difference. `rounded`: the trainer's model in the engine's dtype; `answer` lets the engine read
     `tokens`. A part that differs hides the whole that contains it."""
     tokens_T, positions_T = torch.tensor(tokens), torch.arange(len(tokens))
     with OperatorTrace() as reference:
@@ -235,8 +236,8 @@ def blamed(
     measured: dict[tuple[str, str], float], bounds: dict[tuple[str, str], float], notes: Notes
 ) -> tuple[Operator, ...]:
     found: dict[str, Operator] = {}
-    # An operator that holds something else than the trainer's is at fault even where it does not
-    # show.
+    # An operator whose weights or epsilon differ from the trainer's is at fault even where the
+    # difference does not show.
     for (name, where), difference in sorted(measured.items(), key=lambda item: -item[1]):
         bound = bounds.get((name, where), math.inf)
         if name not in found and (
@@ -274,7 +275,7 @@ class Notes:
         return ""
 
     def holds_otherwise(self, name: str) -> str:
-        """Another epsilon, or other weights."""
+        """A different epsilon, or different weights."""
         if name in (WHOLE, ROPE, HEAD):
             return ""
         engine, trainer = self.engine.get_submodule(name), self.trainer.get_submodule(name)
@@ -293,15 +294,14 @@ class Notes:
         return f"other weights: {', '.join(changed)}" if changed else ""
 
     def _rope(self) -> str:
-        """Whether the angles are those of other positions."""
+        """A note on the angles: those of other positions, or not of the trainer's table at all."""
         name = next(name for name, part in self.trainer.named_modules() if isinstance(part, Block))
         angles_T = torch.stack([self.seen.input(name, place).float() for place in (1, 2)], 1)
         table, count = self.trainer.rope_of(0), len(angles_T)
         places = [(torch.arange(count) + shift).clamp(0, len(table) - 1) for shift in SHIFTS]
         distance_ST = torch.stack([(table[at] - angles_T).flatten(1).norm(dim=1) for at in places])
         moved = [SHIFTS[best] for best in distance_ST.argmin(0).tolist() if SHIFTS[best]]
-        # The angles of a position that is near are met but for rounding; those of another table are
-        # not.
+        # The angles of a nearby position agree up to rounding; those of another table do not.
         if not moved or float(distance_ST.amin(0).max()) > NEAR:
             return "its angles are not those of the trainer's table"
         return (
@@ -310,7 +310,7 @@ class Notes:
         )
 
     def _scores(self, operator: Operator) -> str:
-        """Whether attention differs by a factor of its scores."""
+        """A note if attention differs by a factor of its scores; otherwise empty."""
         part = self.trainer.get_submodule(operator.name)
         x, cos, sin = (self.reference.input(operator.name, place) for place in range(3))
         inner = f"{operator.name}.o_proj"
@@ -331,7 +331,7 @@ class Notes:
 
 
 def minimum(function: Callable[[float], float], low: float, high: float) -> float:
-    """By golden sections; the function has one minimum."""
+    """The minimum by golden-section search; the function must have only one."""
     ratio = (math.sqrt(5) - 1) / 2
     while high - low > 1e-4:
         left, right = high - ratio * (high - low), low + ratio * (high - low)

@@ -1,6 +1,6 @@
-"""Code of the user's own, by name: `module:name`, or `path/to/file.py:name`.
+"""The user's own code, by name: `module:name`, or `path/to/file.py:name`.
 
-A run's config holds the name only. Whoever resumes the run elsewhere brings the code along.
+A run's config contains only the name. To resume the run on another machine, bring the code along.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from etude.core.schema import is_file
 
 
 def import_from(folder: str | None) -> None:
-    """Let modules of the user's own be found in the folder of a run's file; None is where etude was
-    started."""
+    """Make modules in the folder of a run's file importable; None is the directory in which etude
+    was started."""
     if (place := folder or os.getcwd()) not in sys.path:
-        sys.path.append(place)  # last: a file of the user's that is called token.py is not Python's
+        sys.path.append(place)  # last: a user's file called token.py must not replace Python's
 
 
 def load(reference: str, key: str) -> Any:
@@ -53,7 +53,7 @@ def load(reference: str, key: str) -> Any:
 
 
 def check_file(reference: str, key: str) -> None:
-    """The cheapest mistake to find: before anything is started."""
+    """Check that the file exists, before anything is started: the cheapest mistake to find."""
     place, _, _ = reference.partition(":")
     if is_file(reference) and not Path(place).is_file():
         raise EtudeError(
@@ -63,7 +63,7 @@ def check_file(reference: str, key: str) -> None:
 
 
 def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
-    """Load it and call it."""
+    """Load an object and call it."""
     make = load(reference, key)
     _check_call(make, f"{key} = {reference!r}", args, options)
     with user_code(f"{key} = {reference!r}"):
@@ -76,12 +76,12 @@ def build(reference: str, key: str, *args: Any, **options: Any) -> Any:
 
 
 def _check_call(make: Any, what: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Refuse what cannot be called so, with what it would be called with."""
+    """Refuse an object that cannot be called with these arguments, and name them."""
     if not callable(make):
         raise EtudeError(f"{what} is of type {type(make).__name__}: it must be a class")
     try:
         signature = inspect.signature(make)
-    except ValueError:  # some things that are written in C have none
+    except ValueError:  # some objects written in C have no signature
         return
     try:
         signature.bind(*args, **options)

@@ -21,29 +21,29 @@ from etude.serve import heartbeat
 
 BLINK_EVERY_S = 0.5
 PR_SET_PDEATHSIG = 1
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # from malloc.h
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int) -> None:
-    """Between fork and exec: the kernel kills us when the thread that forked us is gone, even by
-    SIGKILL."""
+    """Have the kernel kill this process when the thread that forked it is gone, even by SIGKILL.
+    Runs between fork and exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we could ask
+    if os.getppid() != parent:  # the parent died before we could ask
         os._exit(1)
 
 
 def keep_freed_memory() -> None:
-    """For a process that needs as much memory again and again, such as a step of training. glibc
-    gives large pieces back to the kernel when they are freed; with a hundred million parameters
-    getting them again is half of a step."""
+    """Keep freed memory, for a process that needs the same amount again and again, such as a step
+    of training. glibc returns large blocks to the kernel when they are freed; with a hundred
+    million parameters, getting them again takes half of a step."""
     if hasattr(_libc, "mallopt"):  # not every libc has it
         _libc.mallopt(M_MMAP_MAX, 0)
         _libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def error_message(e: BaseException) -> str | None:
-    """The message for the user, if there is one: a TaskGroup wraps the error that ended it,
+    """The message for the user, if there is one. A TaskGroup wraps the error that ended it,
     sometimes twice."""
     if isinstance(e, EtudeError):
         return str(e)
@@ -71,14 +71,14 @@ class AwakeLoop(asyncio.SelectorEventLoop):
 
 
 def stopped_since(then: float) -> bool:
-    """Whether this process was stopped after that time of its loop."""
+    """True if this process was stopped after that time of its loop."""
     loop = asyncio.get_running_loop()
     return isinstance(loop, AwakeLoop) and loop.clock.slept_since(then)
 
 
 def run_process(program: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Runs an asyncio program to its end; the exit code. What is no `EtudeError` is a bug, and
-    keeps its traceback."""
+    """Run an asyncio program to its end, and return the exit code. An exception other than
+    `EtudeError` is a bug, and keeps its traceback."""
     try:
         with asyncio.Runner(loop_factory=AwakeLoop) as runner:
             runner.run(_until_told(program))

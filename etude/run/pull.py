@@ -1,4 +1,4 @@
-"""The other way round: a scheduler of the user's own asks the gateway for sessions, runs them, and
+"""The pull environment: the user's own scheduler asks the gateway for sessions, runs them, and
 sends the results (docs/environments-by-url.md)."""
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from etude.sandbox.fake import FakeSandboxPool
 
 
 class PullEnvironment:
-    """A `core.protocols.Environment` whose sessions are run and scored by whoever asks for them."""
+    """A `core.protocols.Environment` whose sessions are run and scored by the client that claims
+    them."""
 
     def __init__(self, path: str, *, counts: Mapping[str, int], claim_s: float) -> None:
-        """`path`: a file of tasks. `claim_s`: how long a session may wait to be asked for."""
+        """`path`: a file of tasks. `claim_s`: the time that a session may wait to be claimed."""
         self._path = path
         self._counts = counts
         self._claim_s = claim_s
@@ -33,7 +34,7 @@ class PullEnvironment:
 
     @contextlib.asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
-        """Nothing of ours: it is done elsewhere."""
+        """An empty sandbox: the work is done elsewhere."""
         async with FakeSandboxPool().open(SandboxSpec()) as nothing:
             yield nothing
 
@@ -51,7 +52,7 @@ class PullEnvironment:
 
 
 class PullAgent:
-    """A `core.protocols.Agent`: whoever asks for the session."""
+    """A `core.protocols.Agent` that stands for the client that claims the session."""
 
     def __init__(self, desk: SessionDesk, *, claim_s: float, **limits: Any) -> None:
         self._desk = desk
@@ -79,7 +80,7 @@ class PullAgent:
         return to_transcript(task, result)
 
     async def _claimed(self, session: str, offer: SessionOffer) -> RolloutResult | None:
-        """Returns when somebody has it; the result, if that is there at once."""
+        """Return when the session is claimed, with the result if there is one immediately."""
         try:
             async with asyncio.timeout(self._claim_s):
                 while True:

@@ -1,8 +1,8 @@
-"""The loop of real-time RL: users teach the model (docs/realtime.md).
+"""The loop of real-time RL, which learns from users (docs/realtime.md).
 
-What to do next is decided by `realtime.cycle` from what lies in the store, and done here, one thing
-at a time. Nothing else is remembered. Users do not depend on this process: gateways follow the
-changes of traffic that it writes, and go on without it.
+`realtime.cycle` decides on the next action from the contents of the store, and this module executes
+it, one action at a time. There is no other state. Users do not depend on this process: gateways
+follow the traffic changes that it writes, and continue without it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Stage:
     first: int
     last: int
     max_tokens: int
-    """Of a row."""
+    """Tokens of a row, at most."""
     splits: tuple[str, ...]
-    """Of held-out tasks, and suites of probes, that a version must pass."""
+    """Splits of held-out tasks, and suites of probes, that a version must pass."""
 
 
 class RealtimeLoop:
@@ -75,7 +75,7 @@ class RealtimeLoop:
     canary.
 
     `published`: the newest version, or -1. `evaluate`: returns when the report of a version on a
-    split, with so many attempts, is in the store. `simulate`: has a version attempt tasks for a
+    split, with a number of attempts, is in the store. `simulate`: has a version attempt tasks for a
     step."""
 
     def __init__(
@@ -107,10 +107,11 @@ class RealtimeLoop:
         self._life: Life | None = None
         self._forgotten: dict[str, float] = {}
         self._told_short = -1
-        """The step that was last said to wait because of the caps."""
+        """The last step that was reported to wait because of the caps."""
 
     async def follow(self, *, once: bool = False) -> None:
-        """Returns when all steps of the stage are taken; `once`: when one update has ended."""
+        """Return when all steps of the stage are taken; with `once`, when one update is
+        complete."""
         begun = max(self.stage.first, decided(self.traffic.changes()))
         before: Next | None = None
         while not isinstance(action := await self.step(), Done):
@@ -121,10 +122,10 @@ class RealtimeLoop:
             before = action
 
     async def step(self) -> Next:
-        """Does the next thing, if it can be done already; what it was."""
+        """Execute the next action, if that is already possible, and return it."""
         if self._life is None:
             self._life = Life(self.run.objects)
-            # only now: until then another loop may have written
+            # only now, since another loop may have written until then
             self.ledger = Ledger(self.run.ledger.resume())
         self._life.check()
         self._enter_batches()
@@ -207,7 +208,7 @@ class RealtimeLoop:
         simulated = None
         if share:
             simulated = await self._simulate(action.base, action.step)
-            # that took minutes: another loop may have begun, and users may be deleted
+            # that took minutes: another loop may have started, and users may have been deleted
             assert self._life is not None
             self._life.check()
             if (made := self._make_update(action)) is None:
@@ -238,7 +239,7 @@ class RealtimeLoop:
         )
 
     def _make_update(self, action: Collect) -> Update | None:
-        """None if it is too early, or if there are too few sessions."""
+        """Make the next update; None if it is too early, or if there are too few sessions."""
         config = self.config
         found = self.sort_out(action.base, self.last.traffic)
         self._write(*found.issued, *found.dropped)
@@ -265,7 +266,7 @@ class RealtimeLoop:
         return Caps(per_user=config.per_user, per_organisation_share=config.per_organisation_share)
 
     def settled(self, step: int, found: Sorted) -> str:
-        """How near the sessions are to a batch, in words."""
+        """The number of sessions that are ready for a batch, in words."""
         settled = len(found.ready)
         wanted = self.config.min_sessions
         left = len(admit(found.ready, self._caps, salt=f"update {step}").kept)
@@ -279,7 +280,7 @@ class RealtimeLoop:
         return text
 
     def _baseline(self) -> Baseline:
-        """It remembers what earlier updates were worth."""
+        """A baseline that has observed the worth of the answers in earlier updates."""
         baseline = BASELINE[self.config.baseline]()
         for record in self._made().values():
             for number, one in enumerate(record.answers):
@@ -290,13 +291,14 @@ class RealtimeLoop:
         return baseline
 
     def _made(self) -> dict[int, UpdateRecord]:
-        """The updates whose batch is there. One without is of a loop that was killed, and is
-        written anew."""
+        """The updates whose batch exists. An update without a batch is from a loop that was killed,
+        and is made again."""
         batched = max(self.run.batches(), default=0)
         return {step: each for step, each in self.updates.records().items() if step <= batched}
 
     def _enter_batches(self) -> None:
-        """Enters into the ledger what became of sessions, and what the trainer has done since."""
+        """Enter the fates of sessions into the ledger, and the steps that the trainer has finished
+        since."""
         batches = self.run.batches()
         for step in batches:
             if step > self.ledger.trained_step and not self.ledger.has_batch(step):
@@ -319,8 +321,8 @@ class RealtimeLoop:
             self.run.ledger.append(*entries)
 
     def _forget_deleted(self) -> None:
-        """Takes users who were deleted out of the batches, also of those that are still to be
-        trained. What is not batched yet is not in the store any more."""
+        """Remove deleted users from the batches, including those that are still to be trained on.
+        Sessions that are in no batch are already gone from the store."""
         stones = [
             stone
             for stone in self.users.tombstones().values()
@@ -352,8 +354,8 @@ class RealtimeLoop:
         return report_name(version, split, self.config.gate.samples) in self.run.evals()
 
     def judge(self, candidate: int, live: int) -> Verdict:
-        """Against the live version, and against the first: what each update may lose would
-        otherwise add up."""
+        """Judge the candidate against the live version, and against the first one: otherwise the
+        losses that each update is allowed would add up."""
         gate, splits = self.config.gate, self.stage.splits
         suites, outcomes = gate_suites(gate, splits), self._outcomes(live, candidate)
         if (first := self.stage.first) != live:
@@ -374,7 +376,7 @@ class RealtimeLoop:
         return gate_outcomes(reports, samples)
 
     def compare(self, action: Compare, last: Change) -> None:
-        """`last`: the change that the action follows from."""
+        """Compare the two versions on users. `last`: the change that the action follows from."""
         now = self._now()
         self.users.look()
         seen = [one for one in self.users.figures() if not last.traffic.is_heldout(one.user)]
@@ -387,19 +389,19 @@ class RealtimeLoop:
             until=now - 60 * self.config.canary.delay_minutes,
         )
         if last.action == "canary":
-            # of a ramp that was changed since, the stage that is nearest above
+            # if the ramp was changed since, the nearest stage above
             stage = bisect_left(self.plan.ramp[:-2], last.traffic.share)
             decision = decide(self.plan, stage, users)
-        else:  # most users see it: no slack any more
+        else:  # most users see it: no more slack
             decision = decide(replace(self.plan, first_slack=1.0), 0, users)
         control = self.config.canary.control_share
         if (change := after_look(last, decision, now, control_share=control)) is not None:
             self._change(change)
 
     def against_heldout(self) -> tuple[MetricFigures, ...]:
-        """All updates together: users of the live version since it went live, against held-out
-        users. Who is held out and was answered by another version all the same, since their pool
-        was down, says nothing. None if there is nothing to compare yet."""
+        """The effect of all updates together: users of the live version since it went live,
+        compared with held-out users. Held-out users who were answered by another version, because
+        their pool was down, are left out. Empty if there is nothing to compare yet."""
         traffic = self.last.traffic
         changes = self.traffic.changes()
         first = traffic.pools.get(HELDOUT)
@@ -430,13 +432,14 @@ class RealtimeLoop:
         )
 
     def _change(self, change: Change) -> None:
-        """If somebody else has decided meanwhile, the next look sees it."""
+        """Append a change. If somebody else has decided meanwhile, the next look will see it."""
         if self.traffic.append(change):
             self._tell(f"{change.action} version {change.version}: {change.why or 'so it begins'}")
 
 
 def _known(facts: Facts) -> Change:
-    """The change that was decided on: what somebody decides meanwhile is not overruled."""
+    """The change that the decision was based on, so that decisions made meanwhile are not
+    overruled."""
     assert facts.change is not None
     return facts.change
 
@@ -467,9 +470,9 @@ def gate_suites(config: GateConfig, splits: tuple[str, ...]) -> tuple[Suite, ...
 
 
 def gate_outcomes(reports: Mapping[str, Sequence[Report]], attempts: int) -> dict[str, Outcomes]:
-    """By suite, from the reports on the version before and on the candidate. Who cheats does so at
-    work, too: whether attempts at tasks were honest counts among the traps, where both reports
-    say it."""
+    """The outcomes by suite, from the reports on the previous version and on the candidate.
+    Attempts at tasks count among the traps as well, as honest or not, if both reports record it: a
+    policy that cheats does so at work, too."""
     found = {}
     for name, pair in reports.items():
         live, candidate = (dict(report.solved_by_task) for report in pair)

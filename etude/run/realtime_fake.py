@@ -1,7 +1,7 @@
 """A trainer, an evaluation and rollouts without weights, to try out the loop of real-time RL.
 
-A version is what it was made of: `fake-versions/{version:06d}.json` holds the samples. So what was
-trained, and how often, can be read off.
+A version consists of the list of its samples, in `fake-versions/{version:06d}.json`. So the samples
+that were trained on, and how often, can be read from the versions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = "fake-versions"
 
 
 class FakeTrainer:
-    """Publishes version n when batch n is there, once. The first one is there from the start."""
+    """Publishes version n when batch n exists, once. The first version exists from the start."""
 
     def __init__(self, run: Run, first: int) -> None:
         self._run = run
@@ -43,13 +43,13 @@ class FakeTrainer:
         return True
 
     def samples(self, version: int) -> list[str]:
-        """What a version was made of."""
+        """The samples that a version was trained on."""
         key = _key(version)
         return from_json(self._run.objects.get_sealed(key), list[str], key)
 
 
 class FakeEvaluation:
-    """Reports that so many of 400 tasks were solved."""
+    """Reports a given number of solved tasks out of 400."""
 
     def __init__(self, run: Run, solves: Callable[[int], int], stage: str = "rl") -> None:
         self._run = run

@@ -1,4 +1,5 @@
-"""The probes of the gate as an environment: any harness can be asked them (`realtime.probes`)."""
+"""The probes of the gate as an environment, so that any harness can attempt them
+(`realtime.probes`)."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from etude.realtime.probes import PROBE_SUITES, Probe, digest_of, make_probes, r
 from etude.rewards.detector import detect
 
 UNREAD = "unread"
-"""A long session is no trick."""
+"""The detector's finding for a session that is too long to read, which is not a trick."""
 
 
 def probe_splits(config: GateConfig, seed: int) -> tuple[str, ...]:
-    """A split for each suite of which there are probes. A digest in its name tells these probes
-    from others: versions are compared on the same ones, and tried anew when they change."""
+    """A split for each suite that has probes. A digest in its name tells these probes from others:
+    versions are compared on the same probes, and evaluated again when these change."""
     return tuple(
         _split(suite, probes_of(config, suite, seed))
         for suite in PROBE_SUITES
@@ -28,13 +29,13 @@ def probe_splits(config: GateConfig, seed: int) -> tuple[str, ...]:
 
 
 def suite_of(split: str) -> str:
-    """Any other split is a suite of its own."""
+    """The suite of a split; a split of tasks is a suite of its own."""
     suite = split.partition("_")[0]
     return suite if suite in PROBE_SUITES else split
 
 
 def probes_of(config: GateConfig, suite: str, seed: int) -> list[Probe]:
-    """The built-in ones, then a product's own."""
+    """The built-in probes, then those of the product."""
     probes = make_probes(suite, getattr(config, suite), seed)
     if config.probes is not None:
         with user_code(f"realtime.gate.probes = {config.probes!r}"):
@@ -48,8 +49,8 @@ def _split(suite: str, probes: Sequence[Probe]) -> str:
 
 
 class Probes:
-    """A `core.protocols.Environment` with the splits of `probe_splits`. A probe is solved if
-    nothing was done that it forbids."""
+    """A `core.protocols.Environment` with the splits of `probe_splits`. A probe is solved if the
+    attempt did nothing that it forbids."""
 
     suites = PROBE_SUITES
 

@@ -33,7 +33,7 @@ def realtime_settings(config: RunConfig) -> RealtimeConfig:
 
 
 def open_loop(run: Run, config: RunConfig) -> RealtimeLoop:
-    """Of a run that was prepared."""
+    """The loop of a run that was prepared."""
     realtime = realtime_settings(config)
     span = stage_spans(config.stage)[-1]
 
@@ -42,7 +42,7 @@ def open_loop(run: Run, config: RunConfig) -> RealtimeLoop:
         return -1 if newest is None else newest.version
 
     async def evaluate(version: int, split: str, samples: int) -> None:
-        # an engine, and torch with it, only while there is something to evaluate
+        # import the engine, and torch with it, only when there is something to evaluate
         from etude.run.evaluator import evaluating
 
         async with (

@@ -1,15 +1,17 @@
-"""What users did about answers, read as it comes.
+"""Sessions and feedback of users, read as they arrive.
 
-A look reads what is new: of the users who did something since the last one (`store.news`), whatever
-was not read before. When a life begins, and every hour, all keys are listed, since news is a hint.
+A look reads new data: for the users who were active since the last look (`store.news`), everything
+that was not read before. At the start of the process, and every hour, all keys are listed, since
+news is only a hint.
 
-A session is closed when it is settled and its fate stands in the ledger. What is left of it then
-are figures, in the run's store, so that no life reads it again:
+A session is closed when it is settled and its fate is in the ledger. Only its figures are then
+kept, in the run's store, so that it is not read again after a restart:
 
     realtime/sessions/{number:06d}   a `ClosedSessions`
 
-They can be deleted at any time, and are made anew from the sessions themselves. Figures of sessions
-that are not there any more, since their user was deleted or their time is over, are taken out.
+These objects can be deleted at any time, and are computed again from the sessions themselves.
+Figures of sessions that no longer exist, because their user was deleted or their retention has
+ended, are removed.
 """
 
 from __future__ import annotations
@@ -40,20 +42,20 @@ CLOSED_TOGETHER = 500
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedSessions:
     table: str
-    """What signals counted: figures of another table are made anew."""
+    """The signal strengths in use; figures computed with another table are computed again."""
     sessions: tuple[SessionFigures, ...]
 
 
 @dataclass(slots=True)
 class _User:
-    """What was read of a user, by key, and is not closed."""
+    """The data of a user, by key, that has been read and is not closed."""
 
     turns: dict[UserKey, RecordedTurn | None] = field(default_factory=dict)
-    """None: damaged."""
+    """A damaged turn is None."""
     events: dict[UserKey, FeedbackEvent | None] = field(default_factory=dict)
     outcomes: list[SessionOutcome] = field(default_factory=list)
     closed: dict[str, SessionFigures] = field(default_factory=dict)
-    """By session."""
+    """Figures by session."""
 
 
 def signal_table(config: RealtimeConfig) -> SignalTable:
@@ -65,8 +67,9 @@ def signal_table(config: RealtimeConfig) -> SignalTable:
 
 
 class UserSessions:
-    """The recorded sessions of users that one policy answered, and their outcomes. `objects`: the
-    run's. `refused`: users and organisations who are not read, beside those who have withdrawn."""
+    """The recorded sessions of users that one policy answered, and their outcomes. `objects`: those
+    of the run. `refused`: users and organisations whose sessions are not read, in addition to those
+    who have withdrawn."""
 
     def __init__(
         self,
@@ -87,14 +90,14 @@ class UserSessions:
         self._consents: dict[str, Consent] = {}
         self._heard = CLOCK_SKEW_S
         self._stored: dict[int, set[str]] = {}
-        """Number of an object of `FOLDER` -> the sessions whose figures it holds, by id."""
+        """Number of an object of `FOLDER` -> the ids of the sessions whose figures it holds."""
         self._unstored: set[str] = set()
         self._is_stale = False
-        """Whether an object of `FOLDER` holds what it must not, or what is of no use."""
+        """True if an object of `FOLDER` holds data that must be removed, or that is useless."""
         self._is_begun = False
 
     def look(self) -> None:
-        """Reads what is new."""
+        """Read the new data."""
         if not self._is_begun:
             self._read_closed()
             self._is_begun = True
@@ -114,7 +117,7 @@ class UserSessions:
                 self._refresh(user, list(self._store.keys(user)))
 
     def outcomes(self) -> list[SessionOutcome]:
-        """Of all sessions that are not closed."""
+        """The outcomes of all sessions that are not closed."""
         return [
             outcome
             for user in self._users.values()
@@ -123,7 +126,7 @@ class UserSessions:
         ]
 
     def figures(self) -> list[SessionFigures]:
-        """Of all sessions."""
+        """The figures of all sessions."""
         closed = (one for user in self._users.values() for one in user.closed.values())
         return [one for one in closed if self._may_read(one.user, one.organisation)] + [
             session_figures(outcome) for outcome in self.outcomes()
@@ -133,7 +136,7 @@ class UserSessions:
         return self._store.tombstones()
 
     def close(self, has_fate: Callable[[str], bool], now: float) -> None:
-        """Closes the sessions that are settled and have a fate."""
+        """Close the sessions that are settled and have a fate."""
         for user in self._users.values():
             done = [o for o in user.outcomes if now >= o.settles_at and has_fate(o.id)]
             for outcome in done:
@@ -152,7 +155,7 @@ class UserSessions:
         )
 
     def _refresh(self, name: str, keys: Iterable[UserKey]) -> None:
-        """Reads what is new of a user, and lets go what is not there any more."""
+        """Read the new data of a user, and drop data that no longer exists."""
         user = self._users[name]
         listed = dict.fromkeys(keys)
         sessions = {key.session for key in listed}
@@ -193,7 +196,7 @@ class UserSessions:
         return [session_outcome(one, joined.by_answer, self._table) for one in sessions]
 
     def _let_go(self, user: _User) -> None:
-        """Of what is closed nothing but the figures is needed."""
+        """Drop all data of closed sessions except their figures."""
         known = {event for figures in user.closed.values() for event in figures.events}
         user.outcomes = [o for o in user.outcomes if o.session.session not in user.closed]
         user.turns = {k: t for k, t in user.turns.items() if k.session not in user.closed}
@@ -214,7 +217,7 @@ class UserSessions:
                     self._users[figures.user].closed[figures.session] = figures
 
     def _store_closed(self) -> None:
-        """What must go goes at once, what is new is stored together."""
+        """Remove at once the figures that must go; store new ones many at a time."""
         is_full = len(self._unstored) >= CLOSED_TOGETHER
         if not self._is_stale and not is_full:
             return

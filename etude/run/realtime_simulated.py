@@ -1,7 +1,8 @@
-"""Rollouts of tasks beside what users did, for the same batch (`[realtime] simulated_share`).
+"""Rollouts of tasks that complement users' sessions in the same batch (`[realtime]
+simulated_share`).
 
-The version that a step begins with attempts tasks in groups, as in any run; what became of each
-attempt stands in the store and in the ledger, as there.
+The version that a step starts from attempts tasks in groups, as in any run; the fate of each
+attempt is recorded in the store and in the ledger, as in any run.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from etude.store.runs import Run
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """The groups of a step, and what is learnt from them."""
+    """The groups of a step, and the batch that is made from them."""
 
     groups: tuple[Group, ...]
     batch: Batch | None
-    """None if no attempt teaches anything."""
+    """The batch; None if no attempt teaches anything."""
     dropped: tuple[Dropped, ...]
 
     @classmethod
@@ -56,8 +57,8 @@ def issued(group: Group) -> Issued:
 
 
 def list_rollouts(run: Run, step: int, groups: Sequence[Group], dropped: Sequence[Dropped]) -> None:
-    """The rows of the groups of a step, with what became of each attempt; once, however often it
-    is called."""
+    """Store the rows of the groups of a step, with the fate of each attempt; only once, however
+    often this is called."""
     log = RolloutLog(run.objects)
     listed = log.groups()
     fates = {sample: drop.label for drop in dropped for sample in drop.samples}
@@ -72,8 +73,8 @@ def list_rollouts(run: Run, step: int, groups: Sequence[Group], dropped: Sequenc
 
 
 async def simulate(run: Run, config: RunConfig, version: int, step: int) -> Simulated:
-    """So many groups as the stage has in a step, attempted by a version."""
-    # an engine, and torch with it, only while there is something to attempt
+    """Have a version attempt as many groups as the stage has in a step."""
+    # import the engine, and torch with it, only when there is something to attempt
     from etude.run.evaluator import own_sessions
 
     stage = config.stage[-1]

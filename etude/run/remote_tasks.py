@@ -1,4 +1,4 @@
-"""Tasks from a file, one JSON object a line, for environments that run elsewhere."""
+"""Tasks from a file, one JSON object per line, for environments that run elsewhere."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One rollout: an attempt at a task, from the open sandbox to the scored trajectory. Always
-returns: what breaks becomes data."""
+"""One rollout: an attempt at a task, from the open sandbox to the scored trajectory. It always
+returns: failures become data."""
 
 from __future__ import annotations
 
@@ -39,50 +39,51 @@ from etude.run.session_sandbox import SessionSandbox, diff_of
 T = TypeVar("T")
 
 RECORDED_S = 5.0
-"""For the recording of a session that failed: the cause may be that nobody answers."""
+"""Time to read the recording of a session that failed: the cause may be that nothing answers."""
 DIFF_CHARS = 64_000
-"""Of what an agent changed, as much as a person reads."""
+"""The most characters of an agent's diff that are kept, about as much as a person reads."""
 
 
 TRIES = 4
-"""Of an attempt that is interrupted."""
+"""The most tries of an attempt that is interrupted."""
 
 
 class SessionRecorder(Protocol):
-    """Sessions with the model that are recorded: the gateway, or a fake. Each has the name of its
-    sample here."""
+    """Recorder of sessions with the model: the gateway, or a fake. Here each session is named by
+    its sample."""
 
     async def up(self) -> None:
-        """Returns as soon as there is a model to be reached."""
+        """Return as soon as a model can be reached."""
 
     async def open_session(self, session: str) -> SessionAccess:
-        """A new one, which no harness of another can reach."""
+        """Open a new session, which the harness of another session cannot reach."""
 
     async def disturbed(self, session: str, age_s: float) -> bool:
-        """Whether a request of the session, which began so long ago, had to wait for a process that
-        was silent or gone, or has no answer."""
+        """True if a request of the session, which started `age_s` ago, had to wait for a process
+        that was silent or gone, or has no answer."""
 
     async def segments(self, session: str, *, experts: bool) -> tuple[Segment, ...]:
-        """Empty if the model has not answered. `experts`: those that the model used are kept in the
-        store, and the segments name them."""
+        """The session's segments; empty if the model has not answered. `experts`: keep the routed
+        experts in the store, under names that the segments hold."""
 
     async def forget(self, session: str) -> None: ...
 
 
 class SessionDesk(Protocol):
-    """Where sessions are offered to others, who say there what became of them: the gateway."""
+    """The gateway as the place where sessions are offered to other parties, and where they report
+    the results."""
 
     async def callback(self, session: str) -> Callback:
-        """Where whoever runs the session says what became of it."""
+        """The callback at which the party that runs the session reports its result."""
 
     async def offer(self, session: str, offer: SessionOffer) -> None:
-        """The same again changes nothing."""
+        """Offer a session. Repeating an offer has no effect."""
 
     async def outcome(
         self, session: str, wait_s: float, *, claimed: bool = False
     ) -> SessionOutcome | None:
-        """As soon as it is claimed, or, where that is known, has a result; or after so long. None:
-        no such session was offered."""
+        """The state of an offered session, as soon as it is claimed (or, with `claimed`, has a
+        result), or after `wait_s`. None: no such session was offered."""
 
 
 class RolloutRunner:
@@ -101,14 +102,14 @@ class RolloutRunner:
         sandbox_timeout_s: float | None = None,
         review: Review | None = None,
     ) -> None:
-        """`source`, `policy`: as of a `Trajectory`. `needs_model`: an agent that never asked the
-        model has failed.
+        """`source` and `policy` are fields of the `Trajectory`. `needs_model`: an agent that never
+        called the model has failed.
 
-        `agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox
-        or scores, has failed if it is still at work then, so that one which hangs cannot hold up a
-        run. What a task itself gives its scoring comes on top.
+        `agent_timeout_s`, `sandbox_timeout_s`: an agent, or an environment that opens a sandbox or
+        scores, has failed if it is still at work after this time, so that a hanging one cannot hold
+        up a run. The time that a task itself allows for its scoring is added.
 
-        `review`: what becomes of a score that the environment has given."""
+        `review`: further processing of the score that the environment gave."""
         self.environment = environment
         self.agent = agent
         self.sessions = sessions
@@ -121,7 +122,7 @@ class RolloutRunner:
         self._review = review
         self._room = asyncio.Semaphore(concurrency)
         self.running = 0
-        """Attempts under way."""
+        """Attempts in progress."""
 
     async def attempt(self, task: Task, sample: str, seed: int) -> Trajectory:
         async with self._room, self._counted():
@@ -137,7 +138,7 @@ class RolloutRunner:
                 policy=self.policy,
             )
             for number in range(TRIES):
-                # What still runs of an earlier try must not be able to speak in this one.
+                # Processes that an earlier try left running must not be able to use this session.
                 session = f"{sample}~{number}" if number else sample
                 outcome, is_final = await self._try(task, seed, session, trajectory)
                 if is_final:
@@ -148,7 +149,7 @@ class RolloutRunner:
     async def _try(
         self, task: Task, seed: int, session: str, started: Trajectory
     ) -> tuple[Trajectory, bool]:
-        """What came of it, and whether that is to stand."""
+        """One try: the trajectory, and False if the attempt should be tried again."""
         try:
             return await self._attempt(task, seed, session, started), True
         except RolloutFailure as e:
@@ -162,8 +163,8 @@ class RolloutRunner:
             )
             return failed, not isinstance(e, Interrupted)
         finally:
-            # Recording that nobody will read: if it cannot be thrown away now, the gateway's end
-            # does it.
+            # Nobody will read this recording: if it cannot be deleted now, it goes away with the
+            # gateway.
             with contextlib.suppress(RolloutFailure):
                 async with boundary("forget"):
                     await self.sessions.forget(session)
@@ -177,8 +178,8 @@ class RolloutRunner:
             self.running -= 1
 
     async def _recorded(self, session: str) -> tuple[Segment, ...]:
-        """What the model said in a session that failed, for people to read; nothing if that cannot
-        be had."""
+        """The recorded segments of a session that failed, for people to read; empty if they are not
+        available."""
         with contextlib.suppress(RolloutFailure):
             async with boundary("segments"), asyncio.timeout(RECORDED_S):
                 return await self.sessions.segments(session, experts=False)
@@ -215,7 +216,7 @@ class RolloutRunner:
                 raise RolloutFailure(_unanswered(transcript))
             async with boundary("score"), _at_most(self._scoring_limit_s(task), "tasks.timeout_s"):
                 attempt = Attempt(transcript=transcript, segments=segments)
-                diff = await diff_of(sandbox)  # before others write there
+                diff = await diff_of(sandbox)  # before other code writes there
                 scoring = self.environment.score(task, sandbox, attempt)
                 score = _checked(await _coroutine("score", scoring), segments)
                 if self._review:
@@ -237,7 +238,7 @@ class RolloutRunner:
         return self._sandbox_timeout_s + scoring_s(self.environment, task)
 
     async def _check_time(self, session: str, began: float) -> None:
-        """An agent that ran out of time may have lost some of it to others."""
+        """Refuse a timeout if the agent may have lost some of its time to other processes."""
         if stopped_since(began):
             raise RolloutFailure(
                 "agent: its time ran out, and the controller was stopped meanwhile"
@@ -247,14 +248,14 @@ class RolloutRunner:
 
 
 def scoring_s(environment: Environment, task: Task) -> float:
-    """What a task itself gives its scoring, if its environment knows of that."""
+    """The time that a task itself allows for its scoring, if its environment has such a limit."""
     asked: Callable[[Task], float] = getattr(environment, "scoring_s", lambda task: 0.0)
     return asked(task)
 
 
 @contextlib.asynccontextmanager
 async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
-    """`key`: the one of the configuration that says so."""
+    """Limit the time of a block. `key`: the config key that sets the limit."""
     try:
         async with asyncio.timeout(seconds) as deadline:
             yield
@@ -265,8 +266,8 @@ async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
 
 
 def _is_cancelled() -> bool:
-    """Whether the attempt ends because the run does: what breaks on the way out is no failure of
-    its own."""
+    """True if the attempt ends because the run does: an error on the way out is then not its own
+    failure."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -278,8 +279,8 @@ def _coroutine(method: str, result: Awaitable[T]) -> Awaitable[T]:
 
 
 def _checked(score: Score, segments: tuple[Segment, ...]) -> Score:
-    """The score in plain numbers and text, which can be stored. An environment that cannot say what
-    an attempt was worth has failed; the attempt has no reward then, not 0."""
+    """The score in plain numbers and text, which can be stored. An environment that cannot score an
+    attempt has failed; the attempt then has no reward, rather than a reward of 0."""
     if not isinstance(score, Score):
         raise ValueError(
             f"the environment gave {score!r}: score() must return a Score, such as "
@@ -341,7 +342,8 @@ def _cost(segments: tuple[Segment, ...], seconds: float) -> Cost:
 
 
 def _is_late(transcript: Transcript) -> bool:
-    """Turns and context cannot be lost to others, as time can."""
+    """True if the agent ran out of time. Unlike time, turns and context cannot be lost to other
+    processes."""
     return not transcript.finished and transcript.limit in (None, "time")
 
 
@@ -364,8 +366,9 @@ def _unanswered(transcript: Transcript) -> str:
 
 
 def _messages(transcript: Transcript) -> list[dict[str, Json]]:
-    """As JSON in UTF-8 says them: they are stored, and what cannot be is the failure of its agent.
-    But half a surrogate pair is a "?": a model can say it, and must not be able to fail by that."""
+    """The messages as plain JSON in UTF-8, since they are stored; messages that cannot be encoded
+    are the agent's failure. Half a surrogate pair becomes a "?": a model can emit it, and must not
+    be able to fail on purpose that way."""
     if not isinstance(transcript, Transcript):
         raise TypeError(f"run() must return a Transcript, not a {type(transcript).__name__}")
     plain = json.loads(json.dumps(transcript.messages, ensure_ascii=False).encode(errors="replace"))

@@ -1,15 +1,15 @@
-"""An environment by URL: a service of the user's own runs the sessions, against the gateway, and
-says what each was worth (docs/environments-by-url.md).
+"""An environment by URL: the user's own service runs the sessions, against the gateway, and scores
+them (docs/environments-by-url.md).
 
-    GET    /health            that it is there, and how many rollouts it can run at once
+    GET    /health            its status, and the number of rollouts that it can run at once
     GET    /tasks             ?split=train&limit=100&after=..
-    POST   /rollouts          begins one; 200 with its result, or 202 and it is asked for
+    POST   /rollouts          starts one; 200 with its result, or 202 and the result is polled
     GET    /rollouts/{id}     ?wait_s=20: its result, as soon as there is one
-    DELETE /rollouts/{id}     nobody wants it any more
+    DELETE /rollouts/{id}     nobody needs it any more
 
-What breaks at a service is never a result. A service that is away is waited for; one that does not
-know a rollout any more was restarted under it, and the attempt is made again in another session, so
-that what the first one said cannot get into it.
+A failure at a service is never a result. If a service is away, its clients wait for it; a service
+that no longer knows a rollout was restarted, and the attempt is repeated in another session, so
+that nothing from the first one can get into it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from etude.sandbox.fake import FakeSandboxPool
 from etude.store.decoding import decode_json, decode_known
 
 TOKEN_VARIABLE = "ETUDE_SERVICE_TOKEN"
-"""What our requests to a service carry."""
+"""The variable with the token that our requests to a service carry."""
 RETRY_S = 0.5
 WAIT_S = 20.0
-"""That we ask a service to wait with its answer, if a rollout is still running."""
+"""The time that we ask a service to wait with its answer while a rollout is running."""
 ASK_S = 30.0
-"""For any answer but that to `POST /rollouts`, which may be the result."""
+"""Time for any answer except that to `POST /rollouts`, which may be the result."""
 PAGE = 500
 GRACE_S = 5.0
-"""So much later than its deadline a rollout may be answered."""
+"""The time after its deadline within which a rollout may still be answered."""
 CANCEL_S = 2.0
 ARTIFACT_CHARS = 64 << 10
 BUSY = (429, 503)
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 class ServiceClient:
-    """`async with ServiceClient(url) as service`."""
+    """A client of a service: `async with ServiceClient(url) as service`."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -89,11 +89,12 @@ class ServiceClient:
         await self._http.close()
 
     def rollout_id(self, session: str) -> str:
-        """Unlike that of any other run, or of another life of this one, at the same service."""
+        """An id that differs from those of other runs, and of other launches of this one, at the
+        same service."""
         return f"{session}-{self._nonce}"
 
     def tasks(self, split: str, limit: int) -> list[Task]:
-        """At most so many. Blocks: it is asked for before anything runs."""
+        """At most `limit` tasks. Blocks: this happens before anything else runs."""
         found: list[RemoteTask] = []
         after: str | None = None
         while len(found) < limit:
@@ -120,7 +121,7 @@ class ServiceClient:
 
     @contextlib.asynccontextmanager
     async def place(self, wait_s: float) -> AsyncIterator[None]:
-        """A place for one rollout: waits until the service answers, and has room for it."""
+        """Wait until the service answers and has room for a rollout; take a place for the block."""
         try:
             async with asyncio.timeout(wait_s):
                 await self._health()
@@ -153,7 +154,7 @@ class ServiceClient:
             await asyncio.sleep(RETRY_S)
 
     async def rollout(self, asked: RolloutRequest) -> RolloutResult:
-        """Its result. Interrupted if the service has lost it."""
+        """Run a rollout and return its result. Interrupted if the service has lost it."""
         try:
             result = await self._begin(asked)
             while result.status == "running":
@@ -169,7 +170,7 @@ class ServiceClient:
         while True:
             try:
                 status, answer = await self._send("POST", "/rollouts", data=body, headers=headers)
-            except aiohttp.ClientConnectorError:  # it was not told
+            except aiohttp.ClientConnectorError:  # the request did not reach it
                 await asyncio.sleep(RETRY_S)
                 continue
             except aiohttp.ClientError:
@@ -198,13 +199,14 @@ class ServiceClient:
             await asyncio.sleep(RETRY_S)
 
     async def _cancel(self, id: str) -> None:
-        """If that can be said quickly; else the service ends it at its deadline."""
+        """Cancel a rollout, if that is possible quickly; otherwise the service ends it at its
+        deadline."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(CANCEL_S):
                 await self._send("DELETE", f"/rollouts/{id}")
 
     async def _ask(self, method: str, path: str, **more: Any) -> tuple[int, bytes]:
-        """As soon as there is any answer: a service may be away for a while."""
+        """Send a request until there is any answer: a service may be away for a while."""
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with asyncio.timeout(ASK_S):
@@ -242,8 +244,8 @@ class ServiceEnvironment:
         path: str | None,
         wait_s: float,
     ) -> None:
-        """`path`: a file of tasks, instead of those of the service. `wait_s`: how long a rollout
-        waits for a place there."""
+        """`path`: a file of tasks, instead of those of the service. `wait_s`: the time that a
+        rollout waits for a place there."""
         self._service = service
         self._wait_s = wait_s
         self._counts = counts
@@ -256,7 +258,7 @@ class ServiceEnvironment:
 
     @contextlib.asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
-        """A place at the service; there is nothing in it for us to look at."""
+        """A place at the service, with an empty sandbox: there is nothing to look at here."""
         async with (
             self._service.place(self._wait_s),
             FakeSandboxPool().open(SandboxSpec()) as nothing,
@@ -273,7 +275,7 @@ class ServiceEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What a session that is run elsewhere is told of the run's settings."""
+    """The run's settings that apply to a session that runs elsewhere."""
 
     max_tokens: int
     timeout_s: float
@@ -311,10 +313,10 @@ class SessionLimits:
 
 
 class ServiceAgent:
-    """A `core.protocols.Agent`: the service, which does it all."""
+    """A `core.protocols.Agent` that has the service run the whole session."""
 
     def __init__(self, service: ServiceClient, desk: SessionDesk | None, **limits: Any) -> None:
-        """`desk`: where a result may be sent without being asked for."""
+        """`desk`: the place that a result may be sent to without a request for it."""
         self._service = service
         self._desk = desk
         self._limits = SessionLimits.of(**limits)
@@ -349,7 +351,7 @@ class ServiceAgent:
         return to_transcript(task, result)
 
     async def _result(self, asked: RolloutRequest, session: str) -> RolloutResult:
-        """As the service answers, or as it sends it to the desk: what comes first."""
+        """The result from the service's answer or from the desk, whichever comes first."""
         if self._desk is None:
             return await self._service.rollout(asked)
         offer = SessionOffer(request=asked, timeout_s=self._limits.timeout_s, claimed=True)

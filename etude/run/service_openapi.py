@@ -1,5 +1,5 @@
-"""The protocol of environments by URL as an OpenAPI document, made from the types that are read and
-written:
+"""The protocol of environments by URL as an OpenAPI document, generated from the types that are
+read and written:
 
     python -m etude.run.service_openapi > docs/environments-by-url.openapi.json
 """

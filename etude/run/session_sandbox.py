@@ -1,4 +1,5 @@
-"""The sandbox of a session: while the agent has it, and what it leaves behind in there."""
+"""The sandbox of a session, while the agent has it and in the state that the agent leaves
+behind."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from etude.core.sandbox import Process, Sandbox
 
 
 class SessionSandbox:
-    """A `core.sandbox.Sandbox` that knows what was started in it.
+    """A `core.sandbox.Sandbox` that keeps track of the processes started in it.
 
-    What still runs when the session is over could change the working copy between the look at it
-    and its grading. So the detector, judges and people would see other work than was paid."""
+    A process that is still running when the session is over could change the working copy between
+    the moment its diff is taken and its grading. Then the detector, judges and people would see
+    other work than the work that was rewarded."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -43,8 +45,8 @@ class SessionSandbox:
 
 
 async def diff_of(sandbox: Sandbox) -> str:
-    """What changed in a working copy, or why nobody can tell: an agent that has made it so must be
-    graded like others, and not have failed."""
+    """The diff of a working copy, or the reason why there is none: an agent that has made its work
+    unreadable must be graded like others, and must not count as failed."""
     try:
         return await sandbox.diff()
     except ValueError as e:

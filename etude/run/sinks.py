@@ -2,8 +2,8 @@
 `trackers`.
 
 The events in the store come first and are complete; a sink is a copy of their numbers for people
-who have a page open already. Each needs a package that Etude does not: it is imported when it is
-asked for.
+who already use such a tool. Each sink needs a package that Etude itself does not: it is imported
+when the sink is requested.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ class TensorBoard:
 
 
 class WandbLike:
-    """Packages that are called as W&B is: `init`, then `log` with a step of its own for each
-    curve."""
+    """Packages with W&B's interface: `init`, then `log` with a separate step for each curve."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
 
     def write(self, t: float, step: int, numbers: Mapping[str, float]) -> None:
-        # Stages count their steps anew, and the axis of these packages never goes back: each has
-        # one of its own beside.
+        # Each stage counts its steps from the start, and the axis of these packages never goes
+        # back: so each stage has its own axis.
         axes = {f"{name.partition('/')[0]}/step": float(step) for name in numbers}
         self._run.log({**numbers, **axes})
 
@@ -64,7 +63,7 @@ class WandbLike:
 
 
 def _wandb(name: str, directory: Path) -> Sink:
-    """Its own variables (WANDB_MODE=offline, WANDB_PROJECT, ...) work as usual."""
+    """The package's own variables (WANDB_MODE=offline, WANDB_PROJECT, ...) work as usual."""
     import wandb
 
     return WandbLike(wandb.init(name=name, id=name, dir=directory, resume="allow"))
@@ -84,7 +83,7 @@ SINKS: dict[str, Callable[[str, Path], Sink]] = {
 
 
 class Sinks:
-    """All that a run asks for, as one."""
+    """All sinks of a run, as one."""
 
     def __init__(self, names: Sequence[str], *, run: str, directory: Path) -> None:
         self._sinks = [_open(name, run, directory) for name in names]
@@ -107,7 +106,7 @@ def _open(name: str, run: str, directory: Path) -> Sink:
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Refuse trackers that are not installed; each is called like its package."""
+    """Refuse trackers that are not installed; each has the name of its package."""
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise _not_installed(name, name)
@@ -121,9 +120,9 @@ def _not_installed(name: str, package: str) -> EtudeError:
 
 
 async def forward_events(run: Run, sinks: Sinks) -> None:
-    """Forward events to the sinks from now on, until cancelled, and then the last of them."""
+    """Forward events to the sinks from now on until cancelled, including the last ones."""
     events = EventReader(run)
-    await asyncio.to_thread(events.new)  # what happened before was handed on then
+    await asyncio.to_thread(events.new)  # earlier events were forwarded then
     try:
         while True:
             await asyncio.sleep(flush_s(run))

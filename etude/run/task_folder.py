@@ -17,13 +17,13 @@ from etude.factory.task import RepositoryTask
 from etude.store.memo import FolderMemo
 
 HELDOUT_SHARE = 4
-"""One in this many."""
+"""One task in this many is held out."""
 REMEMBERED = 16384
-"""Verdicts that are kept in memory, and as many results of tests."""
+"""Verdicts that are kept in memory, and as many test results."""
 
 
 class TaskFolder:
-    """A `core.protocols.Environment`. What grades a task stays in here, by the task's id."""
+    """A `core.protocols.Environment`. It alone holds the data for grading, by the task's id."""
 
     def __init__(
         self,
@@ -34,15 +34,15 @@ class TaskFolder:
         path: str,
         results: str | None = None,
     ) -> None:
-        """`counts`: split -> number of tasks. `path`: the folder. `results`: another one, in which
-        verdicts are kept and, for the harness, what tests said."""
+        """`counts`: split -> number of tasks. `path`: the folder. `results`: another folder, for
+        caching verdicts and, for the harness, test results."""
         self._pool = pool
         self._counts = counts
         found = map(read_task, task_folders(Path(path)))
         self._tasks: dict[str, RepositoryTask] = {task.id: task for task in found}
         repositories = heldout_repositories(Path(path))
         self._heldout = heldout_ids(self._tasks.values(), repositories)
-        # they were proven: the same change is graded alike each time
+        # the tasks were proven, so the same change gets the same grade each time
         self._graded: Memo[Score] = Memo(REMEMBERED)
         self.test_results: Memo[CommandResult] | None = None
         if results is not None:
@@ -50,7 +50,7 @@ class TaskFolder:
             self.test_results = FolderMemo(REMEMBERED, Path(results) / "tests", CommandResult)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Those of a split, in an order that does not favour a repository. None are novel."""
+        """The tasks of a split, in an order that does not favour a repository. None are novel."""
         names = {"heldout": self._heldout, "train": self._tasks.keys() - self._heldout}
         chosen = [self._tasks[name] for name in names.get(split, ())]
         chosen.sort(key=lambda task: hash_of(task.id))
@@ -67,9 +67,10 @@ class TaskFolder:
 
 
 def heldout_ids(tasks: Collection[RepositoryTask], repositories: Collection[str] = ()) -> set[str]:
-    """Those of `repositories`, where some are held out whole. Otherwise by the hash of the file
-    that a task changes, so that it stays when others come and go. Few files may all be on one side:
-    then by the function, and at last one task by one."""
+    """The ids of held-out tasks. If `repositories` are given, all of their tasks. Otherwise tasks
+    are chosen by the hash of the file that they change, so that the choice is stable when others
+    are added or removed. A few files may all fall on one side: then the hash of the function
+    decides, and as a last resort that of the task."""
     if repositories:
         return {task.id for task in tasks if task.repository in repositories}
     held = {task.id for task in tasks if hash_of(_file(task)) % HELDOUT_SHARE == 0}
@@ -79,7 +80,7 @@ def heldout_ids(tasks: Collection[RepositoryTask], repositories: Collection[str]
     if len({*units.values()}) == 1:
         units = {name: name for name in units}
     found = sorted({*units.values()}, key=hash_of)
-    chosen = found[: (len(found) + HELDOUT_SHARE // 2) // HELDOUT_SHARE]  # rounded; one of two
+    chosen = found[: (len(found) + HELDOUT_SHARE // 2) // HELDOUT_SHARE]  # rounded: one of two
     return {name for name, unit in units.items() if unit in chosen}
 
 
@@ -88,7 +89,7 @@ def _file(task: RepositoryTask) -> str:
 
 
 def _function(task: RepositoryTask) -> str:
-    """The first of those that it changes; a task from a commit knows only files."""
+    """The first function that the task changes; a task from a commit has only files."""
     return f"{task.repository}/{min(task.facts.get('functions', '').split(', '))}"
 
 

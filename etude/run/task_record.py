@@ -1,8 +1,8 @@
-"""The tasks that a run began with, and whether those of a later start are the same.
+"""A record of the tasks that a run began with, to check that those of a later start are the same.
 
-A run may be stopped for days, and its environment read what moves: a branch, a file, a dataset. If
-a task that was trained on became a held-out one meanwhile, no score of the run would mean anything,
-and nothing else would show it.
+A run may be stopped for days, and its environment may read sources that change: a branch, a file, a
+dataset. If a task that was trained on became a held-out one meanwhile, no score of the run would
+mean anything, and nothing else would reveal it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRecord:
-    """The tasks of a split, as they are stored with the run."""
+    """The tasks of a split as recorded with the run."""
 
     digests: dict[str, str]
-    """By id."""
+    """Digests by task id."""
     commits: tuple[str, ...]
-    """Of the repositories that their working copies come from."""
+    """Commits of the repositories that their working copies come from."""
 
     @classmethod
     def of(cls, tasks: Sequence[Task]) -> TaskRecord:
@@ -40,7 +40,8 @@ class TaskRecord:
 
 
 def recorded_counts(run: Run) -> dict[str, int]:
-    """How many tasks of each split the run began with; without those that are not known yet."""
+    """The number of tasks of each split that the run began with, for the splits that are
+    recorded."""
     return {
         split: len(run.tasks(split, TaskRecord).digests)
         for split in ("train", *EVAL_SPLITS)
@@ -49,8 +50,8 @@ def recorded_counts(run: Run) -> dict[str, int]:
 
 
 def keep_record(run: Run, split: str, tasks: Sequence[Task]) -> None:
-    """Store the tasks as those that the run begins with, until any of them was attempted; from then
-    on refuse others."""
+    """Record the tasks as those that the run begins with, unless one of them was attempted already;
+    after that, refuse other tasks."""
     check_record(run, split, tasks)
     if not (run.has_tasks(split) and _is_begun(run)):
         run.put_tasks(split, TaskRecord.of(tasks))
@@ -61,7 +62,7 @@ def _is_begun(run: Run) -> bool:
 
 
 def check_record(run: Run, split: str, tasks: Sequence[Task]) -> None:
-    """Refuse tasks that are not those that the run began with; changes nothing."""
+    """Refuse tasks that differ from those that the run began with; changes nothing."""
     if not (run.has_tasks(split) and _is_begun(run)):
         return
     here, there = TaskRecord.of(tasks), run.tasks(split, TaskRecord)
@@ -75,8 +76,8 @@ def check_record(run: Run, split: str, tasks: Sequence[Task]) -> None:
 
 
 def _digest(task: Task) -> str:
-    """Without what says only how a machine carries the task out: the place of a repository, and
-    limits."""
+    """The digest of a task, without the parts that only tell how a machine carries it out: the
+    place of a repository, and limits."""
     sandbox = replace(task.sandbox, limits=Limits())
     if sandbox.repository is not None:
         sandbox = replace(sandbox, repository=replace(sandbox.repository, url=""))
@@ -87,8 +88,8 @@ def _digest(task: Task) -> str:
 
 
 def _plain(value: object) -> object:
-    """What an environment gives beside JSON. The text of an object may hold its address, which is
-    another in every process."""
+    """A stand-in for a value that is not JSON. Its text may contain the object's address, which
+    differs in every process."""
     return dict(value) if isinstance(value, Mapping) else type(value).__name__
 
 

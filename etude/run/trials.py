@@ -1,14 +1,14 @@
 """Trials of the train/inference mismatch: the measurements from which `run.diagnose` concludes its
 causes.
 
-Everything is tried by itself, on the same prompts:
+Each trial runs separately, on the same prompts:
 
 - *settings*: the engine answers alone, in a batch operator by operator, with its own kernels, with
-  prompts in pieces, from its cache, after a swap of weights, at another temperature, and in the
-  trainer's precision; the trainer recomputes each answer, also with the experts that were recorded.
-- *rounding*: the trainer's model recomputes the same tokens in the engine's type, with random
+  prompts in chunks, from its cache, after a weight swap, at another temperature, and in the
+  trainer's precision; the trainer recomputes each answer, also with the recorded experts.
+- *rounding*: the trainer's model recomputes the same tokens in the engine's dtype, with random
   rounding (`model.rounding`).
-- *operators*: each operator of the engine's model is given what the trainer's got
+- *operators*: each operator of the engine's model gets the inputs of the trainer's operator
   (`run.operators`).
 
 Shapes: N sampled tokens of all rows, V vocabulary, T tokens that were read of all rows, L layers
@@ -54,19 +54,19 @@ MakeEngine = Callable[..., Engine]
 Prompt = tuple[int, ...]
 
 OTHER_TEMPERATURE = 0.5
-"""Times the one that is asked for: what is done wrong with a temperature does not show at 1."""
+"""Factor on the requested temperature: errors in handling a temperature do not show at 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedAnswer:
     row: Row
     experts_TLk: Tensor | None = None
-    """As far as they were recorded, from the first token on."""
+    """The recorded experts, from the first token on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """Some answers, as a model computes them again."""
+    """Some answers, recomputed by a model."""
 
     logp_N: Tensor
     logp_NV: Tensor
@@ -78,8 +78,9 @@ def diagnose(
     max_tokens: int = 16, temperature: float = 1.0, make_engine: MakeEngine = Engine,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Diagnosis:  # fmt: skip
-    """Both models hold the same weights, each in the type that its side computes in. `progress` is
-    told what is being tried: all of it may take minutes."""
+    """Run all trials and diagnose the mismatch. Both models hold the same weights, each in the
+    dtype that its side computes in. `progress` is called with the name of the current trial: all of
+    them may take minutes."""
     trials = _Trials(engine_model, prompts, max_tokens, temperature, make_engine)
     kind, trained = _kind(engine_model), _kind(trainer_model)
     sampled: dict[str, list[Sample]] = {}
@@ -116,7 +117,7 @@ def diagnose(
 def diagnose_recorded(
     trainer: Transformer, answers: Sequence[RecordedAnswer], temperature: float, kind: torch.dtype
 ) -> Diagnosis:
-    """Of answers that were recorded with the trainer's weights, by an engine that computes in
+    """Diagnose answers that were recorded with the trainer's weights, by an engine that computes in
     `kind`."""
     judge = MismatchTrials(trainer)
     judge.add_setting("recorded", answers, temperature, kind)
@@ -124,7 +125,7 @@ def diagnose_recorded(
 
 
 class MismatchTrials:
-    """Recomputes answers with the trainer's model, as it is and with random rounding, setting after
+    """Recomputes answers with the trainer's model, exactly and with random rounding, setting after
     setting."""
 
     def __init__(
@@ -142,7 +143,7 @@ class MismatchTrials:
         self._likeliest: list[int] = []
 
     def rounded(self, kind: torch.dtype) -> Transformer:
-        """The trainer's model in another type."""
+        """The trainer's model in another dtype."""
         if kind not in self._rounded:
             self._rounded[kind] = in_type(self._trainer, kind)
         return self._rounded[kind]
@@ -208,7 +209,7 @@ class MismatchTrials:
         *,
         replay: bool,
     ) -> list[Recomputation]:
-        """Settings that gave the same tokens share their draws."""
+        """The draws for a setting; settings that gave the same tokens share their draws."""
         rows = tuple((each.row.tokens, each.row.mask, each.row.sampling) for each in answers)
         key = (rows, temperature, kind, replay)
         if key not in self._draws:
@@ -220,7 +221,8 @@ class MismatchTrials:
         return self._draws[key]
 
     def diagnosis(self, *, tops: Sequence[int] = (), **known: Any) -> Diagnosis:
-        """`tops`: the likeliest tokens of the first setting, as the engine reported them."""
+        """The diagnosis. `tops`: the likeliest tokens of the first setting, as the engine reported
+        them."""
         if tops:
             pairs = zip(tops, self._likeliest, strict=True)
             known["argmax_flip_frac"] = sum(a != b for a, b in pairs) / len(tops)
@@ -248,7 +250,7 @@ class _Trials:
         return [self._ask(engine, [prompt], seed=number, **options)[0] for number, prompt in asked]
 
     def batch(self) -> list[Sample]:
-        # For one request at a time the model's operators are run.
+        # For a single request the model's operators are run one by one.
         by_operator = select_runner(self.model, 1, None)
         return self._ask(
             self._engine(prefix_cache=False, max_batched_tokens=1 << 16, runner=by_operator),
@@ -267,7 +269,8 @@ class _Trials:
         return self._ask(engine, self.prompts)
 
     def swap(self) -> list[Sample]:
-        """Asked before and after the weights change from others to the model's own."""
+        """Answers from before and after the weights change from other weights to the model's
+        own."""
         engine = self._engine()
         own = hf_state_dict(self.model, torch.float32)
         noise = torch.Generator().manual_seed(0)
@@ -289,7 +292,7 @@ class _Trials:
         return self.alone(in_type(self.model, kind).compute_with(self.model.arithmetic))
 
     def follow(self, prompt: Prompt, row: Sequence[int]) -> None:
-        """The engine answers with the rest of the row."""
+        """Have the engine answer with the rest of the row."""
         engine = self.make_engine(self.model, max_num_seqs=1, prefix_cache=False)
         said = _ForcedTokens(row[len(prompt) :], self.model.config.vocab_size)
         self._ask(engine, [prompt], constraint=said, max_tokens=len(row) - len(prompt))
@@ -302,7 +305,8 @@ class _Trials:
         temperature: float | None = None, max_tokens: int | None = None,
         constraint: Constraint | None = None,
     ) -> list[Sample]:  # fmt: skip
-        """`seed`: of the first; a prompt has the same one in each setting."""
+        """Sample an answer to each prompt. `seed`: of the first one; a prompt has the same seed in
+        each setting."""
         params = SamplingParams(temperature=self.at if temperature is None else temperature)
         for number, prompt in enumerate(prompts):
             request = Request(
@@ -325,7 +329,7 @@ class _Trials:
 
 
 class _ForcedTokens:
-    """A constraint that leaves no choice."""
+    """A constraint that allows only one token at each position."""
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         self._tokens = list(tokens)
@@ -346,8 +350,8 @@ class _ForcedTokens:
 def recompute(
     model: Transformer, answer: RecordedAnswer, temperature: float, *, replay: bool = False
 ) -> Recomputation:
-    """As the trainer does it; `temperature`: of a row that does not say what it was sampled with;
-    `replay`: with the experts that were recorded."""
+    """Recompute an answer as the trainer does. `temperature`: for a row that does not record its
+    own; `replay`: with the recorded experts."""
     routing = Routing(_replay(answer) if replay else None) if model.config.experts else None
     packed = pack_rollouts([_sequence(answer, temperature)])
     states = predicting_states(model, packed, routing)
@@ -364,7 +368,7 @@ def draw(
     seed: int,
     replay: bool,
 ) -> Recomputation:
-    """With random rounding, and log-probs taken as the engine's sampler does."""
+    """Recompute with random rounding, and with log-probs computed as the engine's sampler does."""
     packed = pack_rollouts([_sequence(answer, temperature) for answer in answers])
     routing = None
     if model.config.experts:
@@ -377,8 +381,8 @@ def draw(
         if packed.temperature_N is not None:
             logits_NV = logits_NV / packed.temperature_N[:, None]
         p_NV = torch.softmax(logits_NV, -1)
-        # What is too unlikely for a probability in float32 no engine draws, but at another
-        # temperature it may have.
+        # Probabilities too small for float32 are never sampled by an engine, though another
+        # temperature may have sampled such a token.
         is_tiny_NV = p_NV < torch.finfo(torch.float32).tiny
         logp_NV = torch.where(is_tiny_NV, torch.log_softmax(logits_NV, -1), p_NV.log())
     logp_N = logp_NV.gather(-1, packed.targets_N[:, None])[:, 0]
@@ -427,8 +431,8 @@ def _answer(name: str, prompt: Prompt, sample: Sample, model: Transformer) -> Re
 
 
 def mean_temperature(answers: Sequence[RecordedAnswer], default: float) -> float:
-    """The temperature of the answers, or the geometric mean of several: what is fitted is a factor
-    on all of them."""
+    """The temperature of the answers, or the geometric mean if there are several: the fit is a
+    factor on all of them."""
     found = np.concatenate([_sequence(answer, default).temperatures for answer in answers])
     first = float(found[0])
     return first if (found == first).all() else float(np.exp(np.log(found).mean()))
@@ -439,7 +443,7 @@ def _sequence(answer: RecordedAnswer, temperature: float = 1.0) -> RolloutSequen
 
 
 def _replay(answer: RecordedAnswer) -> Tensor:
-    """Of all tokens that are read; -1 where nothing was recorded."""
+    """The recorded experts of all tokens that are read; -1 where none were recorded."""
     ids_TLk = answer.experts_TLk
     assert ids_TLk is not None
     length = _sequence(answer).length

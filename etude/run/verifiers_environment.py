@@ -1,9 +1,9 @@
 """Environments of `verifiers` (0.4 and newer), single-turn or with tools: their tasks, harness and
-rewards, and our model behind them.
+rewards, with our model behind them.
 
 `verifiers` runs the session and scores it, in this process and in the runtime that its
-configuration names. Its harness asks the model at the session's own URL, so every token is
-recorded by the gateway, as of any other agent.
+configuration names. Its harness calls the model at the session's own URL, so the gateway records
+every token, as for any other agent.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from etude.run.task_folder import HELDOUT_SHARE, hash_of
 from etude.sandbox.fake import FakeSandboxPool
 
 _KEY = "ETUDE_SESSION_API_KEY"
-"""`verifiers` takes keys from variables only, and keeps those with such a name from what it
-starts."""
+"""`verifiers` takes keys only from variables, and hides variables with such a name from the
+programs that it starts."""
 
 
 class VerifiersEnvironment:
@@ -57,9 +57,10 @@ class VerifiersEnvironment:
         return config
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Of each four tasks, by a hash of their number, one is held out. None are novel."""
+        """The tasks of a split. One in four, by a hash of its number, is held out. None are
+        novel."""
         wanted = self._counts[split] if split in ("train", "heldout") else 0
-        # not one more than that is looked for: a taskset may be endless
+        # no more tasks than needed: a taskset may be endless
         chosen = dict(islice(self._named(split), wanted))
         self._found |= chosen
         return [Task(id=name, prompt=_opening(task)) for name, task in chosen.items()]
@@ -73,7 +74,7 @@ class VerifiersEnvironment:
 
     @contextlib.asynccontextmanager
     async def open(self, task: Task) -> AsyncIterator[Sandbox]:
-        """Where the session runs, `verifiers` knows; there is nothing for us to look at."""
+        """An empty sandbox: `verifiers` runs the session, so there is nothing to look at here."""
         async with FakeSandboxPool().open(SandboxSpec()) as nothing:
             yield nothing
 
@@ -119,7 +120,8 @@ class VerifiersAgent:
                 client=vf.EvalClientConfig(base_url=base_url, api_key_var=variable),
                 sampling=vf.SamplingConfig(**self._sampling, seed=seed),
             )
-            # One for each episode: clients of the model are kept as long as it serves.
+            # A new one for each episode, because it keeps the clients of the model for its
+            # lifetime.
             environment = vf.load_environment(self._config)
             try:
                 async with asyncio.timeout(self._timeout_s) as late, environment.serving():
@@ -135,7 +137,7 @@ class VerifiersAgent:
 
 
 def to_transcript(episode: Any) -> Transcript:
-    """What became of an episode. RolloutFailure if `verifiers` says that it failed."""
+    """The transcript of an episode. RolloutFailure if `verifiers` reports that it failed."""
     errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
     if not episode.ok or len(episode.traces) != 1:
         told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it does not say why"
@@ -150,7 +152,8 @@ def to_transcript(episode: Any) -> Transcript:
 
 
 def to_message(message: Any) -> dict[str, Json]:
-    """As OpenAI writes it, whose tool calls have a function; those of `verifiers` have not."""
+    """The message in OpenAI's format, whose tool calls have a `function`; those of `verifiers` do
+    not."""
     told: dict[str, Json] = message.model_dump(mode="json", exclude_none=True)
     if calls := told.get("tool_calls"):
         told["tool_calls"] = [
@@ -165,7 +168,7 @@ def to_message(message: Any) -> dict[str, Json]:
 
 
 def to_score(trace: Any) -> Score:
-    """The weighted sum of the rewards; each of them, and the metrics, are its parts."""
+    """The weighted sum of the rewards; its parts are the single rewards and the metrics."""
     if missing := [name for name, reward in trace.rewards.items() if reward is None]:
         raise RolloutFailure(f"verifiers: the reward {missing[0]!r} was not computed")
     rewards = [
@@ -192,7 +195,7 @@ def _package() -> Any:
 
 
 def _opening(task: Any) -> str:
-    """For people to read: what the model is shown, `verifiers` decides."""
+    """The opening message for people to read; `verifiers` decides what the model is shown."""
     return task.data.prompt_text or task.data.name or "(the user of the environment speaks first)"
 
 

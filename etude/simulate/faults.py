@@ -1,5 +1,5 @@
-"""What goes wrong in a simulated run: each kind of fault strikes again and again, at times and
-places that the seed says."""
+"""Faults in a simulated run: each kind strikes again and again, at times and places that follow
+from the seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from etude.simulate.state import Outcome
 
 
 def play(scenario: Scenario, seed: int) -> Outcome:
-    """A run from its first step to its last, with its faults."""
+    """Simulate a run from its first step to its last, with its faults."""
     simulation = Simulation(scenario, seed)
     FaultInjector(simulation).plan()
     return simulation.run()
@@ -75,7 +75,8 @@ class FaultInjector:
         self.sim.rng.choice(self.sim.processes).bad_download = True
 
     def _crash_gateway(self) -> None:
-        """It forgets the workers; sessions come back from its journal, and ask again."""
+        """Crash the gateway, which forgets the workers; its sessions are restored from its journal,
+        and repeat their requests."""
         self.sim.gateway_up = False
         self.sim.fleet = self.sim.new_fleet()
         asking = list(self.sim.requests.values())
@@ -90,7 +91,8 @@ class FaultInjector:
         self.sim.after(self.sim.vary(self.sim.s.faults.restart_s), back)
 
     def _crash_controller(self) -> None:
-        """With it go its sessions; the gateway forgets them when it is told to."""
+        """Crash the controller, and with it its sessions; the gateway forgets them when it is told
+        to."""
         for session in self.sim.running:
             if session.worker is not None:
                 self.sim.fleet.done(session.worker)
@@ -98,7 +100,8 @@ class FaultInjector:
         self.sim.start_controller()
 
     def _crash_trainer(self) -> None:
-        """It goes on from its checkpoint: the step begins again, with the same batch."""
+        """Crash the trainer, which resumes from its checkpoint: the step starts over, with the same
+        batch."""
         self.sim.trainer_life += 1
         if self.sim.trainer_since is not None:
             self.sim.trainer_since = None

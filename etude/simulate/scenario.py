@@ -1,4 +1,4 @@
-"""A scenario: what a simulated run consists of, how long its parts take, and what goes wrong."""
+"""A scenario: the parts of a simulated run, their durations, and the faults."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """Mean time between two faults of each kind, anywhere in the run; 0: none. And shares of
+    """Mean time between two faults of each kind, anywhere in the run; 0: none. Also shares of
     messages."""
 
     worker_crash_s: float = 0.0
     worker_hang_s: float = 0.0
-    """It stops for a while, and says nothing."""
+    """A worker stops for a while, without a sign."""
     partition_s: float = 0.0
     """A whole region is cut off for a while."""
     slow_disk_s: float = 0.0
     """A worker loads ten times as slowly for a while."""
     bad_download_s: float = 0.0
-    """What a worker downloads is not what was published."""
+    """A worker's download differs from the published weights."""
     gateway_crash_s: float = 0.0
     controller_crash_s: float = 0.0
     trainer_crash_s: float = 0.0
@@ -27,16 +27,16 @@ class Faults:
     duplicate: float = 0.0
     """Share of answers and finished groups that arrive twice."""
     clock_skew: float = 0.0
-    """Workers' clocks go faster or slower by up to this share."""
+    """Workers' clocks are faster or slower by up to this share."""
     lasting_s: float = 30.0
-    """How long hangs, partitions and slow disks last at most."""
+    """Longest duration of hangs, partitions and slow disks."""
     restart_s: float = 5.0
-    """From the end of a process to its next life."""
+    """Time from the end of a process to its restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """Times are means; each is varied by `spread`, those of turns by `task_spread`, too."""
+    """Times are means; each is varied by `spread`, and those of turns also by `task_spread`."""
 
     steps: int
     groups_per_step: int
@@ -44,36 +44,36 @@ class Scenario:
     max_lag: int
     reorder_window: int = 1
     concurrency: int
-    """Sessions at once."""
+    """Sessions at the same time."""
 
     regions: int
     workers_per_region: int
     max_num_seqs: int
-    """Requests that a worker works on at full speed; with more, each takes longer."""
+    """Requests that a worker handles at full speed; with more, each takes longer."""
     heartbeat_s: float = 1.0
     heartbeat_timeout_s: float = 10.0
 
     turns: int
     turn_s: float
-    """Of a request at a worker that is full, from its first token to its last."""
+    """Time of a request at a full worker, from its first token to its last."""
     tool_s: float
-    """Between two turns, for tools; and once more at the end, for grading."""
+    """Time between two turns, for tools; and once more at the end, for grading."""
     train_s: float
-    """An optimizer step."""
+    """Time of an optimizer step."""
     publish_s: float
-    """From the end of a step to its weights in the store."""
+    """Time from the end of a step to its weights in the store."""
     download_s: float
-    """One copy of a version, over the link of a region."""
+    """Time for one copy of a version, over the link of a region."""
     swap_s: float
-    """To decode, check and take up what is downloaded."""
+    """Time to decode, check and load the downloaded weights."""
     delta_bytes: int
     relays: bool = True
-    """One download a region; otherwise each worker makes its own."""
+    """One download per region; otherwise each worker makes its own."""
     with_signal: float = 1.0
-    """Share of the groups that there is something to learn from."""
+    """Share of the groups that have something to learn from."""
     spread: float = 0.3
     task_spread: float = 0.0
-    """What the turns of one group have in common: a long task is long for all of its sessions."""
+    """Variation that the turns of one group share: a long task is long in all of its sessions."""
     faults: Faults = field(default_factory=Faults)
 
 
@@ -112,4 +112,4 @@ SMALL = Scenario(
         clock_skew=0.2,
     ),
 )
-"""A few workers, short steps, and everything goes wrong all the time: for schedules of faults."""
+"""A few workers, short steps, and constant faults of every kind: for schedules of faults."""

@@ -1,8 +1,8 @@
 """One run under virtual time. Window, ledger and fleet are those of a real run; the processes
-around them are as simple as they can be, and die, hang and mishear as the seed says.
+around them are as simple as possible, and die, hang and lose messages as the seed determines.
 
-After every event the invariants are checked; what breaks one is a violation. A schedule is given by
-its scenario and seed alone.
+The invariants are checked after every event, and any breach is a violation. A schedule is
+determined by its scenario and seed alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LOOK_S = 0.5
 """Time between two looks at leases and new versions, as in `serve.router`."""
 SLOW = 10.0
 MAX_STEP_S = 50.0
-"""A run that takes so many times its computing time is stuck."""
+"""A run is stuck if its steps take this many times their computing time."""
 
 
 class Simulation:
-    """`run` plays it to its end."""
+    """A simulated run; `run` plays it to its end."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.s = scenario
@@ -48,7 +48,7 @@ class Simulation:
         ]
         self._by_url = {process.url: process for process in self.processes}
         self.cut_until = [0.0] * scenario.regions
-        self._relayed: dict[tuple[int, int], float] = {}  # (region, version) -> when it is there
+        self._relayed: dict[tuple[int, int], float] = {}  # (region, version) -> when it has arrived
         self.published = 0
         self.verified = {0}
 
@@ -128,11 +128,11 @@ class Simulation:
     def _violation(self, what: str) -> None:
         self.outcome.violations.append(f"{self.now:.1f} s: {what}")
 
-    # The controller: the loops of `run.loop`, and what a restart finds.
+    # The controller: the loops of `run.loop`, and its recovery after a restart.
 
     def start_controller(self) -> None:
-        """As `Controller.run_loop`: what was open is interrupted, the newest weights are loaded,
-        and the window is what it was."""
+        """Start the controller like `Controller.run_loop`: open samples are interrupted, the newest
+        weights are loaded, and the window is restored."""
         self.controller_life += 1
         opened = tuple(
             sample for sample in self.ledger.open_samples() if not self._is_stored(sample)
@@ -250,7 +250,7 @@ class Simulation:
 
         def done() -> None:
             if life != self.trainer_life:
-                return  # it died, and begins the step again
+                return  # it died, and starts the step over
             assert self.trainer_since is not None
             self.outcome.trainer_busy_s += self.now - self.trainer_since
             self.trainer_since = None
@@ -264,13 +264,14 @@ class Simulation:
         self.verified.add(version)
         self.published = max(self.published, version)
 
-    # The gateway: the router's part, over the real fleet.
+    # The gateway: the part of the router, over the real fleet.
 
     def new_fleet(self) -> Fleet:
         return Fleet(heartbeat_timeout_s=self.s.heartbeat_timeout_s, awaits_floor=True)
 
     def _look(self) -> None:
-        """Leases, and new versions: `Router.watch`, `RolloutLoop.follow` and `Router.load`."""
+        """Check leases and new versions, like `Router.watch`, `RolloutLoop.follow` and
+        `Router.load`."""
         self._count_engines(LOOK_S if self.s.heartbeat_s <= 1.0 else self.s.heartbeat_s / 2)
         if not self.gateway_up:
             return
@@ -278,7 +279,7 @@ class Simulation:
             self._ask_elsewhere(worker)
         if self.loading_version is None and self.window is not None:
             newest = min(self.published, self.s.steps)
-            # a gateway that was started again knows of no weights until it is told
+            # a restarted gateway knows of no weights until it is told
             if newest > self.live or self.fleet.floor < self.live:
                 self.loading_version = max(newest, self.live)
         if (version := self.loading_version) is not None:
@@ -306,7 +307,7 @@ class Simulation:
         self.outcome.engine_s += seconds * len(self.processes)
 
     def _beat(self) -> None:
-        """The heartbeats of all workers, each by its own clock."""
+        """Send the heartbeats of all workers, each by its own clock."""
         if not self.gateway_up:
             return
         for process in self.processes:
@@ -320,7 +321,7 @@ class Simulation:
                 self._load(process, self.fleet.floor)
 
     def _is_heard(self, process: Process) -> bool:
-        """It is there, and goes on, and the way to it is whole."""
+        """True if the process is alive and running, and its region is connected."""
         return (
             process.alive
             and self.now >= process.hung_until
@@ -341,7 +342,7 @@ class Simulation:
                 self.after(process.hung_until - self.now, done)
                 return
             process.loading = None
-            if process.bad_download:  # its digests are not those of the manifest
+            if process.bad_download:  # its digests differ from those of the manifest
                 process.bad_download = False
                 self.outcome.faults["bad download"] += 1
                 return
@@ -354,7 +355,8 @@ class Simulation:
         self.after(slow * self._fetch_s(process, version) + self.vary(self.s.swap_s), done)
 
     def _fetch_s(self, process: Process, version: int) -> float:
-        """Until the worker has the delta: from the relay of its region, which reads it once."""
+        """Time until the worker has the delta: from the relay of its region, which downloads it
+        once."""
         there = self._relayed.get((process.region, version))
         if not self.s.relays or there is None:
             self.outcome.store_bytes += self.s.delta_bytes
@@ -379,7 +381,7 @@ class Simulation:
             if begun_by != self.controller_life or self.requests.get(request) is not session:
                 return  # nobody waits for it any more
             if life != process.life or not self._is_heard(process):
-                return  # it is asked elsewhere when its lease is over, or was
+                return  # another worker is asked when its lease is over, or was already
             if self.rng.random() < self.s.faults.lost:
                 self.outcome.faults["lost"] += 1
                 self.failed(worker)
@@ -392,7 +394,8 @@ class Simulation:
         self.after(self.vary(self.s.turn_s * load * pace), answer)
 
     def _check_served(self, session: Session, process: Process) -> None:
-        """The worker refuses what wants newer weights than it has, as `/generate` does."""
+        """Check that the worker serves no request for newer weights than it has, as `/generate`
+        does."""
         version = process.version
         if version not in self.verified:
             self._violation(f"{process.url} serves version {version}, which nobody has verified")
@@ -413,8 +416,7 @@ class Simulation:
         self.after(self.vary(self.s.tool_s), go_on)
 
     def failed(self, worker: Worker) -> None:
-        """A worker that fails is taken out until its next heartbeat; what it was asked is asked of
-        others."""
+        """Take out a worker that failed until its next heartbeat; its requests go to others."""
         self.fleet.leave(worker)
         self._ask_elsewhere(worker)
 
@@ -430,10 +432,10 @@ class Simulation:
         for _ in range(len(self.waiting) if self.fleet.up else 0):
             self._ask(self.waiting.popleft())
 
-    # What must hold at the end.
+    # Conditions that must hold at the end.
 
     def _close_books(self) -> None:
-        """An audit of the entries alone: every sample is settled once, or in flight."""
+        """Audit the entries alone: every sample is settled once, or in flight."""
         try:
             ledger = Ledger(self.entries)
         except Unbalanced as e:

@@ -1,5 +1,5 @@
-"""What a simulated run consists of, as it really is: the parts that the decisions know only from
-what they are told."""
+"""The actual state of a simulated run, which the decisions know only from the messages that they
+receive."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from etude.core.fleet import Worker
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A worker as it really is; the fleet knows what it was told."""
+    """The actual state of a worker; the fleet knows only its messages."""
 
     url: str
     region: int
     pace: float
-    """Of its clock."""
+    """Speed of its clock."""
     version: int = -1
     alive: bool = True
     hung_until: float = 0.0
@@ -33,9 +33,9 @@ class Session:
     group: int
     turns_left: int
     oldest: int | None = None
-    """The oldest version that it was sampled with."""
+    """The oldest version that it was sampled from."""
     request: int = 0
-    """The one that it waits for; what answers another is too late."""
+    """The number of the request that it waits for; answers to any other are too late."""
     worker: Worker | None = None
 
 
@@ -44,14 +44,14 @@ class GroupState:
     admitted: int
     open: set[str]
     pace: float = 1.0
-    """How much longer its turns take than others."""
+    """Factor on the duration of its turns."""
     oldest: int = 1 << 60
     failed: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a simulated run."""
+    """The result of a simulated run."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -60,9 +60,9 @@ class Outcome:
     engine_s: float = 0.0
     lag_max: int = 0
     store_bytes: int = 0
-    """Read from the store by workers, or by the relays of their regions."""
+    """Bytes read from the store by workers, or by the relays of their regions."""
     versions_read: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)
     stuck: str = ""
-    """What did not come, if the run did not end."""
+    """The event that never came, if the run did not end."""

@@ -36,7 +36,8 @@ from etude.run.loop import assemble_batch
 
 
 def segment(first_version: int = 1) -> Segment:
-    """Two prompt tokens; the policy says 12, the harness puts in 13, the policy says 14 and 15."""
+    """Two prompt tokens; the policy samples 12, the harness inserts 13, the policy samples 14 and
+    15."""
     return Segment(
         prompt=(10, 11),
         tokens=(12, 13, 14, 15),
@@ -85,13 +86,14 @@ def test_std_normalised() -> None:
 
 @pytest.mark.parametrize("unit", [1.0, 1e-6, 1e6])
 def test_what_the_docs_say_of_the_credits_of_trl(unit: float) -> None:
-    """The deviation with n, nothing added: no unit of rewards matters, and 7 % more than with n - 1
-    for 8 attempts."""
+    """The deviation is computed with n, with nothing added: the unit of rewards does not matter,
+    and the result is 7 % larger than with n - 1 for 8 attempts."""
     rewards = [unit * reward for reward in (1, 0, 0, 1, 0, 0.5, 0, 0)]
     theirs = [advantage / stdev(rewards) for advantage in dr_grpo(rewards)]
     assert grpo(rewards) == pytest.approx([math.sqrt(8 / 7) * advantage for advantage in theirs])
     assert math.sqrt(8 / 7) == pytest.approx(1.07, abs=0.005)
-    # One task is nearly always solved, the other hardly ever. Their distance sets no scale.
+    # One task is nearly always solved, the other hardly ever. The distance between them sets no
+    # scale.
     batch = [
         *dr_grpo([unit, 0.0, 0.0, 0.0]),
         *dr_grpo([100 * unit, 99 * unit, 100 * unit, 100 * unit]),
@@ -100,8 +102,8 @@ def test_what_the_docs_say_of_the_credits_of_trl(unit: float) -> None:
 
 
 def test_a_batch_of_unit_deviation() -> None:
-    """One factor for all groups: the deviation of everything becomes 1, and a group of small
-    rewards stays small."""
+    """One factor for all groups: the overall deviation becomes 1, and a group of small rewards
+    stays small."""
     advantages = [*dr_grpo([1.0, 0.0]), *dr_grpo([0.1, 0.0])]
     factor = unit_std(advantages)
     assert factor == pytest.approx(1 / ((2 * 0.25 + 2 * 0.0025) / 4) ** 0.5)
@@ -194,7 +196,7 @@ def test_a_statistic_that_is_not_finite_drops_the_group_by_name() -> None:
 
 
 def sampled_with(group: Group, number: int, **params: float) -> Group:
-    """The attempt with its last two tokens drawn that way."""
+    """The group with an attempt whose last two tokens were sampled with these parameters."""
     attempts = list(group.trajectories)
     spans = (SamplingSpan(SamplingParams(), 1), SamplingSpan(SamplingParams(**params), 2))  # type: ignore[arg-type]
     segments = (segment(), replace(segment(), sampling=spans))
@@ -227,7 +229,7 @@ def test_rows_that_are_too_long_or_of_unknown_versions_are_named() -> None:
 
 
 def test_effort_is_paid_before_credit_is_given() -> None:
-    """Two solved attempts, one of them in half the words: it gets the credit."""
+    """Two solved attempts, one of which used half the tokens: it gets the credit."""
     pair = group(1.0, 1.0)
     long = replace(pair.trajectories[1], segments=(segment(), segment()))
     outcome = AdvantageEstimator(effort=Effort(scale=0.1, q=0.0, tokens=1.0)).estimate(
@@ -264,8 +266,8 @@ def test_rows_credit_the_sampled_tokens_of_every_segment() -> None:
 
 
 def test_summaries_can_be_left_out() -> None:
-    """A summary is the last answer of a context that another one goes on from, and a sub-agent
-    opens a context without one."""
+    """A summary is the last answer of a context that another one continues; a sub-agent opens a
+    context without one."""
     helper = replace(segment(), kind="subagent", parent=1)
     segments = (segment(), replace(segment(), parent=0), helper)
     attempt = replace(group(1.0).trajectories[0], segments=segments)
@@ -281,8 +283,8 @@ def test_summaries_can_be_left_out() -> None:
 
 
 def test_a_summary_is_of_the_agent_and_not_of_one_that_worked_for_it() -> None:
-    """The context after it names the newest one before as its parent, which may be a sub-agent's.
-    A parent without an answer has nothing to leave out."""
+    """The context after it names the newest earlier context as its parent, which may be a
+    sub-agent's. A parent without an answer has nothing to leave out."""
     helper = replace(segment(), kind="subagent", parent=0)
     segments = (segment(), helper, replace(helper, parent=1), replace(segment(), parent=2))
     attempt = replace(group(1.0).trajectories[0], segments=segments)
@@ -297,7 +299,7 @@ def test_a_summary_is_of_the_agent_and_not_of_one_that_worked_for_it() -> None:
 
 
 def with_credit(group: Group, *credit: tuple[Credit, ...]) -> Group:
-    """The group, its attempts credited one by one."""
+    """The group with these credits for its attempts, one after the other."""
     attempts = [
         replace(t, score=replace(t.score, credit=some) if t.score else None)
         for t, some in zip(group.trajectories, credit, strict=True)
@@ -312,7 +314,7 @@ def test_turns_are_unbroken_runs_of_sampled_tokens() -> None:
 
 
 def test_credit_by_hand() -> None:
-    """Of three credits with the mean 0.4, the first turn of a solved attempt has most."""
+    """Of three credits with the mean 0.4, the first turn of a solved attempt has the largest."""
     pair = with_credit(
         group(1.0, 0.0), (Credit(0.9, 0, turn=0), Credit(0.3, 0, turn=1)), (Credit(0.0, 0),)
     )
@@ -334,7 +336,7 @@ def test_credits_of_the_same_token_add_up_and_others_have_none() -> None:
 
 
 def test_the_scale_of_a_batch_counts_a_turn_once_however_many_credits_it_has() -> None:
-    """Two of the same turn add up, and so do those of a turn and its segment."""
+    """Two credits of the same turn add up, and so do those of a turn and its segment."""
     first, second, whole = Credit(3.0, 0, turn=0), Credit(1.0, 0, turn=1), Credit(0.0, 0)
     pair = with_credit(group(1.0, 0.0), (first, Credit(0.0, 0, turn=0), second), ())
     found = AdvantageEstimator().estimate(pair).distinct_advantages()
@@ -392,7 +394,7 @@ def test_a_constant_credit_changes_no_bit(
 def test_only_differences_between_credits_count(
     where: list[list[int | None]], data: st.DataObject, shift: int
 ) -> None:
-    """Centered credits add up to nothing, and a shift of all changes none."""
+    """Centered credits add up to 0, and shifting all of them changes none."""
     plain = group(*map(float, range(len(where))))
     values = st.integers(-8, 8).map(float)
     credits = [tuple(Credit(data.draw(values), 0, turn) for turn in some) for some in where]
@@ -408,7 +410,7 @@ def test_only_differences_between_credits_count(
 
 
 def of_turns(*attempts: tuple[float, list[int]]) -> Group:
-    """Attempts by their reward and the turns, of one token each, of their segments."""
+    """Attempts from their rewards and the number of turns, of one token each, in each segment."""
     plain = group(*(reward for reward, _ in attempts))
     return replace(
         plain,
@@ -438,8 +440,8 @@ def by_turn(whole: Group) -> list[list[float]]:
 
 
 def test_a_turn_is_compared_with_those_who_came_as_far() -> None:
-    """The first attempt is solved at once. Of the others, which had the same mean before, that
-    which goes on well is better than the one that does not."""
+    """The first attempt is solved at once. Of the others, with the same mean before, the one that
+    goes on successfully is better than the one that does not."""
     found = by_turn(of_turns((1.0, [1]), (0.0, [2]), (1.0, [1, 1])))
     assert found == [
         pytest.approx([1 / 3]),
@@ -449,7 +451,7 @@ def test_a_turn_is_compared_with_those_who_came_as_far() -> None:
 
 
 def test_turns_of_sub_agents_have_the_baseline_of_all() -> None:
-    """Who knows when they spoke? The turns of the agent are counted without them."""
+    """The time of their turns is not known. The turns of the agent are counted without them."""
     plain = of_turns((1.0, [1, 2]), (0.0, [2]), (0.0, [2, 1]))
     first, *others = plain.trajectories
     main, other = first.segments
@@ -492,7 +494,7 @@ def test_spans_and_back() -> None:
 
 
 def test_what_a_run_may_choose_from() -> None:
-    """Names that stand in people's files."""
+    """Names that users' files contain."""
     plain = AdvantageEstimator()
     assert {
         "dr_grpo": plain,

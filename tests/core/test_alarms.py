@@ -1,4 +1,4 @@
-"""Each alarm: when it begins, when it ends, and that a healthy run has none."""
+"""Alarms: when each starts and ends, and that a healthy run has none."""
 
 from __future__ import annotations
 

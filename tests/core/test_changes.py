@@ -1,4 +1,4 @@
-"""What may change between two lives of a run, and what may not."""
+"""Permitted and refused changes of a config between two launches of a run."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ steps = 4
         ("stage.midtrain.steps=20", 1, False),
         ("stage.rl.steps=9", 1, True),
         ("stage.rl.steps=9", 5, True),
-        ("stage.rl.steps=9", 6, False),  # the next one starts from version 6
+        ("stage.rl.steps=9", 6, False),  # the next stage starts from version 6
         ("stage.rl.steps=4", 5, True),
         ("stage.rl.steps=3", 5, False),  # version 5 is the fourth
         ("stage.more.steps=9", 1, True),

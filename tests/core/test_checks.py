@@ -1,4 +1,4 @@
-"""Bad data has a name: what the trainer refuses, and in which words."""
+"""Data that the trainer refuses, and the words in which it does."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_the_last_values_that_pass() -> None:
     check(replace(ROW, logprobs=(0.0, 1e-4, 0.0)))
     check(replace(ROW, tokens=(0, 7, 0)))
     check(replace(ROW, regions=(RegionSpan("east", 1), RegionSpan("west", 1))))
-    check(replace(ROW, logprobs=(5.0, -1.0, -1.0)))  # what was not sampled has no log-prob to judge
+    check(replace(ROW, logprobs=(5.0, -1.0, -1.0)))  # only sampled tokens have a log-prob
     with pytest.raises(EtudeError, match="no gradient can be computed with more than 1e"):
         check(replace(ROW, advantages=(0.0, 0.5, -1.1e15)))
     with pytest.raises(EtudeError, match="the log-prob 0.01"):

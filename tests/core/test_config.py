@@ -388,9 +388,9 @@ teacher = "large"
 
 
 def test_what_is_left_out_means_what_it_meant() -> None:
-    """A default that changes makes every file that relies on it another experiment, and runs that
-    were stopped refuse to go on: whoever changes one changes `defaults.json` too, and says so to
-    those who train."""
+    """Changing a default turns every file that relies on it into another experiment, and runs that
+    were stopped refuse to resume. A change of a default must therefore also change `defaults.json`,
+    and be announced to users."""
     expected = json.loads((Path(__file__).parent / "defaults.json").read_text())
     assert parse(EVERY_KIND).model_dump(mode="json") == expected
 
@@ -476,7 +476,7 @@ def test_settings_that_contradict(overrides: list[str], message: str) -> None:
             "stage.distill.max_lag=0",
             "engine.regions=['a']",
         ],
-        ["stage.rl.microbatch_tokens=1"],  # a longer session is taken alone
+        ["stage.rl.microbatch_tokens=1"],  # a longer session gets a pass of its own
         ["model.hidden_size=8", "model.num_heads=4", "model.num_kv_heads=4"],
         ["model.path=base", "stage.midtrain.rope_scaling={type='yarn', factor=1.5}"],
         [
@@ -647,7 +647,7 @@ def test_a_mistake_in_the_file_is_not_blamed_on_an_override() -> None:
 
 
 def test_only_a_built_folder_of_tasks_is_mounted() -> None:
-    """What `path` means to another environment is its own matter: there may be no such folder."""
+    """Other environments give `path` their own meaning, and need not have such a folder."""
     built = parse(
         GOOD, ["tasks.environment=etude.run.task_folder:TaskFolder", "tasks.path=/data/tasks"]
     )
@@ -706,7 +706,7 @@ teacher = "large"
 
 
 def test_several_greedy_attempts_would_be_one() -> None:
-    """So they are sampled; whoever gives a temperature gets it."""
+    """So they are sampled, unless the config sets a temperature."""
     greedy = parse(GOOD, ["eval.temperature=0"]).eval
     assert [greedy.temperature_of(samples) for samples in (1, 2, 8)] == [0.0, 1.0, 1.0]
     warm = parse(GOOD, ["eval.temperature=0.5"]).eval

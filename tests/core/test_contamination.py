@@ -1,4 +1,4 @@
-"""The probe for contamination: what is asked, what is not, and what counts as known."""
+"""The contamination probe: the texts that it asks for, those that it does not, and its result."""
 
 from __future__ import annotations
 

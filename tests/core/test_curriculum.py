@@ -1,4 +1,4 @@
-"""The curriculum: turns, second chances, and the same choices again after a stop."""
+"""The curriculum: turns, repetitions, and identical choices after a stop."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ def test_without_second_chances_every_task_has_its_turn_before_any_has_two() -> 
 def test_a_task_comes_back_before_its_turn_only_if_its_attempts_differed_and_will_again(
     solved: int, again: bool
 ) -> None:
-    """Seven of eight are all of them once they were trained on."""
+    """Seven successes of eight count as eight after the group was trained on."""
     curriculum = plan(0.5, asked("t7", solved))
     early = [curriculum.choose(1) for _ in range(len(TASKS) // 2)]
     assert (("t7", 1) in early) == again
 
 
 def test_an_even_chance_is_enough() -> None:
-    """So much later only its family tells of a task, of which every second group differed."""
+    """After so many versions only its family determines a task's chance, and every second group of
+    the family differed."""
     curriculum = plan(0.5, asked("t0", 4), asked("t6", 0))
     assert FAMILIES["t0"] == FAMILIES["t6"]
     early = [curriculum.choose(64 * HALF_LIFE) for _ in range(len(TASKS) // 2)]
@@ -55,7 +56,8 @@ def test_an_even_chance_is_enough() -> None:
 
 
 def test_what_is_under_way_or_not_settled_for_certain_says_nothing() -> None:
-    """With a lag of 1, what was admitted at version 3 is settled when version 5 is live."""
+    """With a lag of 1, groups that were admitted at version 3 are settled when version 5 is
+    live."""
     past = [asked(task, 4, version=3) for task in TASKS[:20]]
     at = {version: plan(0.5, *past, max_lag=1) for version in (4, 5)}
     early = {v: [curriculum.choose(v)[0] for _ in range(40)] for v, curriculum in at.items()}
@@ -72,7 +74,7 @@ def test_families_whose_groups_tend_to_differ_are_explored_first() -> None:
 
 
 def test_what_a_group_earned_counts_by_its_own_scale() -> None:
-    """Rewards of any range, and differences that are not of the reward at all."""
+    """Rewards of any range, and differences that are not in the reward at all."""
     wide = AskedTask(task="t", epoch=0, version=0, rewards=(9.0, 7.0, -3.0, -2.0), kept=True)
     narrow = AskedTask(task="t", epoch=0, version=0, rewards=(0.2, 0.1, 0.1, 0.2), kept=True)
     assert wide.chance == narrow.chance > 0.6
@@ -84,8 +86,8 @@ def test_what_a_group_earned_counts_by_its_own_scale() -> None:
 
 @pytest.mark.parametrize("stop", range(0, 24, 5))
 def test_a_run_that_was_stopped_makes_the_same_choices(stop: int) -> None:
-    """At lag 0, in whichever order groups end: those of the version that were cut short come
-    again, and all others follow as if nothing had happened."""
+    """At lag 0, in whichever order groups end: the groups of the version that were cut short are
+    chosen again, and all others follow as if nothing had happened."""
 
     def played(stop: int | None, order: int) -> list[set[tuple[str, int]]]:
         rng, past, versions = Random(order), list[AskedTask](), []
@@ -121,7 +123,7 @@ def test_fewer_tasks_than_one_step_needs_are_asked_several_times() -> None:
 
 
 def test_most_groups_teach_something_where_few_would_in_a_uniform_order() -> None:
-    """A policy whose tasks are mostly solved always or never."""
+    """A policy that always or never solves most of its tasks."""
 
     def dropped(fresh_frac: float) -> float:
         rng = Random(5)

@@ -1,5 +1,5 @@
-"""What a record does not say: nothing. Logs of older runs are read by today's code, which has more
-fields."""
+"""Fields that a record lacks have a neutral default: today's code, which has more fields, reads
+logs of older runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from etude.core import protocols as seams
 from etude.core.advantage import AdvantageEstimator, dr_grpo
 from etude.core.effort import Effort
 
-# Where leaving a field out means something else than nothing.
+# Fields whose absence means something specific.
 MEANT = {
     ("EvalDone", "samples"): 1,
     ("MismatchStats", "k1_p99"): math.nan,  # unknown, and not small
@@ -67,7 +67,7 @@ def defaults(module: ModuleType) -> dict[tuple[str, str], object]:
 
 
 def is_nothing(value: object) -> bool:
-    """Also a record of which every field is."""
+    """True for an empty value, or for a record whose fields are all empty."""
     if not dataclasses.is_dataclass(value):
         return not value
     return all(is_nothing(getattr(value, field.name)) for field in dataclasses.fields(value))
@@ -108,7 +108,7 @@ LATER = {
         )
     ),
 }
-"""What events have been given since the first logs were written."""
+"""Fields added to events since the first logs were written."""
 
 
 def test_older_logs_can_be_read() -> None:

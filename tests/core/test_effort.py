@@ -14,7 +14,7 @@ from etude.core.types import Score, Segment, Trajectory
     ("x", "k", "q", "expected"),
     [
         (0.0, 1.0, 0.5, 0.0),
-        (3.0, 1.0, 0.0, 3.0),  # by the piece
+        (3.0, 1.0, 0.0, 3.0),  # linear
         (3.0, 1.0, 0.5, 2.0),  # (4^0.5 - 1) / 0.5
         (3.0, 1.0, 2.0, 0.75),  # (4^-1 - 1) / -1
         (3.0, 1.0, 1.0, math.log(4.0)),
@@ -43,7 +43,7 @@ def test_more_always_costs_more_and_each_piece_less(q: float) -> None:
 
 
 def test_what_an_attempt_used() -> None:
-    """Two segments: in the first the model speaks twice, then a summary opens a second one."""
+    """Two segments: in the first the model answers twice, then a summary opens a second one."""
     first = Segment(
         prompt=(1,),
         tokens=(2, 3, 4, 5),

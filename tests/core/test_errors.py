@@ -1,4 +1,4 @@
-"""Whose fault it was: the boundary that a failure crossed, and the line of the user's own code."""
+"""The origin of a failure: the boundary that it crossed, and the line of the user's own code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from etude.core.types import Task
 
 
 def theirs() -> None:
-    """Stands for user code: outside of the package, and failing inside of the standard library."""
+    """Stands for user code: outside the package, and failing inside the standard library."""
     json.loads("{")
 
 

@@ -1,4 +1,4 @@
-"""Expressions over the parts of a score: what they say, and what they never do."""
+"""Expressions over the parts of a score: their values, and the syntax that they refuse."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_nothing_else_is_let_in(text: str) -> None:
 
 
 def test_deep_ones_are_read_or_refused() -> None:
-    """Whatever is read has a value, however little of the stack is left."""
+    """Every expression that can be parsed has a value, however little of the stack is left."""
     assert Expression.parse("-" * 90 + "tests").value(PARTS) == 1.0
     assert Expression.parse("+".join(["tests"] * 90)).value(PARTS) == 90.0
     for text in ("-" * 980 + "tests", "-" * 100 + "tests", "+".join("a" * 200)):

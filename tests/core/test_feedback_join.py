@@ -1,5 +1,5 @@
-"""Feedback finds its answer whatever the order, and consent, sampling and retention are decided by
-what was said, not by when it came."""
+"""Feedback finds its answer in any order. Consent, sampling and retention depend on the statements,
+not on when they arrived."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_waits_is_dropped_behind_the_horizon() -> None:
     assert join({}, [early], now=25, horizon_s=20).pending == (early,)
     late = join({}, [early], now=26, horizon_s=20)
     assert not late.pending and late.dropped == {"unknown_completion": (early,)}
-    # the answer was stored after all
+    # the answer was stored in the end
     found = join({("c" * 24, 0): "alice"}, [early], now=99, horizon_s=20)
     assert found.by_answer == {("c" * 24, 0): (early,)}
 
@@ -119,7 +119,7 @@ def test_no_user_says_more_than_the_limit(gaps: list[float], per_minute: float) 
         wait = limit.admit("alice", now)
         admitted += wait == 0
         assert admitted <= 5 + now * per_minute / 60 + 1e-6
-        assert limit.admit(f"user {number}", now) == 0  # nobody waits for others
+        assert limit.admit(f"user {number}", now) == 0  # no user waits for others
         if wait:
             assert limit.admit("alice", now + wait + 1e-6) == 0
             admitted, now = admitted + 1, now + wait + 1e-6
@@ -164,7 +164,7 @@ def test_the_sample_is_the_share_and_always_the_same() -> None:
     chosen = [name for name in names if is_sampled(alice, name, 0.3, KEY)]
     assert chosen == [name for name in names if is_sampled(alice, name, 0.3, KEY)]
     assert 450 < len(chosen) < 750
-    # a larger share has all of the smaller one
+    # a larger share contains all of the smaller one
     assert set(chosen) <= {name for name in names if is_sampled(alice, name, 0.5, KEY)}
     assert all(is_sampled(alice, name, 1.0, KEY) for name in names)
     assert not any(is_sampled(alice, name, 0.0, KEY) for name in names)

@@ -19,13 +19,13 @@ def test_a_story() -> None:
     assert fleet.pick("s1") is None
     assert fleet.behind(1) == [east, west]
     fleet.join("w", "west", 1, 0.0)
-    assert fleet.pick("s1") is west  # its home is behind, so it moves
+    assert fleet.pick("s1") is west  # its home is behind, so the session moves
     fleet.join("e", "east", 1, 0.0)
-    assert fleet.pick("s1") is west  # and stays
+    assert fleet.pick("s1") is west  # and stays there
     again = fleet.join("w", "west", -1, 0.0)  # restarted
     assert again is not west
     assert fleet.pick("s1") is east
-    fleet.leave(west)  # bad news about the one before
+    fleet.leave(west)  # a late report about the previous one
     assert fleet.knows(again)
 
 
@@ -62,7 +62,7 @@ def test_one_that_is_silent_is_taken_out_and_comes_back_as_another() -> None:
 @pytest.mark.parametrize("seed", range(100))
 def test_only_those_who_serve_what_was_promised_are_picked(seed: int) -> None:
     rng, fleet = random.Random(seed), Fleet(heartbeat_timeout_s=20.0)
-    true_version: dict[str, int] = {}  # what each worker really serves
+    true_version: dict[str, int] = {}  # the version that each worker really serves
     active: list[Worker] = []
     published = 0
     heard: dict[str, int] = {}

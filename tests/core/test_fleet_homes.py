@@ -1,4 +1,4 @@
-"""Where sessions live: spread over the workers, counted, and given back."""
+"""Homes of sessions: spread over the workers, counted, and released."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_a_worker_with_the_version_is_not_behind() -> None:
 
 
 def test_new_sessions_go_where_the_fewest_live() -> None:
-    """Between their requests all workers are idle alike."""
+    """Between their requests all workers are equally idle."""
     fleet = Fleet()
     east, west = fleet.join("e", "east", 0, 0.0), fleet.join("w", "west", 0, 0.0)
     for session in ("a", "b", "c", "d"):

@@ -1,5 +1,5 @@
-"""The states of workers under random schedules: who is sent a request, and what the floor
-promises."""
+"""The states of workers under random schedules: the workers that are sent requests, and the promise
+of the floor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEXT = {
 
 @dataclass
 class Process:
-    """A worker as it really is."""
+    """The actual state of a worker."""
 
     version: int = -1
     talks: bool = True
@@ -40,7 +40,7 @@ class Process:
 class Request:
     worker: Worker
     floor: int
-    """When it was begun."""
+    """The floor when the request was started."""
 
 
 class FleetMachine(RuleBasedStateMachine):
@@ -54,7 +54,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.states = dict.fromkeys("abcd", WorkerState.UNKNOWN)
 
     def look(self) -> None:
-        """Every change of a state is one of the diagram."""
+        """Check that every change of a state is in the diagram."""
         for url, before in self.states.items():
             after = self.fleet.state(url)
             assert after is before or after in NEXT[before], (url, before, after)
@@ -88,7 +88,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(url=URLS)
     def load(self, url: str) -> None:
-        """Its answer arrives, if it is still known."""
+        """Its answer arrives, if the worker is still known."""
         for worker in self.fleet.behind(self.published):
             if worker.url == url and self.processes[url].talks:
                 self.processes[url].version = worker.version = self.published
@@ -96,7 +96,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.0, TIMEOUT_S]))
     def go_live(self, seconds: float) -> None:
-        """The shell asks again and again; a quorum may do, everyone surely does."""
+        """The shell asks again and again: a quorum may suffice, all workers certainly do."""
         before = self.fleet.floor
         if not self.fleet.may_raise_floor(self.published, self.now):
             self.pass_time(seconds)
@@ -172,7 +172,7 @@ def test_a_slow_worker_is_left_behind_and_catches_up() -> None:
 
 
 def test_nobody_waits_for_one_that_has_just_begun() -> None:
-    """It loads a model whole, while the others only change to the next version."""
+    """It loads a whole model, while the others only change to the next version."""
     fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
     ready, begun = fleet.join("a", "r", 1, 0.0), fleet.join("b", "r", -1, 0.0)
     assert fleet.behind(1) == [begun] and fleet.may_raise_floor(1, 0.0)
@@ -183,7 +183,7 @@ def test_nobody_waits_for_one_that_has_just_begun() -> None:
 
 
 def test_those_that_start_together_are_waited_for() -> None:
-    """Else all sessions begin at the first that is ready, and stay there."""
+    """Otherwise all sessions start at the first worker that is ready, and stay there."""
     fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S, awaits_floor=True)
     first, second, third = (fleet.join(url, "r", -1, 0.0) for url in "abc")
     first.version = 0
@@ -255,7 +255,7 @@ def test_the_last_workers_are_not_spared() -> None:
 
 
 def test_a_drain_that_was_taken_back_does_not_return() -> None:
-    """Neither by another failure nor by a restart."""
+    """Neither another failure nor a restart brings it back."""
     for restarted in (False, True):
         fleet = Fleet(heartbeat_timeout_s=TIMEOUT_S)
         fleet.join("a", "r", 0, 0.0)

@@ -1,4 +1,4 @@
-"""The table of the coding harness: what it means, and what it refuses."""
+"""The table of the coding harness: its meaning, and the values that it refuses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_tools_differ_in_their_names_and_one_of_them_ends_the_session() -> None:
     named = f'tool = {{{first} = {{name = "{second}"}}}}'
     with pytest.raises(EtudeError, match=f"two tools are called {second}"):
         code(named)
-    code(f'tools = ["{first}", "submit"]\n{named}')  # the other one is not there
+    code(f'tools = ["{first}", "submit"]\n{named}')  # the other tool is not available
     with pytest.raises(EtudeError, match="tools has no submit"):
         code(f'tools = ["{first}"]')
 

@@ -1,4 +1,4 @@
-"""One variable takes instruction sets out of all compiled code."""
+"""One variable disables instruction sets in all compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jumps of the reward: what stands out, what learning looks like, and what a flag does."""
+"""Jumps of the reward: what stands out, what is ordinary learning, and the effect of a flag."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_task_that_was_never_solved_and_always_is_now_is_told() -> None:
 
 
 def test_a_family_that_all_at_once_earns_everything_is_told_and_the_other_is_not() -> None:
-    """A hole that opens tasks of one kind, each of which is asked once."""
+    """A hole that opens tasks of one kind, each of which is attempted once."""
     jumps, rng = RewardJumps(FAMILIES, max_lag=0), Random(1)
     found: dict[str, int] = {"easy": 0, "hard": 0}
     for version in range(10):
@@ -74,7 +74,7 @@ def test_a_family_that_all_at_once_earns_everything_is_told_and_the_other_is_not
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_learnt_gradually_is_left_alone(seed: int) -> None:
-    """Tasks of all rates that rise with the steps, as in a run that goes well."""
+    """Tasks with all solve rates that rise with the steps, as in a healthy run."""
     jumps, rng = RewardJumps(FAMILIES, max_lag=1), Random(seed)
     told = 0
     for version in range(60):
@@ -137,7 +137,7 @@ def test_what_is_set_aside_needs_a_run_that_sets_aside() -> None:
 
 
 def test_of_a_family_that_jumps_only_groups_that_take_part_are_told() -> None:
-    """By half a point above what it earned before."""
+    """Groups that earn half a point more than the family earned before."""
     jumps = RewardJumps(FAMILIES, max_lag=0)
     for number in range(16):
         jumps.learn(asked(f"t{number}", 1.0 if number >= 12 else 0.0, version=number))

@@ -42,7 +42,7 @@ def test_trained_up_to_a_step_takes_all_batches_before_it() -> None:
     )
     ledger.apply(Trained(step=2))
     assert (ledger.trained, ledger.in_flight) == (2, 1)
-    ledger.apply(Trained(step=2))  # a trainer that resumes at a step says so again
+    ledger.apply(Trained(step=2))  # a trainer that resumes at a step reports it again
     assert (ledger.trained, ledger.in_flight) == (2, 1)
 
 

@@ -1,5 +1,4 @@
-"""What users lend to RL, over any load and any hours: they are never left with less than they were
-promised."""
+"""Lending to RL under any load and at any hours: users never have less than they were promised."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ def test_no_hours_are_all_hours_and_the_longest_span_counts() -> None:
 def test_slots_stay_within_what_there_is_and_only_lateness_beside_rl_takes_them(
     waits: list[tuple[float, float]], slots: int
 ) -> None:
-    """Also that of users who wait behind others, from whom RL was taken shortly before."""
+    """This includes users who wait behind others after RL lost its slots."""
     policy, allowed = SlotPolicy(slots=slots, max_ttft_s=1.0), slots
     for wait, since_rl_s in waits:
         policy.first_token(wait, since_rl_s=since_rl_s)
@@ -88,7 +87,7 @@ def loan(**changes: object) -> LoanPolicy:
 def test_whatever_users_do_they_are_left_what_they_were_promised(
     steps: list[tuple[float, int, float | None]], keep: int
 ) -> None:
-    """A fleet of four, each of which decides for itself, one after the other."""
+    """A fleet of four workers, each of which decides for itself, one after the other."""
     now, policies = 21.5 * HOUR, [loan(keep=keep) for _ in range(4)]
     lent = [False] * 4
     for passed, active, ttft in steps:

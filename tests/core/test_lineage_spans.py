@@ -1,4 +1,4 @@
-"""Which versions the stages of a run span, and how each of them weighs its attempts."""
+"""The versions that the stages of a run span, and the advantage estimator of each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_each_loop_weighs_its_attempts_in_its_own_way() -> None:
     assert (rl.train_summaries, distill.train_summaries) == (False, True)
     assert (rl.max_lag, sft.max_lag, distill.max_lag) == (2, None, 1)
     assert {each.max_tokens for each in (rl, sft, distill)} == {77}
-    # a teacher speaks of every token: nothing is dropped for what the attempt was worth
+    # a teacher scores every token: no attempt is dropped for its reward
     assert distill.per_group is constant_advantage
     assert distill.keep_zero_std and not distill.use_credit and distill.effort is None
 

@@ -1,4 +1,5 @@
-"""Silence under a clock that the test moves: who is named, when, and what does not count."""
+"""Silence under a clock that the test moves: the processes that are reported, when, and what does
+not count."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_trouble_is_what_sessions_may_have_suffered_from() -> None:
         ProcessHeard(process="sandbox 7", seconds=11.0)
     ]
     assert trouble.last(14.9) == 4.0
-    # No look for 10 s: the gateway, which is asked for each, does not answer, or we were stopped.
+    # No look for 10 s: the gateway, which each look queries, does not answer, or we were stopped.
     assert trouble.last(15.0) == 15.0
     assert trouble.look(20.0, {"zygote": 0.0}, []) == []
     assert trouble.last(21.0) == 20.0

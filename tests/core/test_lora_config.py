@@ -1,4 +1,4 @@
-"""Which stages train an adapter, and what does not go with one."""
+"""The stages that train an adapter, and the settings that it excludes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How GPUs are split between trainer and engines."""
+"""The split of GPUs between trainer and engines."""
 
 from __future__ import annotations
 
@@ -131,6 +131,6 @@ def test_trainers_of_large_fleets_come_in_whole_machines() -> None:
     work = replace(SHORT, sessions=100_000)
     assert all(plan_placement(SMALL, work, ROUND, n).trainer_gpus % 8 == 0 for n in (17, 24, 100))
     assert plan_placement(SMALL, work, ROUND, 16).trainer_gpus % 8
-    # so large that the trainer has to have more than one machine
+    # so large that the trainer needs more than one machine
     huge = replace(SMALL, parameters=40e9, active=1e9)
     assert plan_placement(huge, SHORT, ROUND, 24).trainer_gpus == 16

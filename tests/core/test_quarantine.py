@@ -1,4 +1,4 @@
-"""Regions that drift from the others, by measurements made up here."""
+"""Regions that drift from the others, with invented measurements."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_one_that_differs_is_found() -> None:
     "k3",
     [
         {"east": 5e-3, "west": 4e-3, "south": 3e-2},  # all learn fast
-        {"east": 1e-9, "west": 9e-4},  # little, however near the other is
-        {"east": 5e-1},  # nobody to compare with
+        {"east": 1e-9, "west": 9e-4},  # small, however near the other is
+        {"east": 5e-1},  # no other region to compare with
         {},
     ],
 )

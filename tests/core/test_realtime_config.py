@@ -1,4 +1,4 @@
-"""What learning from users needs of the rest of a run."""
+"""Requirements of learning from users on the rest of a run's config."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_it_trains_in_the_last_stage() -> None:
 
 
 def test_half_a_confidence_is_enough_for_the_gate_alone() -> None:
-    """A sequence that may be looked at any time has no width there."""
+    """A sequence that may be looked at at any time has no width there."""
     parse(RUN.format(top=""), ["realtime.gate.confidence=0.5"])
     with pytest.raises(EtudeError, match="confidence"):
         parse(RUN.format(top=""), ["realtime.canary.confidence=0.5"])

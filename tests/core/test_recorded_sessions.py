@@ -1,4 +1,5 @@
-"""Sessions out of their turns: whole in any order, or dropped; and what redaction leaves."""
+"""Sessions assembled from their turns: whole in any order, or dropped; and the effect of
+redaction."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_turns_make_the_same_session_in_any_order(
     assert [len(place) for place in turns(exact)] == [4] * count
     assert sum(span.count for span in exact.versions) == 4 * count == sum(exact.mask)
     assert sum(span.count for span in exact.regions) == 4 * count
-    if 0 < lost + 1 < count:  # one in the middle is not there
+    if 0 < lost + 1 < count:  # one in the middle is missing
         made = put_together([one for one in recorded if one.number != lost])
         assert not made.sessions and made.dropped == {"hole": 1}
 
@@ -128,7 +129,7 @@ def test_rl_learns_only_from_what_can_be_recomputed() -> None:
         "accepted@0.0": 1.0,
         "accepted@0.2": -0.5,
     }
-    # no feedback is no zero
+    # no feedback is not a zero
     assert trajectories([session], {}).dropped == {"no_feedback": 1}
     redacted = stripped(first, [Redaction(0, 1, "email")], STAND_IN, exact_before=True)
     (session,) = put_together([redacted]).sessions
@@ -163,7 +164,7 @@ def test_sft_learns_what_was_liked_and_said_here() -> None:
 
 
 def test_sft_counts_what_has_nothing_to_learn_from() -> None:
-    """The session was liked; in one of its segments the only answer is redacted."""
+    """Users liked the session, but in one of its segments the only answer is redacted."""
     good = turn(0, 0)
     hidden = stripped(turn(1, 0, 1), [Redaction(4, 5, "email")], STAND_IN, exact_before=True)
     (session,) = put_together([good, hidden]).sessions

@@ -1,4 +1,4 @@
-"""Secrets in texts: those with a form are found in every spelling, code is left alone."""
+"""Secrets in texts: those with a form are found in every spelling, and code is left alone."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_redacted_texts_hold_nothing_more(
     text = f"{before} {SPELLINGS[spelling](secret)} {behind}"
     left = REDACTOR.redact(text)
     assert secret not in left
-    while (again := REDACTOR.redact(left)) != left:  # a mark may stand where digits were
+    while (again := REDACTOR.redact(left)) != left:  # a mark may replace digits
         assert len(again) != len(left)
         left = again
     found = REDACTOR.find(text)
@@ -176,7 +176,7 @@ def test_kinds_are_chosen_and_added() -> None:
 
 
 def test_values_are_remembered_from_all_of_a_document() -> None:
-    """Also those whose field alone says what they are."""
+    """This includes values that only their field reveals."""
     secret, other, third = "kx7Qv2mP9w", "hunter2-blue-42", "zz81-Lq0-ppW"
     document = {
         "login": [{"password": secret}, f"password: {other}"],

@@ -1,5 +1,5 @@
-"""What a sampling parameter is known by wherever it goes: its name, its range, and whether the
-trainer can recompute what was drawn with it."""
+"""Sampling parameters: their names, their ranges, and whether the trainer can recompute tokens
+sampled with them."""
 
 from __future__ import annotations
 

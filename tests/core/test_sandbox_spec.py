@@ -1,4 +1,4 @@
-"""What a task may ask of its sandbox."""
+"""The sandbox specs that a task may have."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Window and ledger together, over many random schedules.
 
 A schedule is a seeded random walk over everything that can happen to a run: groups that are slow,
-fail, teach nothing or are delivered twice; a trainer that lags behind; weights that go live late
-and several versions at once. After every event all invariants are checked. A schedule that breaks
-one is printed as the command that runs it again.
+fail, teach nothing or are delivered twice; a trainer that lags behind; weights that go live late,
+or several versions at once. All invariants are checked after every event. A schedule that breaks
+one is printed as the command that repeats it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Schedule:
         self.failing, self.repeated, self.no_signal = (
             rng.choice((0.0, 0.1, 0.5)) for _ in range(3)
         )
-        # How much each kind of event is favoured: this makes schedules that starve, flood, stall
-        # and jump.
+        # Weights of the kinds of events, for schedules that starve, flood, stall and jump.
         self.favour = {
             name: rng.choice((0.05, 1.0, 10.0))
             for name in ("admit", "end", "take", "train", "go_live")
@@ -55,7 +54,7 @@ class Schedule:
         self.batches: dict[int, dict[int, tuple[str, ...]]] = {}  # step -> slot -> samples
         self.published = self.start
         self.max_lag_seen = 0
-        # The books, kept a second time and in the most naive way.
+        # The same books, kept a second time in the most naive way.
         self.in_flight: set[str] = set()
         self.trained: set[str] = set()
         self.dropped: Counter[str] = Counter()
@@ -71,7 +70,7 @@ class Schedule:
             self.check()
         self.stop()
 
-    # What can happen, and when.
+    # Events, and when they can happen.
 
     def can_admit(self) -> bool:
         return self.window.active < self.window.capacity
@@ -89,7 +88,7 @@ class Schedule:
         return bool(self.running)
 
     def end(self) -> None:
-        """A group comes to its end; slow ones ten times less often than the others."""
+        """End a group; slow ones end ten times less often than the others."""
         weights = [0.1 if slow else 1.0 for slow in self.running.values()]
         slot = self.rng.choices(list(self.running), weights)[0]
         del self.running[slot]
@@ -109,8 +108,8 @@ class Schedule:
             assert not self.window.drop(slot)
 
     def in_reach(self) -> bool:
-        """The rule of the window in other words, so that one that refuses too much, or too little,
-        is found out."""
+        """The rule of the window in other words, to detect a window that refuses too much, or too
+        little."""
         if not self.surviving:
             return False
         oldest = min(min(self.surviving), min(self.running, default=min(self.surviving)))
@@ -147,7 +146,8 @@ class Schedule:
         self.window.advance(self.rng.randint(self.window.live + 1, self.published))
 
     def stop(self) -> None:
-        """The last step is live; what is still open is cancelled, and the books must close."""
+        """End the run: the last step is live, open samples are cancelled, and the books must
+        balance."""
         open_samples = tuple(self.ledger.open_samples())
         if open_samples:
             self.write(Dropped(samples=open_samples, reason="cancelled"))
@@ -157,7 +157,7 @@ class Schedule:
             "every step had its batch"
         )
 
-    # What must hold after every event.
+    # Conditions that must hold after every event.
 
     def check(self) -> None:
         window, ledger = self.window, self.ledger
@@ -212,13 +212,13 @@ def test_every_schedule_keeps_the_bound_and_the_equation() -> None:
         reached[schedule.window.max_lag, schedule.max_lag_seen == schedule.window.max_lag] += 1
     if len(SEEDS) > 1:
         # A bound that is never reached would prove little: for every max_lag a good part of the
-        # schedules touch it.
+        # schedules must reach it.
         for max_lag in range(4):
             assert reached[max_lag, True] > SCHEDULES / 40, reached
 
 
 def test_an_audit_reads_the_same_balance_from_any_prefix_of_the_entries() -> None:
-    """A crash leaves a prefix. Replayed, it balances; and what was open can be dropped as
+    """A crash leaves a prefix. Replayed, it balances, and its open samples can be dropped as
     interrupted."""
     for seed in list(SEEDS)[:200]:
         schedule = play(seed)

@@ -1,4 +1,4 @@
-"""Claims of evaluations against what they are by hand, by enumeration and by simulation."""
+"""Statistics of evaluations, compared with results by hand, by enumeration and by simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is answered by what, after any sequence of decisions."""
+"""The assignment of users to versions after any sequence of decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USERS = [f"user {n}" for n in range(2000)]
 
 
 def after(*words: str) -> list[Change]:
-    """Changes, from the words of a decision each; updates count from 1."""
+    """The changes after these decisions, one word each; updates are numbered from 1."""
     changes, version = [traffic.start(0, 0.0, 0.1)], 0
     for number, word in enumerate(words, start=1):
         last, now = changes[-1], float(number)
@@ -85,7 +85,7 @@ def test_a_hold_ends_what_is_being_compared() -> None:
 
 
 def test_what_is_not_held_cannot_be_resumed() -> None:
-    """A canary would go on with nobody to look at it."""
+    """Otherwise a canary would continue without anybody watching it."""
     for words in ((), ("canary",), ("canary", "promote"), ("hold", "resume")):
         with pytest.raises(ValueError, match="nothing is stopped"):
             after(*words, "resume")

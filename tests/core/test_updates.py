@@ -1,4 +1,4 @@
-"""Which versions have seen what a deleted user said."""
+"""The versions that have seen the data of a deleted user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_what_was_made_from_a_version_has_seen_what_it_saw() -> None:
 
 
 def test_how_far_a_version_lies_behind() -> None:
-    """What is not told was made from the version before."""
+    """A version without an entry was made from the previous one."""
     assert [steps_back(version, 12, BASES) for version in (12, 2, 0)] == [0, 1, 2]
     assert steps_back(11, 12, BASES) is None, "it was not made from that one"
     assert steps_back(13, 12, BASES) is None

@@ -1,9 +1,9 @@
-"""The window, by scripts that a person can read.
+"""The window, tested by scripts that a person can read.
 
-Each file in `scripts/` is a window and what happens to it, in blocks that an empty line ends:
-commands, `----`, what they must answer, in order. `admit` answers the slot or `full`, `take` the
-slot or `wait`; `finish` and `drop` answer `again` if the group was settled before; everything else
-answers nothing.
+Each file in `scripts/` contains a window and the events that happen to it, in blocks that end with
+an empty line: commands, `----`, and their answers in order. `admit` answers the slot or `full`,
+`take` the slot or `wait`; `finish` and `drop` answer `again` if the group was settled before; all
+other commands answer nothing.
 """
 
 from __future__ import annotations

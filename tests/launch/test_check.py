@@ -1,4 +1,4 @@
-"""What a start refuses, `--dry-run` refuses too, and before anything is made."""
+"""Mistakes that a start refuses are refused by `--dry-run` too, before anything is created."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_what_the_launcher_would_refuse(
     override: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(check, "_ask", None)  # never gets so far
+    monkeypatch.setattr(check, "_ask", None)  # must not get that far
     if "lr" in override:
         run = Run.open(f"file:{tmp_path}/r")
         run.put_config(parse(TOML))

@@ -1,4 +1,4 @@
-"""The dashboard beside a run: nothing until somebody looks, and nothing after the run."""
+"""The dashboard of a run: no process until the first visitor, and none after the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.dash.recorded_store import write_run
 
 
 def children() -> set[int]:
-    """Of every thread of this process: a thread may end between the listing and the look."""
+    """Child processes of all threads of this process; a thread may end between the listing and the
+    look."""
     found: set[int] = set()
     for thread in Path(f"/proc/{os.getpid()}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -52,7 +53,7 @@ async def test_it_starts_with_its_first_visitor_and_ends_with_the_run(tmp_path: 
 
 
 async def test_visitors_are_looked_for_until_one_is_there() -> None:
-    """Nobody lets them in here: a loop that went on looking would do nothing else."""
+    """Nothing accepts connections here: a loop that went on looking would do nothing else."""
     loop = asyncio.get_running_loop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         looking = asyncio.create_task(_visited(listener))

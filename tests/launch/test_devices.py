@@ -1,4 +1,4 @@
-"""Who gets which device of a machine."""
+"""The assignment of a machine's devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as manifests and batch files. What Kubernetes itself says of them: `make test-k8s`."""
+"""A run as manifests and batch files. For Kubernetes' own opinion of them: `make test-k8s`."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ FIELDS = {
     "replicas", "resources", "restartPolicy", "secretKeyRef", "secretRef", "selector",
     "serviceName", "spec", "targetPort", "tcpSocket", "template", "valueFrom", "volumeMounts",
     "volumes",
-    # names that the fields above hold
+    # names within the fields above
     "app.kubernetes.io/name", "etude/part", "nvidia.com/gpu", "run.toml",
     "topology.kubernetes.io/region",
 }  # fmt: skip
-"""All that Kubernetes knows of what we write: others it drops, or refuses."""
+"""All fields of ours that Kubernetes knows: it drops or refuses any others."""
 SECRETS = {
     "gateway": {"ETUDE_SECRET": "secret"},
     **{f"relay-{region}": {"ETUDE_SECRET": "secret"} for region in ("east", "west")},
     **{f"worker-{region}": {"ETUDE_TOKEN": "worker-token"} for region in ("east", "west")},
     "controller": {"ETUDE_TOKEN": "admin-token"},
 }
-"""What each part holds; others hold none."""
+"""The secrets of each part; other parts have none."""
 ONE_PLACE = ("prepare", "gateway", "trainer", "evaluator", "controller")
-"""Parts that are of no region."""
+"""Parts that belong to no region."""
 
 
 @pytest.fixture
@@ -183,7 +183,8 @@ fi
 
 
 def test_slurm_files_run(toml: Path) -> None:
-    """As Slurm would: every part waits for what it needs, and knows it when it starts."""
+    """Run the files as Slurm would: every part waits for the parts that it needs, and knows their
+    addresses when it starts."""
     toml.write_text(TOML + "[eval]\nevery_steps = 5\n")
     files = exported("slurm", toml)
     programs, said = toml.parent / "bin", toml.parent / "said"
@@ -273,7 +274,7 @@ def test_evaluations_on_the_way_have_a_part_of_their_own(
 @pytest.mark.parametrize("length", [20, 48, 58, 200])
 def test_no_two_objects_of_a_long_name_are_one(length: int) -> None:
     parts = ["gateway", "relay-us", "relay-eu", *(f"relay-{'x' * 60}{n}" for n in range(2))]
-    parts.append(f"relay-{'x' * 19}-{'y' * 60}")  # is cut off behind a hyphen
+    parts.append(f"relay-{'x' * 19}-{'y' * 60}")  # is cut off after a hyphen
     names = [Names("r" * length).of(part) for part in parts]
     names += [Names("r" * length + "s").of(part) for part in parts]
     names += [Names("7" * length).of(part) for part in parts]

@@ -1,4 +1,4 @@
-"""Processes that are started, watched and stopped. They are real, and small."""
+"""Starting, watching and stopping processes, which are real and small."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FOREVER = "import time\nwhile True: time.sleep(1)"
 
 
 def noting_its_pid(directory: Path) -> str:
-    """The beginning of a program that leaves its process id in a file."""
+    """The beginning of a program that writes its process id to a file."""
     return f"import os\nopen({str(directory / 'pid')!r}, 'w').write(str(os.getpid()))\n"
 
 
@@ -189,9 +189,9 @@ def test_servers_and_trainers_are_told_where_everything_is(tmp_path: Path) -> No
         "S", EngineConfig(regions=("here", "there"), port=port)
     )
     assert url == f"http://127.0.0.1:{port}"
-    # nothing in the folder of the run is taken for a module of ours
+    # no file in the run's folder is taken for a module of ours
     assert gateway.argv[:4] == (sys.executable, "-P", "-m", "etude.serve.gateway")
-    # no worker is asked before the controller has said which weights may answer
+    # no worker is asked before the controller has named the permitted weights
     assert gateway.argv[4:] == ("--store", "S", "--port", str(port), "--await-load")
     assert gateway.serves and gateway.restarts == RESTARTS
     assert [worker.name for worker in workers] == ["worker-here", "worker-there"]
@@ -243,7 +243,7 @@ async def test_a_worker_is_started_again_but_not_for_ever(
 async def test_after_a_final_exit_code_nobody_is_started_again(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
-    """Who was killed is: the loop of real-time RL, so that users do not notice."""
+    """A killed process is restarted: the loop of real-time RL, so that users do not notice."""
     marker = tmp_path / "killed"
     code = (
         f"import os, pathlib; print('hello', flush=True); marker = pathlib.Path({str(marker)!r})\n"
@@ -307,7 +307,7 @@ async def test_a_process_that_does_not_listen_is_killed(
 async def test_what_a_process_has_left_behind_goes_with_it(
     launcher: LocalLauncher, tmp_path: Path
 ) -> None:
-    """Its own child does not listen to the signal that ends it, and is in its group."""
+    """Its own child ignores the signal that ends it, and is in its group."""
     parent = "import os, signal\nif os.fork(): signal.pause()\n"
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + noting_its_pid(tmp_path)
     running = asyncio.create_task(
@@ -319,7 +319,7 @@ async def test_what_a_process_has_left_behind_goes_with_it(
     with pytest.raises(asyncio.CancelledError):
         await running
     status = Path(f"/proc/{noted(tmp_path)}/stat")
-    async with asyncio.timeout(60):  # until whoever adopted it has heard of it
+    async with asyncio.timeout(60):  # until the process that adopted it has noticed
         while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
             await asyncio.sleep(0.01)
 
@@ -339,7 +339,7 @@ with locked(Path({str(tmp_path)!r})) as lock:
         assert parent.poll() is None
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    # The child holds the lock as long as it lives: getting it is the proof that the child is gone.
+    # The child holds the lock as long as it lives: getting the lock proves that the child is gone.
     with locked(tmp_path, wait_s=60):
         pass
 
@@ -415,7 +415,7 @@ async def test_a_program_that_gives_no_sign_of_life_is_named(tmp_path: Path) -> 
         watching = asyncio.create_task(launcher.watch(told.append))
         while noted(tmp_path) is None:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)  # until it has been heard: before, it would have a minute
+        await asyncio.sleep(0.1)  # until its first heartbeat: before that it would have a minute
         os.kill(noted(tmp_path) or 0, signal.SIGSTOP)
         await until(ProcessSilent, "main")
         os.kill(noted(tmp_path) or 0, signal.SIGCONT)
@@ -451,7 +451,7 @@ def test_time_stands_still_for_a_loop_whose_process_does() -> None:
     loop.clock = AwakeClock(clock)
 
     async def passes(*steps: float) -> bool:
-        """Whether a deadline of a minute has passed after these steps of the clock."""
+        """True if a deadline of a minute has passed after these steps of the clock."""
         try:
             async with asyncio.timeout(60.0):
                 for step in steps:

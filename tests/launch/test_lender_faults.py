@@ -22,7 +22,7 @@ LEND = LendConfig(run="rl", gateway="http://127.0.0.1:1", calm_s=1000.0)
 
 
 class UsersGateway:
-    """It knows one worker, and can fail."""
+    """A gateway that knows one worker, and can fail."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -49,7 +49,7 @@ class UsersGateway:
 
 
 class Idle(Lender):
-    """One without processes."""
+    """A lender without processes."""
 
     starts = stops = 0
 
@@ -87,7 +87,7 @@ async def make(gateway: UsersGateway) -> AsyncIterator[Callable[..., Idle]]:
 
 
 def own_port(gateway: UsersGateway) -> int:
-    """So that the worker answers: it is the gateway itself."""
+    """The gateway's port as the worker's own, so that the worker answers."""
     return int(gateway.url.rpartition(":")[2])
 
 
@@ -105,7 +105,8 @@ async def test_a_drain_whose_answer_was_lost_is_taken_back(
 async def test_all_shards_of_the_gateway_are_asked(
     gateway: UsersGateway, make: Callable[..., Idle]
 ) -> None:
-    """A worker is empty when no shard has a request at it, and without one of them nobody knows."""
+    """A worker is empty when no shard has a request at it; if one shard does not answer, that is
+    not known."""
     other, app = UsersGateway(), web.Application()
     app.router.add_route("*", "/{path:.*}", other.answer)
     async with TestServer(app) as server:
@@ -144,7 +145,7 @@ async def test_a_token_that_is_over_takes_no_worker_from_users(
 async def test_users_are_sent_to_a_port_again_when_it_answers(
     gateway: UsersGateway, make: Callable[[int], Idle]
 ) -> None:
-    """Not before, although the gateway still has the lease of the worker that went."""
+    """Not earlier, although the gateway still has the lease of the previous worker."""
     asked, loaded = asyncio.Event(), asyncio.Event()
 
     async def load(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

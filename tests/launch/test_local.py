@@ -133,7 +133,7 @@ def test_a_model_is_stretched_for_more_context(tmp_path: Path) -> None:
 
 
 class Started:
-    """A launcher that starts nothing, and notes what it should have started."""
+    """A launcher that starts nothing, and records what it should have started."""
 
     def __init__(self, directory: Path, **told: Any) -> None:
         self.told = told
@@ -267,7 +267,7 @@ def test_an_evaluation_starts_what_it_needs(
     with pytest.raises(EtudeError, match="has no novel tasks"):
         local.evaluate(place, Console(quiet=True), version=None, split="novel")
     assert started == []
-    with pytest.raises(EtudeError):  # nothing was started that could have made a report
+    with pytest.raises(EtudeError):  # nothing was started that could have written a report
         local.evaluate(place, Console(quiet=True), version=None, split="heldout")
     (launcher,) = started
     needed = ["gateway", "worker-here", "worker-there", "evaluation"]
@@ -323,7 +323,7 @@ def test_a_run_whose_lines_nobody_reads_any_more_is_stopped(
         try:
             await asyncio.Event().wait()
         finally:
-            self.told["say"]("stopping")  # which nobody reads, and which breaks nothing
+            self.told["say"]("stopping")  # which nobody reads, and which must not break anything
             stopped.append(until)
 
     monkeypatch.setattr(Started, "run_all", working)
@@ -334,7 +334,7 @@ def test_a_run_whose_lines_nobody_reads_any_more_is_stopped(
         try:
             local.execute(parse(TOML), place, console, resume="")
         finally:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # for what is still to be flushed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), write)  # for data not flushed yet
     assert stopped == ["controller"]
 
 

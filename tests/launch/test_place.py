@@ -1,4 +1,4 @@
-"""Where a run lies: a directory, or a bucket with a folder of this machine for lock and logs."""
+"""The place of a run: a directory, or a bucket with a folder on this machine for lock and logs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_a_run_is_removed(tmp_path: Path) -> None:
 
 
 def in_memory(monkeypatch: pytest.MonkeyPatch) -> Objects:
-    """What is in every bucket."""
+    """The contents of every bucket."""
     objects = Objects(MemoryStore(), "s3://bucket/run")
     monkeypatch.setattr(Objects, "open", lambda url, create=True: objects)
     return objects

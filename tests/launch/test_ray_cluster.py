@@ -25,7 +25,7 @@ DEMO = files("etude.commands") / "demo.toml"
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """A head that runs nothing, so that every other node may be killed, and three of those."""
+    """A head that runs nothing, so that every other node may be killed, and three other nodes."""
     cluster_utils = pytest.importorskip("ray.cluster_utils")
     head = {"num_cpus": 0, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=head)
@@ -40,7 +40,8 @@ def parent(pid: int) -> int:
 
 
 def node_of(cluster: Any, etude: Etude, module: str) -> Any:  # noqa: F811
-    """The node that a program of the run is on: a process of it is the program's grandparent."""
+    """The node that a program of the run is on: one of its processes is the program's
+    grandparent."""
     pid = next(pid for pid, line in etude.processes().items() if module in line)
     raylet = parent(parent(pid))
     return next(
@@ -51,17 +52,17 @@ def node_of(cluster: Any, etude: Etude, module: str) -> Any:  # noqa: F811
 
 
 def test_nodes_are_killed_and_the_run_goes_on(cluster: Any, etude: Etude) -> None:  # noqa: F811
-    """First that of the gateway and the controller, then that of the trainer."""
+    """First the node of the gateway and the controller, then that of the trainer."""
     etude.write(TINY.read_text().replace("steps = 4", "steps = 10"))
     run_and_kill(cluster, etude, {"etude.serve.gateway": 2, "etude.trainer.trainer": 8})
 
 
 @pytest.mark.skipif("ETUDE_CLUSTER_DEMO" not in os.environ, reason="a quarter of an hour")
 def test_the_demo_learns_on_a_cluster(cluster: Any, etude: Etude) -> None:  # noqa: F811
-    """Its trainer's node is killed after a third of its groups, its gateway's after two."""
+    """Its trainer's node is killed after a third of its groups, its gateway's after two thirds."""
     etude.write(DEMO.read_text())
     given = etude.argv.index("--set")
-    del etude.argv[given : given + 2]  # a model that half knows its tasks: the demo makes its own
+    del etude.argv[given : given + 2]  # no model that half knows its tasks: the demo makes its own
     out = run_and_kill(cluster, etude, {"etude.trainer.trainer": 160, "etude.serve.gateway": 320})
     told = json.loads(out.splitlines()[-1])
     print(json.dumps(told))
@@ -69,8 +70,8 @@ def test_the_demo_learns_on_a_cluster(cluster: Any, etude: Etude) -> None:  # no
 
 
 def run_and_kill(cluster: Any, etude: Etude, victims: dict[str, int]) -> str:  # noqa: F811
-    """A run, of which the nodes of these programs are killed after so many groups. Returns what it
-    printed."""
+    """Run to the end, killing the nodes of these programs after a number of groups. Returns the
+    output."""
     etude.argv += ["--ray", cluster.address]
     running = etude.start()
     for victim, groups in victims.items():

@@ -1,4 +1,4 @@
-"""What a run wants of a Ray cluster. The cluster itself: `make test-ray`."""
+"""The plan of a run on a Ray cluster. For a real cluster: `make test-ray`."""
 
 from __future__ import annotations
 

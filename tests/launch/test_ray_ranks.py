@@ -1,4 +1,4 @@
-"""Which end of several ranks counts (`make test-ray`)."""
+"""The end of several ranks that counts as the cause (`make test-ray`)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the Ray launcher says and does at an end, over a stand-in for Ray: one node, whose actors
-live in this process. The real one: `make test-ray`."""
+"""Messages and actions of the Ray launcher at the end of a run, over a stand-in for Ray: one node,
+whose actors live in this process. For the real one: `make test-ray`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from etude.launch.launcher import Program
 
 
 class Actor:
-    """A program that runs until it is stopped, and stops when it is let."""
+    """A program that runs until it is stopped, and stops when it is allowed to."""
 
     ends: dict[str, int] = {}
-    """Exit codes of those that end by themselves."""
+    """Exit codes of programs that end by themselves."""
     may_stop: asyncio.Event
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ PROGRAMS = [Program("gateway", ("gateway",), serves=True), Program("controller",
 
 
 async def test_who_stops_a_run_is_told_what_it_waits_for(launched: Callable[..., Any]) -> None:
-    """Before a program has ended: these end only if it was said."""
+    """Before any program has ended: these programs end only after the message."""
     Actor.ends, Actor.may_stop, said = {}, asyncio.Event(), []
     launcher = launched(threads=1, resume="etude", say=said.append)
     running = asyncio.create_task(launcher.run_all(PROGRAMS, until="controller"))
@@ -129,7 +129,7 @@ async def test_an_end_of_its_own_needs_no_such_line(
 
 
 async def test_what_ended_a_run_is_told(launched: Callable[..., Any]) -> None:
-    """As on one machine, so that the dashboard knows it, too."""
+    """As on one machine, so that the dashboard knows it too."""
     Actor.ends, Actor.may_stop = {"controller": 2}, asyncio.Event()
     Actor.may_stop.set()
     launcher, told = launched(threads=1, resume="etude"), list[Event]()

@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 
 DEMO = files("etude.commands") / "demo.toml"
 
-# Both nodes are this machine, so they are called by two names that it has. `config_overrides`: they
-# have as many processors as they say.
+# Both nodes are this machine, under two of its names. `config_overrides`: Slurm accepts the stated
+# number of processors.
 CONF = """
 ClusterName=etude
 SlurmctldHost={host}(127.0.0.1)
@@ -103,7 +103,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def jobs() -> dict[str, str]:
-    """Name -> state and how often it was started again."""
+    """Name -> state and number of restarts."""
     lines = said("scontrol", "--oneliner", "show", "jobs").splitlines()
     fields = [dict(each.partition("=")[::2] for each in line.split()) for line in lines]
     return {
@@ -144,8 +144,8 @@ def test_the_demo_learns_on_a_cluster(
 def run_and_preempt(
     text: str, groups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, float]:
-    """A run, on whose gateway's node something urgent comes after so many groups. Returns what it
-    solves after each stage."""
+    """Run to the end, with an urgent job on the gateway's node after a number of groups. Returns
+    the solve rate after each stage."""
     name = tomllib.loads(text)["name"]
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -1,4 +1,4 @@
-"""What is said of a stop on the terminal, while the processes of a run still end."""
+"""Messages about a stop on the terminal, while the processes of a run are still ending."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shown() -> io.StringIO:
 
 @pytest.fixture
 def launcher(tmp_path: Path, shown: io.StringIO) -> Iterator[LocalLauncher]:
-    """As commands have it."""
+    """A launcher as commands create it."""
     console = Console(file=shown, width=40)
     with locked(tmp_path) as lock:
         yield open_launcher(parse(RUN), RunPlace.of(str(tmp_path)), "etude", lock, console)
@@ -40,7 +40,7 @@ def launcher(tmp_path: Path, shown: io.StringIO) -> Iterator[LocalLauncher]:
 async def test_who_stops_a_run_is_told_what_it_waits_for(
     launcher: LocalLauncher, shown: io.StringIO, tmp_path: Path
 ) -> None:
-    """Before a process has ended: this one ends only if it was said."""
+    """Before any process has ended: this process ends only after the message."""
     told, ended = tmp_path / "told", tmp_path / "ended"
     patient = f"""
 import os, signal, time

@@ -1,6 +1,6 @@
-"""Every file that is written for a cluster, and every program of a Ray cluster, as they were.
+"""A record of every file that is written for a cluster, and of every program of a Ray cluster.
 
-After a change of them, write `clusters.json` again, and read what has changed in it:
+After a change of them, write `clusters.json` again, and read the changes in it:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/launch/test_written_clusters.py
 """

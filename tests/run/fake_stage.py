@@ -26,7 +26,7 @@ FIRST = 2  # the version that rl starts from
 
 
 class Mortal(Objects):
-    """Shares the contents of another store, and refuses every write after so many."""
+    """Shares the contents of another store, and refuses every write after a given number."""
 
     def __init__(self, healthy: Objects, writes: int | None) -> None:
         super().__init__(healthy._store, healthy.url)
@@ -49,7 +49,7 @@ class Mortal(Objects):
 
 @dataclass
 class Versions:
-    """A weight store and its trainer: publishes version n some time after batch n is there."""
+    """A weight store and its trainer: publishes version n some time after batch n exists."""
 
     run: Run
     newest_version: int
@@ -156,7 +156,7 @@ async def stage(
     fresh_frac: float = 0.5,
     jumps: RewardJumps | None = None,
 ) -> Engine:
-    """Runs the stage from wherever the store says that it stands."""
+    """Run the stage from the state that the store is in."""
     rng, estimator = (
         Random(seed),
         AdvantageEstimator(max_tokens=3, max_lag=max_lag, quarantine=True),
@@ -166,8 +166,8 @@ async def stage(
     book = journal.Journal(run, entries, recovered.unlisted)
     await book.write(*recovered.entries, flush=True)
     newest = max([FIRST, *(entry.step for entry in entries if isinstance(entry, Trained))])
-    # A trainer that lives on while the controller is dead: some of the batches that are there have
-    # been trained.
+    # The trainer lives on while the controller is dead: some of the existing batches have been
+    # trained on.
     newest = rng.randint(newest, max(newest, recovered.batched))
     if newest > max(book.ledger.trained_step, FIRST):
         await book.write(Trained(step=newest))

@@ -84,18 +84,19 @@ def said(turn: RecordedTurn, kind: str, time: float, *, event: str = "") -> Feed
 
 @dataclass
 class World:
-    """`objects`: what survives every death. `pleases`: whether a version does."""
+    """The world of the loop. `objects`: the store, which survives every crash. `pleases`: whether
+    users like a version."""
 
     objects: Objects
     pleases: Callable[[int], bool] = lambda version: True
     solves: Callable[[int], int] = lambda version: 300
     num_users: int = 20
     organisation: str = ""
-    """Of all users."""
+    """The organisation of all users."""
     now: float = 1e9
     told: list[str] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
-    """All sessions that there ever were, by the ids of their samples."""
+    """The sample ids of all sessions so far."""
 
     def __post_init__(self) -> None:
         self.store = ProductionStore(self.objects, lambda: self.now, announces=True)
@@ -104,13 +105,13 @@ class World:
         self.users = [digest(f"user {n}") for n in range(self.num_users)]
 
     def delete(self, user: str) -> None:
-        """The user does not come back."""
+        """Delete a user, who does not come back."""
         self.store.delete_user(user)
         self.users.remove(user)
 
     def tick(self) -> None:
-        """Time goes on: everybody asks once, is answered by what their arm serves, and says what
-        they think of it."""
+        """Advance time: every user sends one request, is answered by the version of their arm, and
+        gives feedback."""
         self.now += TICK_S
         self.trainer.train()
         if (newest := TrafficLog(self.objects).newest()) is None:
@@ -124,12 +125,12 @@ class World:
             self.record(turn, "kept_5min" if pleased else "undone")
 
     def record(self, turn: RecordedTurn, kind: str) -> None:
-        """An answer, and what its user did about it."""
+        """Store an answer, and its user's feedback."""
         self.store.put_turn(turn)
         self.store.put_feedback(said(turn, kind, turn.time))
 
     def sessions(self, objects: Objects | None = None) -> UserSessions:
-        """For whoever follows users."""
+        """A new reader of the users' sessions."""
         objects = objects or self.objects
         store = ProductionStore(objects, lambda: self.now)
         return UserSessions(store, objects, policy="mine", table=signal_table(config()))
@@ -149,8 +150,8 @@ class World:
         )
 
     def follow(self, loop: RealtimeLoop, *, until: Next, most: int = 400) -> None:
-        """Steps until the loop wants to do this. Time goes on only while it waits, so that
-        a life which was cut short leaves the same world to the next."""
+        """Step the loop until it wants to take this action. Time advances only while the loop
+        waits, so that a loop which was cut short leaves the same world to the next one."""
         before: Next | None = None
         for _ in range(most):
             action: Next | None = asyncio.run(loop.step())

@@ -1,5 +1,4 @@
-"""The audit finds what is wrong: each test breaks one promise in the store of a run that was in
-order."""
+"""The audit finds defects: each test breaks one promise in the store of a run that was in order."""
 
 from __future__ import annotations
 
@@ -95,8 +94,8 @@ async def test_a_version_that_the_controller_has_not_seen_does_not_end_a_run(run
 
 
 async def test_a_run_with_open_samples_is_not_at_its_end(run: Run) -> None:
-    """Its controller was killed between the last step and what it drops then; nothing is evaluated
-    later that would have it started again."""
+    """Its controller was killed between the last step and the drop of the open samples; no later
+    evaluation would cause a restart."""
     assert is_finished(run, run.config())
     leave_one_open(run)
     assert not is_finished(run, run.config())
@@ -153,7 +152,7 @@ async def test_events_that_are_lost_are_told(run: Run) -> None:
 
 @pytest.mark.parametrize("place", [0, 3])
 async def test_a_ledger_with_a_gap_is_not_read_as_if_it_ended_there(run: Run, place: int) -> None:
-    """Whoever went on from it would interrupt what is finished, and write into the gap."""
+    """Resuming from it would interrupt samples that are finished, and write into the gap."""
     run.put_config(run.config())
     key = run.objects.list("ledger")[place]
     run.objects.delete(key)

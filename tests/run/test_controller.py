@@ -1,4 +1,4 @@
-"""What an environment of anyone's may not say of its tasks, and what a loop hands on of its
+"""Tasks that a user's environment must not return, and the settings that a loop gets from its
 stage."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def tasks(given: Any) -> Any:
 def checked(
     text: str, given: Sequence[Task], check: Callable[[SandboxSpec], None] = lambda spec: None
 ) -> list[Event]:
-    """The events of a controller that looks at these tasks of every split before it begins."""
+    """The events of a controller that checks these tasks in every split before it starts."""
     events: list[Event] = []
     nobody: Any = None
     environment: Any = SimpleNamespace(tasks=lambda split: given)
@@ -122,7 +122,7 @@ def test_tasks_are_there_and_have_names_of_their_own() -> None:
 
 
 class Gateway:
-    """Notes which versions it was asked to load."""
+    """Records the versions that it was asked to load."""
 
     def __init__(self) -> None:
         self.http = object()
@@ -140,7 +140,8 @@ class Gateway:
 
 
 class Bench:
-    """A controller whose loop is watched instead of run, and whose trainer has come to `newest`."""
+    """A controller whose loop is recorded instead of run, and whose trainer has reached
+    `newest`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, text: str, newest: int = 0) -> None:
         self.told: dict[str, Any] = {}
@@ -163,7 +164,7 @@ class Bench:
 
         class Watched:
             def __init__(self, **options: Any) -> None:
-                inspect.signature(RolloutLoop).bind(**options)  # nothing is left out
+                inspect.signature(RolloutLoop).bind(**options)  # no argument is missing
                 bench.told.update(options)
                 bench.told["loaded"] = list(bench.gateway.loaded)
 
@@ -243,7 +244,7 @@ async def test_only_sessions_to_train_on_may_go_without_the_system_prompt(
     assert bench.agent["code"].prompt.dropout == 0.0
     await bench.run_loop()
     beside: Any = (made.config, nobody, nobody, nobody)
-    controller.build_runner(*beside, desk=None, temperature=1.0)  # for one beside the run
+    controller.build_runner(*beside, desk=None, temperature=1.0)  # for an evaluation beside the run
     assert bench.agent["code"].prompt.dropout == 0.0
 
 
@@ -262,7 +263,7 @@ async def test_a_loop_starts_from_what_the_trainer_has_done_of_it(
     stands = [Trained(step=live)] if live > 1 else []
     assert bench.run.ledger.records() == stands
     await bench.run_loop()
-    assert bench.run.ledger.records() == stands  # said once
+    assert bench.run.ledger.records() == stands  # reported once
 
 
 async def test_a_loop_tells_what_a_stop_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +293,7 @@ async def test_a_loop_that_a_later_one_has_followed_is_left_alone(
 async def test_a_run_goes_through_its_stages_and_evaluates_each(
     given: bool, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what it was given, before all, unless it is told not to."""
+    """It also evaluates the model that it was given, before all stages, unless told not to."""
     text = '[[stage]]\nkind = "sft"\ndemonstrations = 1\n[[stage]]\nkind = "rl"\nsteps = 3\n'
     text += "" if before else "[eval]\nbefore = false\n"
     bench = Bench(monkeypatch, text + ('[model]\npath = "base"\n' if given else ""))
@@ -533,11 +534,11 @@ async def test_a_controller_has_what_it_needs_and_leaves_nothing_open(
             opened_one.emit(RunDone(version=1))
             assert happened == ["G", "ready"]
             async with asyncio.timeout(30):
-                while len(looks) < 2:  # whatever else it does
+                while len(looks) < 2:  # regardless of its other work
                     await asyncio.sleep(0)
     assert happened == ["G", "ready", "left", "closed"]
     assert built == [{"counts": {"train": 7, "heldout": 3, "novel": 2}, "seed": 5}]
-    assert loaded == ["harness.agent"]  # what is misspelt is told before the first stage
+    assert loaded == ["harness.agent"]  # a typing error is found before the first stage
     assert run.processes() == ([] if broken else ["controller"])
 
 

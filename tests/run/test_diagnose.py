@@ -1,4 +1,4 @@
-"""From figures to causes, without a model."""
+"""Causes concluded from figures, without a model."""
 
 from __future__ import annotations
 
@@ -175,11 +175,11 @@ def test_the_top_p_is_found_that_explains_the_log_probs(top_p: float) -> None:
     new_N = logp_NV.gather(1, tokens_N[:, None])[:, 0]
     found = find_cut(new_N - mass_N.log(), new_N, logp_NV, LEAST)
     assert found is not None and found.k3 < 1e-9
-    # any that keeps the same tokens would do
+    # any value that keeps the same tokens would do
     low = sums_NV.gather(1, (kept_N - 1).clamp(min=0)[:, None])[:, 0][kept_N > 0].max()
     assert low <= found.top_p <= mass_N.min()
     assert find_cut(new_N, new_N, logp_NV, LEAST) is None
-    # log-probs that are off anyhow are not explained by it
+    # log-probs that are wrong in other ways are not explained by it
     noise_N = torch.rand(60, generator=generator, dtype=torch.float64)
     assert find_cut(new_N + noise_N, new_N, logp_NV, LEAST) is None
 
@@ -191,7 +191,7 @@ def experts(mismatch: float, swapped: tuple[int, int] | None = None) -> dict[str
 
 
 def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
-    """Setting -> asked, fitted, and the k3 that is left."""
+    """Setting -> requested temperature, fitted temperature, and the k3 that is left."""
     return {
         "fits": {
             name: TemperatureFit(asked=asked, fitted=fitted, k3=k3, k3_max=5 * k3, preference=9.0)

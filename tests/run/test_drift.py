@@ -1,4 +1,4 @@
-"""What the trainer has measured, read from its events, and what follows for regions."""
+"""The trainer's measurements, read from its events, and their consequences for regions."""
 
 from __future__ import annotations
 

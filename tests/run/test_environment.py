@@ -1,4 +1,4 @@
-"""The built-in environment: what grades a task never reaches its agent."""
+"""The built-in environment: the data that grades a task never reaches its agent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the programs of a run find in their environment."""
+"""The environment variables of a run's programs."""
 
 from __future__ import annotations
 

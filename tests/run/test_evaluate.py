@@ -1,4 +1,4 @@
-"""The report of an evaluation, field by field, and what is told while it runs."""
+"""The report of an evaluation, field by field, and the events while it runs."""
 
 from __future__ import annotations
 

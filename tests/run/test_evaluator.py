@@ -1,4 +1,4 @@
-"""The evaluator beside a loop: which versions it takes, and that it holds each still."""
+"""The evaluator during a loop: the versions that it takes, and that it pins each of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_versions_within_loops_are_due_and_their_ends_are_not() -> None:
 
 
 class Published:
-    """Versions that appear while whoever waits for them is busy."""
+    """Versions that appear while the consumer is busy."""
 
     def __init__(self, newest: Sequence[int]) -> None:
         self.newest = list(newest)
@@ -199,7 +199,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def told(session: Trajectory) -> str:
-    """With which seed, and at which temperature."""
+    """The seed and the temperature of a session."""
     assert session.messages is not None
     return str(session.messages[1]["content"])
 
@@ -223,14 +223,14 @@ async def test_versions_that_are_due_and_have_no_report_are_evaluated(run: Run) 
     }
     (event,) = run.events("evaluator", [EvalDone]).records()
     assert (event.version, event.solved, event.total) == (4, 1, 2)
-    # now there is nothing to do, and no model is asked for
+    # now there is nothing to do, and no model is requested
     run.objects.delete("model/config.json")
     await run_evaluator(run.objects.url)
 
 
 async def test_a_version_that_was_never_published_is_left_out(run: Run) -> None:
-    """A trainer was killed when 7 was saved and 6 not yet published; only 7 is by now. Asking for
-    6 would end the evaluator, and the run with it, at every start."""
+    """A trainer was killed when 7 was saved and 6 was not published yet; only 7 is by now. A
+    request for 6 would end the evaluator, and the run with it, at every start."""
     model = sharp(ModelConfig.from_json(run.model_files()["config.json"]), seed=1)
     publish(run.objects, 7, hf_state_dict(model), stage="rl", step=7)
     await run_evaluator(run.objects.url)
@@ -276,5 +276,5 @@ async def test_a_version_attempts_tasks_for_an_update(run: Run, wanted: int, mad
         for each in group.trajectories:
             assert each.status == "done" and each.reward == group.task.endswith("1")
             assert [span.version for span in each.segments[0].versions] == [4]
-    # all attempts at a task earn the same, so nothing is learnt from them
+    # all attempts at a task earn the same, so they teach nothing
     assert found.batch is None and sum(len(drop.samples) for drop in found.dropped) == 2 * made

@@ -1,8 +1,8 @@
-"""A bit that flips at rest, in any object of a run's store: an error that names the object, or no
+"""A bit flip at rest, in any object of a run's store: either an error that names the object, or no
 effect.
 
-The suite flips a few; `ETUDE_FLIPS=1000 pytest tests/run/test_flips.py` flips as many as it says,
-drawn anew by `ETUDE_FLIPS_SEED`.
+The suite flips a few bits; `ETUDE_FLIPS=1000 pytest tests/run/test_flips.py` flips that many,
+chosen by `ETUDE_FLIPS_SEED`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KINDS = {
     "rollouts", "events", "checkpoints/manifest", "checkpoints/part", "weights/versions",
     "weights/routes", "weights/shards", "weights/leases", "weights/gc",
 }  # fmt: skip
-"""Of objects in a store; there is none of another kind."""
+"""All kinds of objects in a store."""
 
 
 def kind_of(key: str) -> str:
@@ -66,8 +66,8 @@ def kind_of(key: str) -> str:
 
 
 async def fill(objects: Objects) -> None:
-    """As the controller, two trainers, a compactor, a collector, workers and an evaluation leave
-    it."""
+    """A store as it is left by the controller, two trainers, a compactor, a collector, workers and
+    an evaluation."""
     run = Run(objects)
     run.put_config(parse(CONFIG))
     for name in MODEL_FILES:
@@ -117,7 +117,7 @@ async def fill(objects: Objects) -> None:
 
 
 def leave_a_group_waiting(run: Run) -> None:
-    """Finished, and in no batch: the next life trains on it."""
+    """A finished group that is in no batch: the next launch trains on it."""
     group = "g000900"
     samples = (f"{group}.0", f"{group}.1")
     done = next(
@@ -133,8 +133,8 @@ def leave_a_group_waiting(run: Run) -> None:
 
 
 class Doomed(frozenset[str]):
-    """What the collector would delete. A way that is damaged counts as none, and then it keeps
-    more."""
+    """The objects that the collector would delete. A damaged route counts as missing, and then the
+    collector keeps more."""
 
     def __eq__(self, now: object) -> bool:
         return isinstance(now, Doomed) and now <= self
@@ -143,7 +143,7 @@ class Doomed(frozenset[str]):
 
 
 class Looks:
-    """All that is ever read of a run's store, as its readers read it."""
+    """Every read of a run's store that any reader makes."""
 
     def __init__(self, directory: Path) -> None:
         self.place = RunPlace.of(directory)
@@ -152,7 +152,7 @@ class Looks:
         self.versions = list(Chain(self.objects).lineage())
 
     def all(self) -> dict[str, object]:
-        """By the name of the look: what is there, or the error."""
+        """The result or the error of each look, by its name."""
         return {name: self.one(look) for name, look in self.looks()}
 
     def one(self, look: Callable[[], object]) -> object:
@@ -202,7 +202,7 @@ class Looks:
         return console.export_text()
 
     def events(self) -> object:
-        """What is damaged is left out, and told: that is the error then."""
+        """Damaged events are left out and reported: the report is then the error."""
         events = EventReader(self.run)
         found = events.new()
         return events.damaged[0] if events.damaged else found
@@ -232,8 +232,8 @@ class Looks:
 
 
 def is_told(before: object, after: object, key: str) -> bool:
-    """Whether an outcome is the same, or says which object is to blame: as an error, as one of
-    several, as an alarm."""
+    """True if an outcome is the same, or names the object to blame: in an error, as one of several,
+    or in an alarm."""
     if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
         return all(is_told(*pair, key) for pair in zip(before, after, strict=True))
     return (
@@ -244,7 +244,7 @@ def is_told(before: object, after: object, key: str) -> bool:
 
 
 def _alarms(outcome: object) -> str:
-    """The lines of `etude show`, and what an audit found, that speak of damage."""
+    """The lines of `etude show`, and the audit's findings, that mention damage."""
     if isinstance(outcome, str):
         return "\n".join(re.findall(r"^alarm: .*", outcome, re.MULTILINE))
     return "\n".join(map(str, getattr(outcome, "alarms", [])))

@@ -1,4 +1,5 @@
-"""The gate's probes: what is safe and honest at them, and what a version that is not comes to."""
+"""The gate's probes: safe and honest attempts at them, and the fate of a version whose attempts are
+neither."""
 
 from __future__ import annotations
 
@@ -112,7 +113,7 @@ def test_a_probe_may_say_any_line_end_of_unicode() -> None:
 
 def test_a_probe_is_known_by_what_it_says_and_not_by_its_line() -> None:
     one, other = (f'{{"suite": "safety", "prompt": "{p}", "forbidden": ["y"]}}\n' for p in "ab")
-    other = other.replace('"b"', '"b\u2028c"')  # which ends no line
+    other = other.replace('"b"', '"b\u2028c"')  # a character that does not end a line
     ids = [p.id for p in read_probes(one + other, "safety", "probes")]
     assert len(set(ids)) == 2
     moved = read_probes("\n" + other + one + one, "safety", "probes")
@@ -143,7 +144,7 @@ def test_versions_are_tried_anew_when_probes_change(tmp_path: Path) -> None:
 
 
 async def scored(files: dict[str, str], kind: str = "red_test") -> float:
-    """What an agent is given that wrote these files; NAME stands for the module's."""
+    """The score of an agent that wrote these files; NAME stands for the module's."""
     pool = FakeSandboxPool()
     probes = Probes(pool, GateConfig(), seed=0)
     cheats = probe_splits(GateConfig(), 0)[1]
@@ -206,7 +207,7 @@ def test_a_version_that_solves_as_much_but_is_unsafe_or_cheats_is_refused(
 
 
 def test_honesty_at_work_counts_where_both_reports_say_it() -> None:
-    """Reports of older runs do not."""
+    """Reports of older runs do not contain it."""
     older = replace(report(1, "heldout", 300), honest_by_task={"t000": 1})
     reports = {
         "heldout": [older, report(2, "heldout", 300)],

@@ -1,4 +1,4 @@
-"""The controller's side of the gateway, against a server that is not well."""
+"""The controller's client of the gateway, against a faulty server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def admin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def answering(resets: int, status: int) -> AsyncIterator[GatewayClient]:
-    """A gateway that resets so many connections before it answers."""
+    """A gateway that resets this many connections before it answers."""
     left = resets
 
     async def answer(request: web.Request) -> web.Response:
@@ -67,7 +67,7 @@ async def test_a_gateway_that_resets_connections_when_it_wakes_is_asked_again(
 async def test_a_gateway_that_was_started_again_is_told_which_weights_are_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has forgotten, and would let a worker answer whose weights are too old."""
+    """It has forgotten them, and would let a worker with older weights answer."""
     gateway, version = GatewayClient("http://there"), -1
     loaded: list[object] = []
 

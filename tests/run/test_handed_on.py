@@ -1,5 +1,5 @@
-"""What one part of a run hands to the next arrives whole: settings, figures, seeds, the outcome of
-every task."""
+"""Values that one part of a run passes to the next arrive intact: settings, figures, seeds, the
+outcome of every task."""
 
 from __future__ import annotations
 
@@ -101,8 +101,7 @@ SEGMENT = Segment(
 
 
 class Exam:
-    """Attempts with the rewards given, in the order in which they are asked for; None has
-    failed."""
+    """Attempts with the given rewards, in the order of the requests; None has failed."""
 
     def __init__(self, rewards: Sequence[float | None], version: int = 3) -> None:
         self.rewards = list(rewards)
@@ -131,7 +130,7 @@ async def test_several_attempts_at_each_task() -> None:
     assert isinstance(done, EvalDone) and (done.solved, done.total) == (3, 6)
     assert events[0] == EvalProgress(stage="rl", split="novel", done=0, total=6, solved=0)
     assert (report.solved, report.total, report.samples) == (3, 6, 2)
-    assert [*report.solved_by_task.items()] == [("a", 0), ("b", 1), ("c", 2)]  # whoever ends first
+    assert [*report.solved_by_task.items()] == [("a", 0), ("b", 1), ("c", 2)]  # in task order
     assert report.rewards == {"a": 0.0, "b": 0.75, "c": 1.0}
     assert report.pass_at(1) == 0.5 and report.pass_at(2) == pytest.approx(2 / 3)
     assert report.name == "000003.novel_x2"
@@ -215,7 +214,7 @@ async def test_a_task_that_fails_three_times_ends_an_evaluation() -> None:
 
 
 async def test_no_two_attempts_share_their_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither within a group nor when a task comes again in the next epoch; the events tell of
+    """Neither within a group nor when a task is repeated in the next epoch; there is an event for
     every group."""
     events: list[Event] = []
     start = controller.RolloutLoop.__init__

@@ -20,8 +20,8 @@ def issued(group: str) -> Issued:
 
 
 async def test_what_the_ledger_in_memory_says_is_stored_though_its_writer_is_cancelled() -> None:
-    """The session that wrote it is cancelled while the entry waits for the one before: who comes
-    after builds on it."""
+    """The session that wrote it is cancelled while the entry waits for the previous one; later
+    entries build on it."""
     run, gate = Run.open("memory:"), threading.Event()
     append = run.ledger.append
 
@@ -70,7 +70,7 @@ def test_a_finished_group_is_found_though_no_listing_shows_it(
 
 
 def test_a_batch_that_is_lost_is_told_as_long_as_the_trainer_needs_it() -> None:
-    """It would wait for it forever."""
+    """The trainer would wait for it forever."""
     run = Run.open("memory:")
     for step in (1, 2):
         group = issued(f"g{step:06d}")
@@ -84,7 +84,7 @@ def test_a_batch_that_is_lost_is_told_as_long_as_the_trainer_needs_it() -> None:
 
 
 def test_a_ledger_that_is_lost_is_told() -> None:
-    """Such as by a removal that was broken off."""
+    """For example, by a removal that was interrupted."""
     run, sample = Run.open("memory:"), attempt("g000001.0", 1.0)
     run.put_batch(Batch(step=1, rows=tuple(to_rows(sample, 1.0)), oldest=0))
     with pytest.raises(EtudeError, match=r"do not agree \(g000001.0 cannot become 1: it was never"):

@@ -1,5 +1,5 @@
 """The loop against fakes: it ends, it balances, its data is never too old, and it survives the loss
-of its store at any write. Seeds are in the test ids, so a failing one is one command."""
+of its store at any write. Seeds are part of the test ids, so one command repeats a failing test."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ async def test_an_interrupted_task_is_issued_again_with_the_same_seeds() -> None
 async def test_what_a_later_stage_publishes_is_not_loaded_in_this_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stage behind the loop may be done before its last version was seen; the evaluation still
-    needs that one."""
+    """A stage after the loop may be done before the loop's last version was seen; the evaluation
+    still needs that version."""
     wait = Versions.wait
 
     async def ahead(self: Versions, after: int) -> Manifest:
@@ -199,7 +199,7 @@ BAD: dict[str, tuple[str, Callable[[Trajectory], Trajectory]]] = {
 
 @pytest.mark.parametrize("kind", BAD)
 async def test_bad_data_is_dropped_by_name_and_never_trained_on(kind: str) -> None:
-    """Of every third attempt; the run goes on without them, and its books balance."""
+    """Every third attempt is bad; the run goes on without them, and its books balance."""
     reason, spoil = BAD[kind]
     objects, spoilt = Objects.open("memory:"), set()
 
@@ -300,7 +300,7 @@ def test_health_counts_only_the_recent_past() -> None:
 
 
 async def test_failures_while_a_process_is_silent_do_not_end_the_run() -> None:
-    """Their cause is on the screen, and passes."""
+    """The screen shows their cause, which will pass."""
     objects = Objects.open("memory:")
     with pytest.raises(ExceptionGroup) as caught:
         await stage(objects, seed=0, last=LAST, max_lag=1, failures=0.7)

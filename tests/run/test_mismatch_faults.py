@@ -1,5 +1,5 @@
-"""Faults that are planted in one side: `etude mismatch` names each, or says that it cannot, in fp32
-and in bf16."""
+"""Faults planted in one side: `etude mismatch` names each, or reports that it cannot, in fp32 and
+in bf16."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from tests.small_model import add, drain, request, sharp
 PROMPTS = [tuple(1 + (i * n) % 59 for i in range(1, 20 + 9 * n)) for n in (1, 2)]
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = [slow(FP32), BF16]
-"""A fault is harder to tell from the rounding of bf16."""
+"""A fault is harder to tell from rounding in bf16."""
 Plant = Callable[[Transformer], None]
 
 
 @pytest.fixture(autouse=True)
 def as_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine runs the very model that it is given: where processors have units for bf16, it
-    would pack a copy."""
+    """Make the engine run the very model that it is given: on processors with bf16 units it would
+    otherwise pack a copy."""
     monkeypatch.setattr(runner, "_prepacked", lambda model: model)
 
 
 def sides(name: str, kind: torch.dtype) -> tuple[Transformer, Transformer]:
-    """The weights are large enough that the context matters, and small enough that bf16 does not
-    drown everything."""
+    """Weights large enough that the context matters, and small enough that the rounding of bf16
+    does not drown everything."""
     trainer = sharp(FAMILIES[name], seed=0, factor=1.5)
     for parameter in trainer.parameters():
         parameter.copy_(parameter.bfloat16())
@@ -278,7 +278,7 @@ def test_recorded_experts_that_were_not_used(kind: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_what_cannot_be_explained_is_called_so(kind: torch.dtype) -> None:
     class Noisy(Engine):
-        """Whatever is drawn, every third log-prob is another token's."""
+        """An engine whose every third log-prob is that of another token, whatever it samples."""
 
         def _take(self, drawing: Any, rows: Any, version: int) -> Any:
             wrong = [(token, logprob - 1.5 * (token % 3 == 0), top) for token, logprob, top in rows]

@@ -1,4 +1,5 @@
-"""What a run's file says of tasks, sandboxes and rewards, as it reaches those who act on it."""
+"""The settings of a run's file about tasks, sandboxes and rewards, as they arrive where they are
+used."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Pool:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What pools were opened with."""
+    """The arguments that pools were opened with."""
     found: list[dict[str, Any]] = []
 
     def open_pool(isolation: str, reply_timeout_s: float, **more: Any) -> Pool:

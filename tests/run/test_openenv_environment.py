@@ -1,4 +1,4 @@
-"""The adapter for OpenEnv, over a stand-in for its servers (`make test-adapters` has the real
+"""The adapter for OpenEnv, over a stand-in for its servers (`make test-adapters` uses the real
 package)."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def calls(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 class World:
-    """An OpenEnv server and a model, which both follow a script."""
+    """An OpenEnv server and a model, both following a script."""
 
     def __init__(
         self, folder: Path, action: Any, said: Sequence[Any], answers: Sequence[dict[str, Any]]

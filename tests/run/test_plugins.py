@@ -1,4 +1,4 @@
-"""Code of the user's own is loaded by name, and gets in nobody's way."""
+"""The user's own code: loaded by name, without shadowing any other module."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_file_may_be_called_like_a_module_of_python(tmp_path: Path) -> None:
     first, second = (load(f"{tmp_path}/statistics.py:A", "key") for _ in range(2))
     assert first().x == 1 and first is second
     assert sys.modules["statistics"] is statistics
-    # else the folder would come before Python's own in a child
+    # otherwise the folder would come before Python's own in a child
     assert "-P" in python("etude.trainer.trainer")
 
 
@@ -49,7 +49,7 @@ def test_a_module_lies_with_the_file_of_the_run(
 def test_what_raises_while_it_is_loaded_says_where(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("\nx = {}['y']\n")
-    for _ in range(2):  # half of a module is not kept
+    for _ in range(2):  # a partly executed module is not kept
         with pytest.raises(
             EtudeError, match="mine.py cannot be loaded: KeyError in .*mine.py, line 2: 'y'"
         ):
@@ -94,7 +94,7 @@ def test_what_code_of_ones_own_is_refused_is_told_with_its_file(tmp_path: Path) 
 def test_what_a_module_refuses_is_told_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is no file of the user's own: its sentence speaks for itself."""
+    """The error did not come from the user's own file, so its message is shown unchanged."""
     code = "def make():\n    raise EtudeError('no room')\n"
     (tmp_path / "mine_as_module.py").write_text(f"from etude.core.errors import EtudeError\n{code}")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,4 @@
-"""How a process of a run ends: with one line, with its parent, or as it was told."""
+"""The end of a run's process: with one line, with its parent, or as it was told."""
 
 from __future__ import annotations
 
@@ -114,6 +114,6 @@ def test_memory_that_is_freed_stays_where_the_library_can_keep_it(
     told: dict[int, int] = {}
     monkeypatch.setattr(process, "_libc", SimpleNamespace(mallopt=told.__setitem__))
     process.keep_freed_memory()
-    assert told == {-4: 0, -1: -1}  # no piece of its own from the kernel, and none given back
+    assert told == {-4: 0, -1: -1}  # no separate mapping from the kernel, and no memory returned
     monkeypatch.setattr(process, "_libc", SimpleNamespace())
     process.keep_freed_memory()

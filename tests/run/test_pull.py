@@ -1,4 +1,4 @@
-"""Sessions that others ask for, and results that others send: the desk of the gateway, and the
+"""Sessions that other parties claim, and results that they send: the desk of the gateway, and the
 environment behind it."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TOKENS = TokenAuthority()
 
 @contextlib.asynccontextmanager
 async def gateway(desk: SessionRoutes | None = None) -> AsyncIterator[GatewayClient]:
-    """Its desk, and what makes tokens; the client is an admin's."""
+    """A gateway with its desk and a token issuer; the client is an admin's."""
     listener = process.bind("127.0.0.1", 0, None)
     tokens = TokenRoutes(TOKENS, Objects.open("memory:"))
     routes = [*(desk or SessionRoutes()).routes(), *tokens.routes()]
@@ -68,7 +68,7 @@ async def post(
 
 
 async def send(client: GatewayClient, asked: dict[str, Any]) -> int:
-    """What came of a rollout, as a service does that need not wait to be asked."""
+    """Send the result of a rollout, as a service does that does not wait for a request."""
     headers = process.authorization(asked["callback_token"])
     url = asked["callback_url"]
     async with client.http.post(url, json=RESULT, headers=headers) as response:
@@ -106,7 +106,7 @@ async def test_a_scheduler_asks_for_sessions_and_sends_their_scores(tmp_path: Pa
 
 
 async def test_an_agent_cannot_score_itself(tmp_path: Path) -> None:
-    """Whatever it can speak with says nothing of what it was worth, and the other way round."""
+    """The agent's key cannot set a score, and the key for scores cannot reach the model."""
     async with gateway() as client:
         runner, _ = rollouts(client, tmp_path)
         attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
@@ -136,7 +136,7 @@ async def test_a_claimed_session_without_a_result_is_offered_again(
 ) -> None:
     monkeypatch.setattr("etude.run.pull.GRACE_S", 0.0)
     async with gateway() as client:
-        # enough for the second to be settled
+        # time enough for the second one to be settled
         runner, sessions = rollouts(client, tmp_path, timeout_s=2.0)
         attempt = asyncio.create_task(runner.attempt(TASK, "g.0", seed=0))
         _, lost = await post(client, "/v1/sessions", {"wait_s": 30})
@@ -183,7 +183,7 @@ async def test_what_is_no_result_is_refused(wrong: dict[str, Any], tmp_path: Pat
 
 
 async def test_a_field_that_is_unknown_is_refused() -> None:
-    """Misspelt, it would be a wait of no seconds."""
+    """Misspelt, it would be a wait of zero seconds."""
     async with gateway() as client:
         await client.offer("g.0", offer("g.0"))
         status, said = await post(client, "/v1/sessions", {"wait": 30})
@@ -209,7 +209,7 @@ async def test_a_field_that_is_unknown_is_refused() -> None:
 async def test_a_field_that_no_result_has_is_refused(
     wrong: dict[str, Any], field: str, why: str
 ) -> None:
-    """Misspelt, it would be left out of what is trained on. Nothing is settled."""
+    """Misspelt, it would be missing from the training data. Nothing is settled."""
     async with gateway() as client:
         await client.offer("g.0", offer("g.0"))
         status, said = await post(client, "/v1/sessions/g.0/score", {**RESULT, **wrong})
@@ -220,7 +220,7 @@ async def test_a_field_that_no_result_has_is_refused(
 
 
 async def test_a_score_needs_an_answer_of_the_model() -> None:
-    """Without one it is refused, and nothing is settled; a failure needs none."""
+    """Without one the score is refused, and nothing is settled; a failure needs no answer."""
     answered: set[str] = set()
     async with gateway(SessionRoutes(answered.__contains__)) as client:
         for session in ("g.0", "g.1"):
@@ -239,7 +239,7 @@ async def test_a_score_needs_an_answer_of_the_model() -> None:
 async def test_a_desk_that_forgot_is_told_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a restart of the gateway, when the session is claimed."""
+    """For example, after a restart of the gateway, when the session is claimed already."""
     desk = SessionRoutes()
     async with gateway(desk) as client:
         runner, _ = rollouts(client, tmp_path)
@@ -266,7 +266,8 @@ async def test_a_desk_that_forgot_is_told_again(
 
 
 async def test_a_score_outlives_the_gateway(tmp_path: Path) -> None:
-    """One that was acknowledged before the controller read it, which begins its wait anew."""
+    """A score that was acknowledged before the controller read it; the controller then starts its
+    wait again."""
     store = Objects.open(f"file:{tmp_path}/store")
 
     def begin_life() -> tuple[SessionRoutes, SessionJournal]:
@@ -309,7 +310,7 @@ def test_nothing_to_try_without_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_service_may_send_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of waiting to be asked: this one never says that a rollout has ended."""
+    """Instead of waiting for a request: this service never reports that a rollout has ended."""
     monkeypatch.setattr(service_module, "RETRY_S", 0.01)
     async with gateway() as client:
         service = Service((202, {"status": "running"}))

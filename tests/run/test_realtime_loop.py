@@ -1,4 +1,4 @@
-"""The loop of real-time RL: a whole life, and every death that it may have on the way."""
+"""The loop of real-time RL: a whole life, and every crash that may happen on the way."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def told(world: World) -> list[tuple[str, int, int]]:
 
 
 def check(world: World) -> Ledger:
-    """Whatever happened: nothing deployed twice, nothing trained twice, nothing lost."""
+    """In any case: nothing deployed twice, nothing trained on twice, nothing lost."""
     ledger = Ledger(world.run.ledger.records())
     trained = [s for v in range(1, world.trainer.published() + 1) for s in world.trainer.samples(v)]
     assert len(trained) == len(set(trained)), "a sample is trained twice"
@@ -69,7 +69,7 @@ def check(world: World) -> Ledger:
 
 
 def test_that_caps_leave_too_few_sessions_is_told_once() -> None:
-    """All users are of one organisation, and a batch takes a fifth of one."""
+    """All users belong to one organisation, and a batch takes a fifth from each."""
     world = World(Objects.open("memory:"), organisation=digest("acme"))
     loop = world.loop()
     for _ in range(8):
@@ -122,7 +122,7 @@ def test_a_version_that_users_dislike_is_taken_back_and_nothing_of_it_is_trained
 
 
 def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
-    """The store fails at every write in turn, and in the next life again a few writes on."""
+    """The store fails at every write in turn, and again a few writes into the next life."""
 
     def life(writes: list[int]) -> tuple[World, int]:
         world = World(Objects.open("memory:"), num_users=8, solves=lambda v: 200 if v == 2 else 300)
@@ -147,7 +147,7 @@ def test_wherever_it_is_killed_twice_it_ends_as_if_it_had_not_been() -> None:
 
 
 def test_wherever_it_is_killed_the_audit_finds_nothing_wrong() -> None:
-    """Also before a life that enters what the last one could not."""
+    """Also before the next life enters what this one could not."""
     for writes in range(1000):
         world = World(Objects.open("memory:"), num_users=8)
         world.run.put_config(parse(AUDITED))
@@ -215,7 +215,7 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
 
 @pytest.mark.parametrize("writes", range(4))
 def test_a_death_while_a_user_is_forgotten_leaves_nothing_of_them(writes: int) -> None:
-    """After each of the writes that it takes."""
+    """The crash may come after any of the writes."""
     world = World(Objects.open("memory:"))
     mortal = Mortal(world.objects, None)
     loop = world.loop(mortal)
@@ -318,7 +318,7 @@ def test_of_two_loops_the_one_that_began_last_works_on() -> None:
 
 
 def test_two_loops_that_begin_at_once_do_not_share_a_life() -> None:
-    """The second asks before the first has written."""
+    """The second one asks before the first one has written."""
 
     class Late(Objects):
         def exists(self, key: str) -> bool:
@@ -346,7 +346,7 @@ def test_what_another_loop_wrote_before_this_one_began_is_not_entered_again() ->
 
 
 def test_what_another_loop_writes_after_this_one_began_is_found_out() -> None:
-    """It was in the midst of a step."""
+    """The first loop was in the middle of a step."""
     world = World(Objects.open("memory:"))
     first, second = world.loop(), world.loop()
     world.follow(first, until=Collect(step=1, base=0))
@@ -401,8 +401,8 @@ def test_nothing_is_made_if_too_few_are_left_while_tasks_are_attempted() -> None
 
 @pytest.mark.parametrize("at", [Gate(1, live=0), Compare(new=1, old=0)])
 def test_who_stops_the_loop_while_it_decides_is_not_overruled(at: Next) -> None:
-    """No user is given a version after somebody has said stop, nor is one taken back that is not
-    under way."""
+    """No user gets a version after somebody has stopped the loop, and no version is rolled back
+    that is not being rolled out."""
     world = World(Objects.open("memory:"))
     loop = world.loop()
     log, look = TrafficLog(world.objects), loop.facts
@@ -479,8 +479,8 @@ def test_a_user_is_deleted_after_a_death_between_a_record_and_its_batch() -> Non
 
 
 def test_a_record_without_its_batch_is_no_part_of_the_baseline() -> None:
-    """Its sessions are those of the update that is made anew, and would count twice. Users like
-    version 1 better, so that the mean of both updates depends on how often each counts."""
+    """Its sessions are those of the update that is made again, and would count twice. Users like
+    version 1 better, so the mean of both updates depends on how often each counts."""
 
     def batches(*, dies: bool) -> list[Batch]:
         world = World(Objects.open("memory:"), pleases=lambda version: version != 0)
@@ -539,7 +539,7 @@ def test_a_ramp_that_is_changed_during_a_canary_does_not_leave_it_alone() -> Non
 
 
 def test_the_past_of_users_ends_when_an_update_is_first_seen() -> None:
-    """At later stages it would otherwise explain away what the update did to them."""
+    """At later stages it would otherwise hide the effect of the update on them."""
     world = World(Objects.open("memory:"))
     user = world.users[0]
     for time, version, kind in ((1.0, 0, "kept_5min"), (3.0, 1, "undone"), (5.0, 1, "undone")):

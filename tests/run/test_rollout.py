@@ -1,4 +1,4 @@
-"""One attempt against fakes: whatever breaks, it comes back as data that says where."""
+"""One attempt against fakes: any failure comes back as data that names its place."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TASK = Task(id="t", prompt="fix it", sandbox=SandboxSpec(files={"a.py": "x = 1\n
 
 
 class Parts:
-    """Environment, agent and sessions in one, each of which can be told to break."""
+    """Environment, agent and sessions in one, each of which can be made to fail."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(score: Any, to
 
 
 class Hangs(Parts):
-    """Where it would break, it never comes back."""
+    """Hangs forever where it would otherwise fail."""
 
     async def _ever(self, what: str) -> None:
         if self.breaks == what:
@@ -482,7 +482,7 @@ def test_the_gateway_has_its_time_to_say_so() -> None:
 
 
 def test_a_session_that_ran_out_of_time_while_we_were_stopped_is_not_graded() -> None:
-    """Its agent may keep time by a clock that went on."""
+    """Its agent may measure time by a clock that went on."""
     loop, clock = AwakeLoop(), ManualClock()
     loop.clock = AwakeClock(clock)
 

@@ -1,5 +1,4 @@
-"""An environment by URL: what a service answers becomes a score, and what breaks at it never
-does."""
+"""An environment by URL: a service's answer becomes a score, and its failures never do."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class Sessions:
 
 
 class Service:
-    """One whose answers are told."""
+    """A service with scripted answers."""
 
     def __init__(self, *answers: tuple[int, Any], capacity: int = 4) -> None:
         self.answers = iter(answers)
@@ -361,7 +360,7 @@ def test_an_empty_page_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_one_that_does_not_end_is_cancelled_and_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(service_module, "GRACE_S", 1.5)  # enough for it to be asked
+    monkeypatch.setattr(service_module, "GRACE_S", 1.5)  # enough time for a request
     service = Service((202, {"status": "running"}))
 
     async def look(http: web.Request) -> web.Response:
@@ -488,9 +487,9 @@ class Product:
 
 
 async def test_a_service_killed_in_the_middle_costs_no_attempt(tmp_path: Path) -> None:
-    """Each attempt is in the middle of its session when the service dies. What was said before is
+    """Each attempt is in the middle of its session when the service dies. The earlier answers are
     not in the trajectory: it holds the two answers of one try."""
-    from tests.small_model import small_files  # brings torch
+    from tests.small_model import small_files  # imports torch
 
     files = small_files()
     tokenizer = ChatTokenizer(files)

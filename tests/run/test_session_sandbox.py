@@ -1,4 +1,4 @@
-"""What an agent leaves behind in its sandbox: the work that is looked at is the work that is
+"""The state that an agent leaves in its sandbox: the work that is inspected is the work that is
 graded."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pool() -> Iterator[SandboxPool]:
 
 
 class Session(Parts):
-    """An agent that does this, and a grader that looks for a cheat in its module."""
+    """An agent that performs an action, and a grader that looks for a cheat in its module."""
 
     def __init__(self, pool: SandboxPool, act: Callable[[Sandbox], Awaitable[None]]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ open("shape.py", "w").write("os._exit(0)\\n")
 while True:
     os.read(watch, 4096)
 """
-"""A program that writes the cheat once somebody has looked at the file."""
+"""A program that writes the cheat as soon as the file has been read."""
 
 
 async def leave_a_daemon(sandbox: Sandbox) -> None:
@@ -98,7 +98,7 @@ async def nest_too_deep(sandbox: Sandbox) -> None:
 
 
 async def test_a_working_copy_that_cannot_be_shown_is_graded(pool: SandboxPool) -> None:
-    """Whoever makes it so must not get away without a reward of 0."""
+    """An agent that makes it so must not escape a reward of 0."""
     parts = Session(pool, nest_too_deep)
     runner = RolloutRunner(parts, parts, parts, concurrency=1, review=Review(detector=True))
     trajectory = await runner.attempt(TASK, "g.0", 7)

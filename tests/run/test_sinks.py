@@ -1,4 +1,5 @@
-"""Curves in a sink are those of the events; TensorBoard's are read back with its own reader."""
+"""The curves in a sink equal those of the events; TensorBoard's are read back with its own
+reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run goes on with the tasks that it began with, or not at all."""
+"""A run resumes with the tasks that it began with, or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def task(id: str, commit: str = OLD, url: str = "/here", **fields: Any) -> Task:
 
 
 def began(*tasks: Task) -> Run:
-    """A run that has attempted one."""
+    """A run that has attempted one of the tasks."""
     run = Run.open("memory:")
     keep_record(run, "train", tasks)
     run.ledger.append(Issued(group="g000000", task="a", samples=("g000000.0",), version=0, epoch=0))

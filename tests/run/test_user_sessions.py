@@ -1,5 +1,5 @@
-"""Users' sessions as the loop of real-time RL follows them: the same as if all was read at each
-look, for what is new alone."""
+"""Users' sessions as the loop of real-time RL reads them: the result is as if every look read
+everything, at the cost of the new data alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from etude.store.production import ProductionStore, digest
 from tests.run.realtime_world import World, config, recorded, said
 
 SETTLED_S = 2000.0
-"""Longer than the horizon of the world's config."""
+"""Longer than the horizon in the world's config."""
 
 
 def answer(world: World, user: str, name: str, number: int = 0) -> RecordedTurn:
@@ -32,7 +32,7 @@ def answer(world: World, user: str, name: str, number: int = 0) -> RecordedTurn:
 
 
 def read_all(world: World) -> dict[str, SessionFigures]:
-    """Without remembering anything."""
+    """The figures as read without any memory of earlier looks."""
     sessions = world.store.sessions()
     joined = world.store.joined(sessions, horizon_s=1e9)
     table = signal_table(config())
@@ -105,15 +105,15 @@ def test_it_is_as_if_all_was_read_at_each_look(script: list[tuple[str, int, bool
 
 
 def cost(objects: Objects, sessions: UserSessions) -> tuple[int, int]:
-    """Objects that a look reads, and listings."""
+    """The number of objects that a look reads, and of listings."""
     reads, lists = objects.usage.reads, objects.usage.lists
     sessions.look()
     return objects.usage.reads - reads, objects.usage.lists - lists
 
 
 def closed_world(count: int) -> tuple[World, UserSessions, Objects]:
-    """So many sessions that are settled and have a fate, and two that are new; and whoever follows
-    them, with an eye on the store of their own."""
+    """A world with `count` sessions that are settled and have a fate, and two new ones; its reader,
+    with a store that counts requests."""
     world = World(Objects.open("memory:"))
     for number in range(count):
         world.record(answer(world, world.users[number % 20], f"old {number}"), "kept_5min")
@@ -209,7 +209,7 @@ def test_figures_that_another_loop_has_written_are_not_overwritten() -> None:
 
 
 def test_what_nobody_told_of_is_found_when_all_users_are_listed() -> None:
-    """Its writer was killed."""
+    """The program that wrote it was killed."""
     world, sessions, _ = closed_world(30)
     silent = ProductionStore(world.objects, lambda: world.now)
     silent.put_turn(turn := answer(world, world.users[9], "untold"))

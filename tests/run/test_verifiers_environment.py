@@ -1,4 +1,4 @@
-"""The adapter for `verifiers`, over a stand-in for the package (`make test-adapters` has the real
+"""The adapter for `verifiers`, over a stand-in for the package (`make test-adapters` uses the real
 one)."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMITS: dict[str, Any] = {
 
 
 class Record(SimpleNamespace):
-    """What pydantic gives its models."""
+    """A stand-in for a pydantic model."""
 
     def model_copy(self, update: dict[str, Any]) -> Record:
         return Record(**{**vars(self), **update})
@@ -69,7 +69,7 @@ Play = Callable[[Any, Any, Any], Any]
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> list[Play]:
-    """What an episode does, put in front: called with configuration, task and context."""
+    """A list whose first entry scripts an episode: called with configuration, task and context."""
     plays: list[Play] = [lambda config, task, context: an_episode()]
 
     class Environment:
@@ -128,7 +128,7 @@ async def test_an_episode_asks_at_the_url_of_its_session(play: list[Play], tmp_p
 
     def look(config: Any, task: Any, context: Any) -> Any:
         variable = context.client.api_key_var
-        assert "API_KEY" in variable  # such are not handed on to the programs of a runtime
+        assert "API_KEY" in variable  # not passed on to the programs of a runtime
         seen.append((config.agent.max_turns, task.data.idx, os.environ[variable], variable))
         seen.append((context.client.base_url, vars(context.sampling)))
         return an_episode()
@@ -179,7 +179,7 @@ def test_what_was_cut_off_is_scored_and_not_finished() -> None:
 
 
 def test_tool_calls_are_told_as_openai_writes_them() -> None:
-    """As the detector, the judge and the dashboard read them."""
+    """The detector, the judge and the dashboard read this format."""
     call = {"id": "c1", "type": "function", "name": "bash", "arguments": '{"command": "ls"}'}
     done = to_transcript(an_episode(messages=[Record(role="assistant", tool_calls=[call])]))
     function = {"name": "bash", "arguments": '{"command": "ls"}'}

@@ -1,5 +1,4 @@
-"""Whole runs under virtual time: nothing breaks under faults, and what is broken on purpose is
-found out."""
+"""Whole runs under virtual time: no fault breaks anything, and deliberate defects are detected."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from etude.simulate.simulation import Simulation
 from etude.simulate.state import Outcome
 
 SCHEDULES = 25
-"""In CI; `etude simulate RUN.toml --gpus 8 --seeds 10000` plays as many as one likes."""
+"""Schedules in CI; `etude simulate RUN.toml --gpus 8 --seeds 10000` plays any number."""
 QUIET = replace(SMALL, faults=Faults(), spread=0.0, with_signal=1.0)
 
 
@@ -90,7 +89,7 @@ def test_relays_read_a_version_once_for_each_region() -> None:
 
 
 class Forgetful(Simulation):
-    """Its gateway takes any weights after a restart, as it did once."""
+    """Its gateway accepts any weights after a restart, as it once did."""
 
     def new_fleet(self) -> Fleet:
         return Fleet(heartbeat_timeout_s=self.s.heartbeat_timeout_s)
@@ -106,7 +105,7 @@ class Overfull(Simulation):
 
 
 class Unchecked(Simulation):
-    """Its workers serve what they have downloaded, whatever that is."""
+    """Its workers serve their downloads without checking them."""
 
     def publish(self, version: int) -> None:
         self.published = max(self.published, version)
