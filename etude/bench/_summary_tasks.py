@@ -133,8 +133,8 @@ class InventoryEnvironment:
             yield nothing
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
-        """Score the answer by its share of correct goods, in any order. Parts of the score count
-        the summaries and their tokens."""
+        """Score the answer by its share of correct goods, in any order; missing and wrong ones
+        count against it. Parts of the score count the summaries and their tokens."""
         split, _, number = task.id.rpartition("-")
         right = set(self._inventory(split, int(number)).answer)
         said = _answered(attempt.transcript.messages)
