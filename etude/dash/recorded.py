@@ -325,7 +325,7 @@ def evidence_of(t: Trajectory) -> str:
 
 _WRONG = ("error", "traceback", "fail", "exception", "no such", "not found")
 _OF_A_FILE = re.compile(r"\s*\d+\t")
-"""A numbered line of a file, as the tool `read` prints it: the word "error" in it is no error."""
+"""A numbered line of a file, as the tool `read` prints it: "error" in it is not an error."""
 
 
 _RAISED = re.compile(r"E   (AssertionError\b|[\w.]+(?:: .*)?$)")

@@ -83,7 +83,7 @@ class AnswerOutcome:
     worth: float | None
     """None if nothing is known."""
     kept: bool | None
-    """None if no event tells."""
+    """None if there is no such event."""
     dissatisfied: bool
 
 
@@ -123,7 +123,7 @@ class SessionOutcome:
 
     @property
     def context(self) -> str:
-        """The kind of request, as far as its prompt tells: the tools offered to the model and the
+        """The kind of request, derived from its prompt: the tools offered to the model and the
         beginning of the system prompt."""
         first = self.session.turns[0]
         tools = sorted(str(tool.get("function", {}).get("name", "")) for tool in first.tools)

@@ -187,7 +187,7 @@ def test_a_session_whose_group_is_under_way(app: ASGIApp) -> None:
     assert "is not stored: a group is when" in found["not_stored"]
     tokens = ask(app, "/api/runs/x/sessions/g000003.0/tokens").json
     assert tokens == {"segments": [], "not_stored": found["not_stored"]}
-    # its group is whole, though no row tells of it yet
+    # its group is stored, although it has no row yet
     assert ask(app, "/api/runs/x/sessions/g000002.0").json["session"]["reward"] == 0.0
     assert ask(app, "/api/runs/x/sessions/g000009.0").status == 404
 

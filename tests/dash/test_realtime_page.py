@@ -57,7 +57,7 @@ def test_sessions_of_users_are_in_no_group_and_none_is_missing() -> None:
     recorded = RecordedRun("users", Run(objects))
     recorded.refresh()
     assert recorded.missing() == []
-    # there are no weights, and so no model
+    # the store has no weights and therefore no model
     assert all("model/" in each for each in find_damage(Run(objects)))
 
 

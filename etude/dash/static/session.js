@@ -17,7 +17,7 @@ const brief = (given) =>
     .join(", ")
     .replace(/\s+/g, " ");
 
-// the word "error" in a numbered line of a file is no error
+// "error" in a numbered line of a file is not an error
 const ofFile = /^\s*\d+\t.*$/gm;
 const wrong = (text) => /^(error|traceback|fatal|failed)\b|\b\w*(Error|Exception):/im.test(text.slice(0, 600).replace(ofFile, ""));
 
