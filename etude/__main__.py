@@ -1,4 +1,4 @@
-"""`python -m etude` is `etude`."""
+"""Entry point of `python -m etude`, which is the same as `etude`."""
 
 import sys
 

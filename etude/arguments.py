@@ -1,4 +1,4 @@
-"""The arguments of the command line. It imports no command, so that `etude --help` is quick."""
+"""The arguments of the command line. It imports no command, so that `etude --help` is fast."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ AddCommand = Callable[..., argparse.ArgumentParser]
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`command` is the name of the command. An argument that it does not have is told with those
-    that it has."""
+    """Parse the command line. `command` in the result is the name of the command. An unknown
+    argument is an error of that command, which prints the command's own usage."""
     parser, commands = _build_parser()
     first = next(iter(sys.argv[1:] if argv is None else argv), "-")
     if not first.startswith("-") and first not in commands:
@@ -49,8 +49,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are wrapped at the width of the terminal. Where no command is named, its help says
-    which there are."""
+    """A parser that wraps its errors at the width of the terminal. Without a command it prints its
+    help, which lists the commands."""
 
     def error(self, message: str) -> NoReturn:
         if message.endswith((": COMMAND", ": ACTION")):
@@ -64,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser() -> tuple[argparse.ArgumentParser, Collection[str]]:
-    """The parser, and the names of the commands."""
+    """Build the parser. Return it with the names of the commands."""
     parser = _Parser(prog="etude", description="Train a coding model on your own product.")
     parser.add_argument("--version", action="version", version=f"etude {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

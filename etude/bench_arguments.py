@@ -36,7 +36,7 @@ BENCHMARKS = {
     "train": "the trainer's throughput: steps of rl as a run takes them",
     "trl": "beside TRL's GRPOTrainer on the same task (make bench-trl)",
 }
-"""The modules of `etude.bench`, each with what it measures."""
+"""Module of `etude.bench` -> description of its measurement."""
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:

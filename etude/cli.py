@@ -1,5 +1,5 @@
-"""The command line. Imports are made where they are needed, so that `etude --help` is quick and
-loads no torch."""
+"""The command line. Modules are imported where they are needed, so that `etude --help` is fast and
+does not load torch."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 RESUMABLE = ("demo", "run", "realtime", "eval", "tasks", "images")
-"""Commands that go on where they were stopped."""
+"""Commands that continue from the point where they were stopped."""
 NOBODY_READS = 141
-"""As of a program that SIGPIPE ended: `etude .. | head` has read enough."""
+"""Exit code of a program ended by SIGPIPE, as in `etude .. | head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     if not faulthandler.is_enabled():
-        faulthandler.enable()  # a crash of native code says where it was
+        faulthandler.enable()  # a crash of native code prints a traceback
     args = parse_arguments(argv)
     try:
         code = COMMANDS[args.command](args)
@@ -432,7 +432,7 @@ def _existing(run: str) -> RunPlace:
 
 
 def _console(json_wanted: bool) -> Console:
-    """For people; with --json standard output belongs to programs."""
+    """Console for people: stderr with --json, since programs then read stdout."""
     from etude.commands.terminal import PipeConsole
 
     return PipeConsole(stderr=json_wanted)

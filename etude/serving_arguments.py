@@ -1,4 +1,4 @@
-"""The arguments of the commands that serve a model, or speak with one."""
+"""The arguments of the commands that serve a model or talk to one."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""The whole idea in one file: synchronous GRPO, everything in view.
+"""The whole algorithm in one file: synchronous GRPO.
 
     python examples/one_file_loop.py RUN.toml [key=value ...]
 
 Take a few tasks. Let the model try each one several times, in sessions of several turns with real
-tools. Grade every attempt by hidden tests. What did better than the average of its task becomes
-likelier, what did worse less likely. Repeat with the new weights.
+tools. Grade every attempt by hidden tests. Make attempts that did better than the average of their
+task more likely, and those that did worse less likely. Repeat with the new weights.
 
-The real system does the same with many requests at a time, several processes and weights that
-travel while sessions run. In deterministic mode, where it may do none of that, it must produce the
-losses of this file to the bit: tests/test_oracle.py. So this file shares with it what is being
-learnt (model, tokenizer, tasks, tools, grading) and has its own, simplest version of everything
-that learns: the session's tokens, the decoding, the advantages, the loss, the step.
+The real system does the same with many concurrent requests, several processes, and weights that are
+delivered while sessions run. In deterministic mode, which allows none of this, it must produce the
+losses of this file to the bit (tests/test_oracle.py). This file therefore shares the object of
+learning with it (model, tokenizer, tasks, tools, grading), and has its own, simplest version of the
+learning itself: the session's tokens, the decoding, the advantages, the loss, the step.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ GRADE_S = 20.0  # for the hidden tests of one attempt
 
 @dataclass
 class Session:
-    """One attempt: its tokens, which of them the model said and how likely it found each, and what
-    it was worth."""
+    """One attempt: its tokens, the mask and log-probs of the sampled ones, and its reward."""
 
     tokens: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -73,8 +72,8 @@ class Session:
 
 @dataclass
 class Agent:
-    """The model at work: it asks for tools, the tools answer, until it submits or runs out of
-    turns."""
+    """The agent loop: the model calls tools and reads their answers until it submits or runs out
+    of turns."""
 
     model: Transformer
     tokenizer: ChatTokenizer
@@ -110,8 +109,8 @@ class Agent:
 
     @torch.inference_mode()
     def answer(self, session: Session, seed: int) -> list[int]:
-        """Token by token, until the end of the turn; the first forward pass reads all that there is
-        so far."""
+        """Sample token by token until the end of the turn. The first forward pass reads the whole
+        session so far."""
         begin, context = len(session.tokens), self.model.config.max_position_embeddings
         cache, num_read = (
             KVCache(self.model.config, 1, context, like=self.model.rope),
@@ -140,7 +139,8 @@ class Agent:
 
 
 async def act(answer: Message, tools: Tools) -> tuple[list[Message], bool]:
-    """Do what the model says: the messages that tell it what came of it, and whether it is done."""
+    """Execute the model's tool calls. Return the messages with the results, and True if the model
+    has submitted."""
     replies: list[Message] = []
     for call in answer.get("tool_calls", []):
         name, arguments = call["function"]["name"], parse_arguments(call["function"]["arguments"])
@@ -159,9 +159,9 @@ async def act(answer: Message, tools: Tools) -> tuple[list[Message], bool]:
 def behind(
     tokenizer: ChatTokenizer, messages: list[Message], replies: list[Message], *, ended: bool
 ) -> str:
-    """What the template writes after the model's answer, the last of `messages`. The mark that ends
-    an answer belongs to it only if the model was cut off before it could say it itself. What the
-    model said is never tokenised again."""
+    """The text of the template after the model's answer, which is the last of `messages`. It begins
+    with the end-of-turn token only if the model was cut off before sampling one itself. Sampled
+    tokens are never tokenized again."""
     end = tokenizer.render(messages, SCHEMAS).rfind(tokenizer.eos_token)
     return tokenizer.render(messages + replies, SCHEMAS, answer=True)[
         end + len(tokenizer.eos_token) * ended :
@@ -169,8 +169,8 @@ def behind(
 
 
 def tasks_forever(tasks: Sequence[RepairTask], seed: int) -> Iterator[tuple[RepairTask, int]]:
-    """All tasks in random order, again and again, each with the number of times that it was seen
-    before."""
+    """All tasks in random order, again and again, each with the number of its earlier
+    occurrences."""
     epoch = 0
     while True:
         rng = Random(derive(seed, "order", epoch))
@@ -181,8 +181,8 @@ def tasks_forever(tasks: Sequence[RepairTask], seed: int) -> Iterator[tuple[Repa
 
 
 def center(group: Sequence[Session]) -> bool:
-    """Advantage = reward minus the mean of the group. False if all did equally well: such a group
-    teaches nothing."""
+    """Set each advantage to the reward minus the mean of the group. False if all rewards are equal:
+    such a group teaches nothing."""
     mean = sum(session.reward for session in group) / len(group)
     for session in group:
         session.advantage = session.reward - mean
@@ -190,15 +190,16 @@ def center(group: Sequence[Session]) -> bool:
 
 
 def backward(model: Transformer, session: Session, num_tokens: int, rl: RlConfig) -> float:
-    """Adds the gradient of one session; `num_tokens` is what the model said in the whole batch."""
+    """Add the gradient of one session and return its loss. `num_tokens` is the number of sampled
+    tokens in the whole batch."""
     tokens, mask = torch.tensor([session.tokens]), torch.tensor([session.mask])
     hidden = model(tokens[:, :-1], torch.arange(tokens.shape[1] - 1)[None], CausalAttention())
-    said = mask[:, 1:]  # a token is predicted at the place before it
+    said = mask[:, 1:]  # a token is predicted at the position before it
     every_logp = torch.log_softmax(model.logits(hidden[said]) / rl.temperature, dim=-1)
     logp = every_logp.gather(-1, tokens[:, 1:][said][:, None]).squeeze(-1)
-    # How much likelier the token is to us than it was to whoever said it. Here that is rounding
-    # only: decoding and training add the same numbers up in another order. It is a constant to the
-    # gradient.
+    # Importance ratio of the current policy to the one that sampled the token. Here it differs from
+    # 1 only by rounding: decoding and training add the same numbers in a different order. It is a
+    # constant for the gradient.
     ratio = (logp.detach() - torch.tensor([session.logprobs])[mask]).exp()
     loss = (-ratio.clamp(max=rl.correction_cap) * session.advantage * logp).sum() / num_tokens
     loss.backward()
@@ -206,15 +207,15 @@ def backward(model: Transformer, session: Session, num_tokens: int, rl: RlConfig
 
 
 def round_to_bf16(model: Transformer, masters: Mapping[str, Tensor]) -> None:
-    """The model computes with bf16 values, as they are published; the masters remember what is too
-    small for bf16."""
+    """Copy the masters to the model, rounded to bf16 as in published weights. The masters keep
+    changes that are too small for bf16."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters[name].to(torch.bfloat16))
 
 
 async def train(c: RunConfig, rl: RlConfig, pool: SandboxPool) -> list[float]:
-    """The loop; returns the loss of every step."""
+    """Run the loop and return the loss of every step."""
     files, masters = start(c)
     model = Transformer(ModelConfig.from_json(files["config.json"]))
     optimizer = torch.optim.AdamW(
@@ -258,8 +259,8 @@ async def train(c: RunConfig, rl: RlConfig, pool: SandboxPool) -> list[float]:
 
 
 def start(c: RunConfig) -> tuple[dict[str, bytes], dict[str, Tensor]]:
-    """The model where rl begins, from the real system's own code: its small files and its fp32
-    weights, after whatever stages of text the run has before rl."""
+    """The model at the start of rl: its small files and its fp32 weights, after the run's stages
+    before rl, which the real system's own code executes."""
     run = Run.open("memory:")
     store_files(run, model_files(c))
     before = c.model_copy(update={"stage": tuple(stage for stage in c.stage if stage.kind != "rl")})

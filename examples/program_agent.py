@@ -1,5 +1,5 @@
-"""An agent that is a program of its own: it is started in the sandbox, asks the model at
-OPENAI_BASE_URL, and changes files. Any script or coding agent can stand here.
+"""An agent as a separate program: it is started in the sandbox, asks the model at OPENAI_BASE_URL,
+and changes files. Any script or coding agent can take its place.
 
 etude run examples/custom_env.toml --set harness.agent=program_agent.py:Program
 """
@@ -27,8 +27,8 @@ print("sang", len(answer or ""), "letters")
 
 
 class Program(ProgramAgent):
-    """What it prints ends the transcript; everything it asks the model is recorded and trained
-    on."""
+    """The harness for the script. Its output ends the transcript; all its requests to the model are
+    recorded and trained on."""
 
     def command(self, task: Task) -> Sequence[str]:
         return ["python", "-c", SCRIPT]

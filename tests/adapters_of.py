@@ -15,7 +15,7 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def random_adapter(
     config: ModelConfig, seed: int, rank: int = 4, targets: tuple[str, ...] = ALL
 ) -> Adapter:
-    """Large enough that it decides what comes next."""
+    """An adapter with weights large enough to change the sampled tokens."""
     lora = LoraConfig(rank=rank, alpha=2.0 * rank, targets=targets)
     model = add_adapter(sharp(config, 0), lora, seed)
     generator = torch.Generator().manual_seed(seed)

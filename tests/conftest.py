@@ -14,20 +14,20 @@ from hypothesis import settings
 # child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Kernels are interpreted where there is no device. Triton reads this when it is first imported,
-# which any test may be the first to do.
+# Without a device kernels are interpreted. Triton reads this when it is first imported, which may
+# happen in any test.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# The same commit gets the same verdict, and a slow machine fails nothing.
+# The same commit always gets the same result, and a slow machine does not fail tests.
 settings.register_profile("etude", deadline=None, derandomize=True)
 settings.load_profile("etude")
 
 
 @pytest.fixture(autouse=True)
 def _as_torch_is() -> Iterator[None]:
-    """A trainer that a test runs in this process may have asked torch for determinism; the next
-    test did not."""
+    """Restore torch's settings: a trainer that a test runs in this process may have made torch
+    deterministic, which must not affect the next test."""
     yield
     torch = sys.modules.get("torch")
     if torch and torch.are_deterministic_algorithms_enabled():

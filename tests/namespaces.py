@@ -1,5 +1,5 @@
-"""Whether this machine can make the namespaces that sandboxes are made of, asked without our own
-code: where that is broken, tests are to fail, not to be skipped."""
+"""Check for the namespaces that sandboxes need. It does not use our own code: if that is broken,
+tests must fail and not be skipped."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 @functools.cache
 def refusal() -> str | None:
-    """What the kernel says to it; None if it agrees."""
-    if shutil.which("unshare") is None:  # of util-linux; without it we can only try
+    """The kernel's error message; None if it allows namespaces."""
+    if shutil.which("unshare") is None:  # part of util-linux; without it the tests just try
         return None
     kinds = ("--user", "--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup")
     argv = ["unshare", *kinds, "--map-root-user", "--fork", "--mount-proc", "true"]

@@ -1,4 +1,4 @@
-"""Cases that `make test` leaves to `make test-slow`: others of the same kind stand for them."""
+"""Cases that run only in `make test-slow`; in `make test` similar ones represent them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A model small enough to run a thousand steps in a test, its tokenizer, and a slow-motion view of
-the engine."""
+"""A model small enough to run a thousand steps in a test, its tokenizer, and helpers to step an
+engine."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ def config(vocab_size: int = 61, context: int = 64) -> ModelConfig:
     )
 
 
-# How far rounding alone may move a log-prob of a `sharp` model. In fp32 a plain pass is up to 1e-3
-# away from float64, differently on each processor and in each batch; one token of context too few
-# moves it by more than 3.
+# Tolerance for rounding of a log-prob of a `sharp` model. In fp32 a plain pass differs from float64
+# by up to 1e-3, depending on processor and batch; one missing token of context changes it by more
+# than 3.
 ROUNDING = 5e-3
 
 
 def sharp(config: ModelConfig, seed: int, factor: float = 8.0) -> Transformer:
-    """Random weights, large enough that the context decides what comes next."""
+    """A model with random weights that are large enough for the context to determine the next
+    token."""
     model = init_from_scratch(config, seed).requires_grad_(False)
     for name, parameter in model.named_parameters():
-        # embeddings begin large; larger still, they would drown what the layers add
+        # embeddings are initialized large; scaled by the full factor they would drown the layers
         if parameter.ndim >= 2:
             parameter.mul_(factor / 4 if "embed" in name else factor)
     return model
@@ -66,7 +67,7 @@ def small_files(vocab_size: int = 300, context: int = 256) -> dict[str, bytes]:
 def plain_logprobs(
     model: Transformer, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float = 1.0
 ) -> Tensor:
-    """What the trainer would compute: one forward pass over the whole row."""
+    """The trainer's log-probs: one forward pass over the whole row."""
     row = torch.tensor([prompt + tokens])
     logits = model.logits(model(row, torch.arange(row.shape[1])[None], CausalAttention()))[0]
     logprobs = torch.log_softmax(logits / temperature, -1)
@@ -78,7 +79,7 @@ PARAMS = {field.name for field in fields(SamplingParams)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked(Request):
-    """A request with all that an engine is told beside it."""
+    """A request with the other arguments of an engine's `add`."""
 
     id: str
     stream: bool = False
@@ -91,7 +92,7 @@ class Asked(Request):
 
 
 def request(id: str, prompt: list[int], **options: Any) -> Asked:
-    """A request to an engine; sampling parameters by their names too."""
+    """A request to an engine. Options may include sampling parameters by name."""
     params = {name: options.pop(name) for name in PARAMS & set(options)}
     defaults: dict[str, Any] = {
         "max_tokens": 20,
@@ -114,7 +115,7 @@ def add(engine: Engine, asked: Asked) -> None:
 
 
 def in_sequence(asked: Asked, arrival: int, limit: int, **options: Any) -> Sequence:
-    """The request as a scheduler holds it."""
+    """The request as a sequence in the scheduler."""
     return Sequence(
         asked, asked.id, arrival, np.zeros(limit), tokens=list(asked.prompt), stream=asked.stream,
         constraint=asked.constraint, stop_check=asked.stop_check, **options,

@@ -1,5 +1,5 @@
-"""The shape of the code, as tests: who may import whom, what stays light, and what the documents
-say about it."""
+"""Tests of the structure of the code: allowed imports, light processes, and agreement with the
+documents."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from etude.core.schema import OLD_KEYS
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "etude"
 
-# Who may import whom, beside itself and core. A name stands for itself and all below it, on both
-# sides; a module may use what is allowed to any name above it. cli -> commands -> launch, run,
-# trainer -> everything else -> core; bench drives whole runs.
+# Allowed imports, in addition to the package itself and core. A name stands for itself and all
+# modules below it, on both sides; a module also inherits the permissions of all names above it.
+# cli -> commands -> launch, run, trainer -> everything else -> core; bench drives whole runs.
 MIDDLE = {
     "dash",
     "engine",
@@ -98,7 +98,7 @@ EDGES: dict[str, set[str]] = {
     "serve.vllm": {"model"},
 }
 
-# What may be imported from outside the standard library, by the same rule of names.
+# Allowed imports from outside the standard library, by the same rule of names.
 TORCH = {"torch", "numpy", "safetensors"}
 OUTSIDE: dict[str, set[str]] = {
     "cli": {"rich"},
@@ -175,8 +175,8 @@ OUTSIDE: dict[str, set[str]] = {
     "run.verifiers_environment": {"verifiers"},
 }
 
-# What only an extra installs: it is imported where it is used, and its absence is one clear
-# sentence.
+# Packages that only an extra installs: they are imported where they are used, and a missing one is
+# reported in one clear sentence.
 OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb", "zstandard"} | {
     "coverage",
     "libcst",
@@ -187,11 +187,11 @@ OPTIONAL = {"cryptography", "gguf", "pyarrow", "tensorboard", "trackio", "wandb"
     "uv",
 }
 
-# What nobody has to install: triton comes with a CUDA build of torch, cudnn makes the trainer
-# faster on one, the others are what benchmarks compare with.
+# Packages that nobody has to install: triton comes with a CUDA build of torch, cudnn makes the
+# trainer faster with one, and benchmarks compare with the others.
 ELSEWHERE = {"triton", "cudnn", "transformers", "trl", "datasets", "vllm"}
 
-# Each of these starts in a process that must stay light.
+# Modules that start in a process which must stay light.
 WITHOUT_TORCH = [
     "etude.cli",
     "etude.store.runs",
@@ -213,7 +213,7 @@ MAX_FUNCTION_LINES = 60
 @dataclass(frozen=True, slots=True)
 class Module:
     name: str
-    """Dotted, without the leading `etude.`; empty for the package itself."""
+    """Dotted name without the leading `etude.`; empty for the package itself."""
     path: Path
     tree: ast.Module
 
@@ -222,8 +222,7 @@ class Module:
         return tuple(self._imports())
 
     def _imports(self) -> Iterator[tuple[str, bool, int]]:
-        """(full dotted name, inside a function, line) of everything that is imported, wherever the
-        import stands."""
+        """(full dotted name, inside a function, line) of every import, anywhere in the file."""
         lazy = {
             id(inner)
             for node in ast.walk(self.tree)
@@ -259,7 +258,7 @@ def allowed(table: dict[str, set[str]], name: str) -> set[str]:
 
 
 def violation(module: str, target: str, lazy: bool) -> str | None:
-    """Why `module` may not import `target`, or None if it may."""
+    """The reason why `module` may not import `target`, or None if it may."""
     top, _, rest = target.partition(".")
     if top == "etude":
         own = module.partition(".")[0]
@@ -311,7 +310,7 @@ def test_imports_point_down() -> None:
 
 
 def test_no_circles() -> None:
-    """No module imports itself by way of others, wherever in a file the imports stand."""
+    """No module imports itself through others, counting imports anywhere in a file."""
     names = {module.name for module in modules()}
     waiting = {
         module.name: {
@@ -336,8 +335,8 @@ def nearest(target: str, names: set[str]) -> str:
 
 
 def test_what_is_imported_is_declared() -> None:
-    """Every outside module of the tables is a dependency, pinned and with a range, and nothing is
-    declared in vain."""
+    """Every outside module of the tables is a dependency, pinned and with a range, and every
+    declared dependency is used."""
     needed = set().union(*OUTSIDE.values())
     # one namespace, two packages
     needed = needed - {"arro3"} | {"arro3-core", "arro3-io"}
@@ -367,7 +366,8 @@ def test_stays_without_torch(name: str) -> None:
 
 
 def test_a_trainer_starts_without_a_compiler() -> None:
-    """It takes as long to load as torch, and brings Triton, which tests want to set up first."""
+    """The compiler takes as long to load as torch, and imports Triton, which tests need to
+    configure first."""
     script = (
         "import sys, torch, etude.trainer.trainer\n"
         "from etude.train.learner import Learner\n"
@@ -396,7 +396,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_no_pickle() -> None:
-    """Nothing that a stranger wrote is ever executed by reading it."""
+    """Reading data from strangers never executes code."""
     refused = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
     found = []
     for module in modules():
@@ -419,7 +419,7 @@ def test_no_pickle() -> None:
 
 
 def test_types_are_decoded_where_threads_may_meet() -> None:
-    """msgspec alone may crash the process: store/decoding.py says when."""
+    """msgspec alone may crash the process: see store/decoding.py."""
     typed = re.compile(r"msgspec\.(convert|(json|msgpack)\.(Decoder|decode\(.*type=))")
     found = [
         f"{module.path}:{node.lineno}"
@@ -483,7 +483,7 @@ def test_every_module_says_what_it_is() -> None:
 
 
 def test_what_is_not_code_is_packaged() -> None:
-    """Whoever installs a wheel has only what setuptools is told of: files of packages, by name."""
+    """A wheel contains only files that setuptools finds by the patterns in package-data."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     names = setuptools["package-data"]["*"]
     packages = [path.parent for path in PACKAGE.rglob("__init__.py")]
@@ -527,7 +527,7 @@ def test_pages_call_no_key_by_a_name_that_it_had_before() -> None:
     told = {
         f"{page.relative_to(ROOT)}: {key}"
         for page in pages
-        if page.name not in ("CHANGELOG.md", "log.md")  # these tell what was
+        if page.name not in ("CHANGELOG.md", "log.md")  # these describe earlier versions
         for key in re.findall(r"`(?:\w+\.)*(\w+) = [^`]+`", page.read_text())
         if key in before
     }

@@ -44,7 +44,7 @@ def etude(
     return call
 
 
-# Under a limit on the size of files Python leaves cut-off bytecode behind, for all who come after.
+# Under a limit on file sizes Python would leave truncated bytecode behind, which breaks later runs.
 NO_BYTECODE = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -149,7 +149,7 @@ def test_an_unknown_key(etude: Etude, tmp_path: Path) -> None:
 def test_a_model_that_is_not_there(etude: Etude, tmp_path: Path) -> None:
     refused(
         etude("run", TINY, "--set", "model.path=nowhere"),
-        f"model.path = '{Path(TINY).parent / 'nowhere'}'",  # seen from the run's file
+        f"model.path = '{Path(TINY).parent / 'nowhere'}'",  # relative to the run's file
         "model.safetensors missing",
     )
     assert list(tmp_path.iterdir()) == []
@@ -193,7 +193,7 @@ def test_a_model_to_serve_that_is_not_there(
     ],
 )
 def test_a_run_that_is_not_there(etude: Etude, tmp_path: Path, command: str) -> None:
-    """Nor in a project's folder, in which a run is likely meant."""
+    """Also a project's folder instead of one of its runs."""
     config = parse(TINY.read_text())
     Run.open(f"file:{tmp_path}/x").put_config(config)
 
@@ -267,8 +267,8 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_full_disk_leaves_nothing_that_a_later_run_trips_over(tmp_path: Path) -> None:
-    """A limit on the size of files stands in for it: the operating system refuses the write in the
-    same place."""
+    """A limit on file sizes simulates the full disk: the operating system refuses the write at the
+    same point."""
     model, place = tmp_path / "model", tmp_path / "r"
     files = small_files()
     files["tokenizer.json"] += b" " * 20_000

@@ -1,4 +1,4 @@
-"""The page on the data of a run: its code runs, on a run that is there."""
+"""The page on the data of a run: its code runs on an existing run."""
 
 from __future__ import annotations
 

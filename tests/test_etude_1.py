@@ -1,4 +1,4 @@
-"""The expert of examples/etude-1: what it shows is true to the harness, and never held out."""
+"""The expert of examples/etude-1: its sessions match the harness, and contain nothing held out."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def calls_of(session: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def refused(session: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages whose calls were, since what they quote stands in several places."""
+    """The messages whose calls were refused because their quote is ambiguous."""
     return [
         said
         for said, answer in pairwise(session["messages"])
@@ -72,7 +72,7 @@ def test_a_change_that_mends_nothing_is_not_learnt(sessions: ModuleType) -> None
     found = asyncio.run(sessions.sessions_of("shop", FILES, set(), 0))
     wrong = [each for session in found for each in session["messages"] if "weight" in each]
     assert wrong and all(each["weight"] == 0 for each in wrong)
-    for session in found:  # each of them is taken back before the next
+    for session in found:  # each change is undone before the next
         names = [name for name, _ in calls_of(session) if name in ("edit", "undo")]
         told = refused(session)
         count = sum(each.get("weight") == 0 for each in session["messages"]) - len(told)
@@ -81,7 +81,8 @@ def test_a_change_that_mends_nothing_is_not_learnt(sessions: ModuleType) -> None
 
 
 def test_a_line_that_stands_twice_is_quoted_with_those_before_it(sessions: ModuleType) -> None:
-    """At once, or after the harness has refused it, which is then neither learnt nor taken back."""
+    """Immediately, or after the harness has refused the line alone; the refused edit is neither
+    learnt nor undone."""
     found = asyncio.run(sessions.sessions_of("shop", FILES, set(), 0))
     told = 0
     for session in found:

@@ -1,4 +1,4 @@
-"""What an extra brings is named where it is missing."""
+"""A missing package of an extra is reported with the name of the extra."""
 
 from __future__ import annotations
 

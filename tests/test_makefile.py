@@ -1,4 +1,4 @@
-"""The targets for newcomers, as `make -n` tells them."""
+"""The targets for newcomers, from the output of `make -n`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 
 
 def told(*argv: str) -> str:
-    """What make would do, if nothing were there."""
+    """The commands that make would run if no target existed."""
     given = ["make", "-n", "-B", *argv]
     return subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
@@ -36,6 +36,6 @@ def test_what_the_shell_calls_venv_is_not_removed(
 
 @pytest.mark.parametrize("place", [".venv-vllm", ".venv-wheels", ".venv-dash", ".venv-openenv"])
 def test_an_environment_is_made_where_it_stays(place: str) -> None:
-    """The programs of one that was moved, such as `vllm`, do not start."""
+    """Programs of an environment that was moved, such as `vllm`, do not start."""
     done = told(f"{place}/.installed")
     assert f"-m venv {place}\n" in done and "mv " not in done

@@ -1,4 +1,4 @@
-"""The mistakes that `make mutants` makes: what they look like, and what they leave alone."""
+"""The mistakes that `make mutants` makes, and the code that it leaves alone."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_change_elsewhere_leaves_the_draw_as_it_was() -> None:
 
 
 def test_what_an_import_computes_is_tried_by_those_who_read_it() -> None:
-    """Also from another module, where the line itself is run by nobody."""
+    """Also from another module, even if no test runs the line itself."""
     sources = {"a.py": "LIMIT = 1\nOTHER = 2\n", "b.py": "def f(x):\n    return x > a.LIMIT\n"}
     ran = {
         "import": {"a.py": [1, 2], "b.py": [1]},

@@ -1,5 +1,5 @@
-"""The real system, all its processes, against one file that does the same in the simplest way:
-equal to the bit."""
+"""The real system with all its processes equals the simplest implementation in one file, to the
+bit."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ lr = 3e-4
 
 
 def half_trained(path: Path) -> None:
-    """A small model that has nearly learnt one solution of each task but one by heart. So it
-    succeeds sometimes, and there is something to learn; and at one task it always fails, so that
-    groups are dropped."""
+    """Train a small model that has nearly memorized one solution of every task except one. It
+    succeeds sometimes, so there is something to learn; and it always fails at that one task, so
+    that groups are dropped."""
     shown = sorted(demonstrations(make_tasks("train", TASKS, 0), 60, 0), key=len, reverse=True)
     shortest = list({session[0]["content"]: session for session in shown}.values())[1:]
     texts = [
@@ -111,8 +111,8 @@ def test_the_real_system_has_the_losses_of_the_oracle_to_the_bit(tmp_path: Path)
 
     assert [step.loss for step in steps] == run_oracle(parse(text))
 
-    # It says something: the losses differ, groups without a signal stood between, decoding and
-    # learning nearly agree.
+    # The comparison is meaningful: the losses differ, there were groups without signal, and
+    # decoding and learning nearly agree.
     assert len({step.loss for step in steps}) == 3
     assert any(
         isinstance(entry, Dropped) and entry.reason == "no_signal" for entry in run.ledger.records()

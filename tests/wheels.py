@@ -1,19 +1,19 @@
-"""The packages as they would go to an index, built and tried: `make wheels`.
+"""Build and try the packages as for an index: `make wheels`.
 
     python -m tests.wheels [--into dist] [--python 3.12] [--skip-tests]
 
-An sdist, and from it a wheel for each processor that there is a compiler for: ours, and the other
-one by a cross-compiler (on Debian: gcc-x86-64-linux-gnu, gcc-aarch64-linux-gnu). The libraries in a
-wheel do not depend on Python, so one wheel serves all versions. OpenMP is left out of it: torch
-brings the one that both use.
+It builds an sdist, and from that a wheel for each processor with a compiler: this one, and the
+other one by a cross-compiler (on Debian: gcc-x86-64-linux-gnu, gcc-aarch64-linux-gnu). The
+libraries in a wheel do not depend on Python, so one wheel serves all versions. They do not contain
+OpenMP: they use the one that torch brings.
 
-The wheel for this processor is installed with all its requirements into a fresh environment of
-each Python that is found. There, far from the checkout, it must say its version, load its
-libraries, finish a run of a few steps and talk to what that trained. So must the sdist, with the
-first of these. A wheel for another processor is checked for what is in it, and not run.
+The wheel for this processor is installed with all its requirements into a fresh environment of each
+Python that is found. There, outside the checkout, it must print its version, load its libraries,
+finish a run of a few steps and chat with the trained model. So must the sdist, with the first of
+these Pythons. The contents of a wheel for another processor are checked, but it is not run.
 
-The newest torch that fits is installed, which may be gigabytes for each Python; the variables of
-pip hold (PIP_CONSTRAINT, PIP_EXTRA_INDEX_URL).
+The newest matching torch is installed, which may be gigabytes for each Python; pip's variables
+apply (PIP_CONSTRAINT, PIP_EXTRA_INDEX_URL).
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def build_wheel(sdist: Path, machine: str, compiler: str, into: Path, scratch: P
 
 
 def check_content(wheel: Path, machine: str) -> None:
-    """The compiled libraries are optional for setuptools; not here."""
+    """Check the files in a wheel. The compiled libraries, optional for setuptools, are required
+    here."""
     with zipfile.ZipFile(wheel) as packed:
         names = packed.namelist()
         missing = [name for name in (*LIBRARIES, *DATA) if name not in names]
@@ -130,7 +131,7 @@ def try_all(sdist: Path, wheels: dict[str, Path], wanted: list[str], scratch: Pa
 
 
 def attempt(package: Path, place: Path, *options: str) -> None:
-    """Installs a package into the environment there, and uses it."""
+    """Install a package into the environment in `place`, and use it."""
     say(f"{package.name}")
     programs = place / "venv" / "bin"
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
@@ -151,7 +152,8 @@ def attempt(package: Path, place: Path, *options: str) -> None:
 
 
 def find_python(version: str) -> str | None:
-    """On the path, or among pyenv's, whose commands may stand for none."""
+    """Find a Python on the path or among pyenv's. A command of pyenv may exist without its
+    version."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = [shutil.which(f"python{version}"), *pyenv.glob(f"{version}.*/bin/python{version}")]
     for python in map(str, filter(None, found)):
@@ -162,7 +164,7 @@ def find_python(version: str) -> str | None:
 
 
 def run(module: str, *argv: object, **changes: str) -> None:
-    """A tool of the environment that this runs in; silent, unless it fails."""
+    """Run a tool of the current environment; its output is shown only if it fails."""
     programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, argv)],

@@ -1,9 +1,10 @@
 """Days of users under virtual time: the real engine with its scheduler, its blocks and
-`core.lending`, over a runner that computes nothing and says how long it would have taken. So what
-else the machine does has no part in the figures, and a day takes seconds.
+`core.lending`, over a runner that computes nothing and advances a clock instead. The figures so do
+not depend on the load of the machine, and a day takes seconds.
 
-What a pass takes is either measured here, as processor time of the real engine, or follows from the
-data sheet of a GPU (`core.placement`), where a pass reads all weights for however many requests.
+The time of a pass is either measured here, as processor time of the real engine, or computed from
+the data sheet of a GPU (`core.placement`), where a pass reads all weights for any number of
+requests.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from etude.model.lora import Adapter
 from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 
 TOKEN = 11
-"""What the runner always samples."""
+"""The token that the runner always samples."""
 DECIDE_S = 1.0
 PASSES = 30
-"""Of each kind that is measured."""
+"""Measured passes of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """Seconds that a forward pass takes."""
+    """The duration of a forward pass, in seconds."""
 
     base_s: float
     sequence_s: float
-    """For each sequence that decodes."""
+    """Addition for each sequence that decodes."""
     token_s: float
-    """For each token of a prompt."""
+    """Addition for each token of a prompt."""
 
     def of(self, num_decode: int, num_prompt_tokens: int) -> float:
         return self.base_s + self.sequence_s * num_decode + self.token_s * num_prompt_tokens
@@ -52,7 +53,8 @@ class PassCost:
 def gpu_cost(
     name: str, *, parameters: float, kv_bytes: float, context: int, weight_bytes: float = 2.0
 ) -> PassCost:
-    """Of a dense model on one GPU; `context`: tokens that a sequence has read."""
+    """The cost of a dense model on one GPU. `context` is the number of tokens that a sequence has
+    read."""
     gpu = GPUS[name]
     bandwidth = DECODE_BANDWIDTH * gpu.bandwidth
     return PassCost(
@@ -63,13 +65,15 @@ def gpu_cost(
 
 
 def measured_cost(config: ModelConfig, slots: int, prompt: int) -> PassCost:
-    """Of the real engine, as processor time, which others on the machine take none of."""
+    """The cost of the real engine, in processor time, so that other processes on the machine do not
+    count."""
     torch.set_num_threads(1)
     engine = Engine(init_from_scratch(config, seed=0), max_num_seqs=slots)
     rng = random.Random(0)
 
     def passes_s(count: int) -> tuple[float, float]:
-        """The pass that reads so many prompts, and the median of those that decode them."""
+        """The time of the pass that reads `count` prompts, and the median of those that decode
+        them."""
         for number in range(count):
             tokens = tuple(rng.randrange(10, config.vocab_size) for _ in range(prompt))
             engine.add(Request(prompt=tokens, max_tokens=PASSES, seed=number), str(number))
@@ -80,7 +84,7 @@ def measured_cost(config: ModelConfig, slots: int, prompt: int) -> PassCost:
             taken.append(time.process_time() - began)
         return taken[0], median(taken[1:])
 
-    passes_s(slots)  # the first ones also warm up
+    passes_s(slots)  # warmup
     one, all_slots = (zip(*(passes_s(n) for _ in range(5)), strict=True) for n in (1, slots))
     (read_one, decode_one), (_, decode_all) = (map(median, pair) for pair in (one, all_slots))
     sequence_s = max(0.0, (decode_all - decode_one) / (slots - 1))
@@ -91,7 +95,7 @@ def measured_cost(config: ModelConfig, slots: int, prompt: int) -> PassCost:
 
 
 class TimedRunner:
-    """A `ModelRunner` that moves a clock instead of computing."""
+    """A `ModelRunner` that advances a clock instead of computing."""
 
     num_windowed_blocks = 0
     block_size = 16
@@ -122,7 +126,7 @@ class TimedRunner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is asked, in tokens."""
+    """The sizes of requests in tokens, and the number of slots."""
 
     prompt: int
     answer: int
@@ -132,14 +136,14 @@ class Work:
 
 @dataclass(slots=True)
 class Played:
-    """What became of a day."""
+    """The measurements of a day."""
 
     ttft_s: list[float] = field(default_factory=list)
     turn_s: list[float] = field(default_factory=list)
     users_slot_s: float = 0.0
     rl_slot_s: float = 0.0
     busy_s: float = 0.0
-    """In which the engine computed."""
+    """Time in which the engine computed."""
     rl_tokens: int = 0
     seconds: float = 0.0
     preemptions: int = 0
@@ -169,7 +173,7 @@ class Day:
         self.played = Played()
 
     def play(self, arrivals: Sequence[float], seconds: float) -> Played:
-        """Until the day is over and all users have their answers."""
+        """Run until the day is over and all users have their answers."""
         engine = self._engine
         clock = self._clock
         coming = list(reversed(arrivals))

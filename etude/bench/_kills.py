@@ -1,5 +1,5 @@
-"""Sessions through a gateway that is killed again and again, and so are its workers: every turn
-that a client was told of must be recorded, once, in its place."""
+"""Sessions through a gateway while it and its workers are killed again and again: every turn that a
+client received must be recorded exactly once, in order."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from etude.launch.launcher import free_ports
 from etude.store.decoding import decode_msgpack
 
 KILL_S = 4.0
-"""From when one is up again to the next kill."""
+"""Time between the restart of a process and the next kill."""
 MIN_TURNS = 400
-"""That are acknowledged from one kill to the next: a machine that is busy with other work would
-only ever start what is killed."""
+"""Turns that must be acknowledged between two kills: a busy machine would otherwise do nothing but
+restart processes."""
 NUM_WORKERS = 2
 Start = Callable[[], servers.Started]
 PACE = ("--tokens", 6, "--first-s", 0.02, "--each-s", 0.01, "--join-s", 0.1)
 
 
 def kill_run(sessions: int, num_turns: int, after_turns: Sequence[int] = ()) -> dict[str, float]:
-    """A kill every `KILL_S` seconds, more seldom if turns are slow, or after so many acknowledged
-    turns each. Raises EtudeError if one of them is not recorded, or twice."""
+    """Kill a process every `KILL_S` seconds, less often if turns are slow, or else after each of
+    these numbers of acknowledged turns. Raise EtudeError if a turn is not recorded, or twice."""
     with tempfile.TemporaryDirectory(prefix="etude-kills-") as scratch:
         trial = KillTrial(Path(scratch), after_turns)
         return uvloop.run(trial.run(sessions, num_turns))
 
 
 class KillTrial:
-    """One gateway and two workers, and what their clients were told."""
+    """One gateway and two workers, and the answers that their clients received."""
 
     def __init__(self, folder: Path, after_turns: Sequence[int]) -> None:
         self._files = servers.model_files()
@@ -99,7 +99,7 @@ class KillTrial:
         starts: dict[str, list[Start]],
         running: dict[str, list[servers.Started]],
     ) -> None:
-        """A gateway and a worker by turns; each is started again at once, at the same place."""
+        """Kill the gateway and a worker in turn. Each is restarted at once on the same port."""
         names = itertools.cycle(("gateway", "worker"))
         numbers = itertools.count()
         async for _ in self._moments():
@@ -107,7 +107,7 @@ class KillTrial:
             number = next(numbers) // 2 % len(running[name])
             running[name][number].kill()
             self._kills[name] += 1
-            # not to be left half-done: what was started must be known
+            # shielded, since a process that was started must be in `running` to be stopped
             starting = asyncio.create_task(asyncio.to_thread(starts[name][number]))
             try:
                 await asyncio.shield(starting)

@@ -1,5 +1,5 @@
-"""Streaming sessions with a chat API, as many as wanted at once, and what they measure. Written on
-the bare protocol: a client must cost less than what it measures."""
+"""A load of concurrent streaming sessions with a chat API, and its measurements. Written on the
+bare protocol: a client must cost less than the server that it measures."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from etude.core.errors import EtudeError
 EVENT = re.compile(rb"data: (\{.*?\})\n\n")
 END = b"0\r\n\r\n"
 RETRY_S = 0.5
-"""A thousand clients that try again at once would take the processor from what is to come up."""
+"""Pause before a retry: a thousand clients that retry at once would slow down the restart of the
+server."""
 
 
 class BrokenOff(Exception):
-    """An answer that is not whole."""
+    """An incomplete answer."""
 
 
 @dataclass(slots=True)
 class Measured:
     turn_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
-    """To the first token, of each turn."""
+    """Time to first token of each turn."""
     num_retries: int = 0
     seconds: float = 0.0
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection with one request at a time."""
 
     def __init__(self) -> None:
         self._received: list[bytes] = []
@@ -67,7 +68,7 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(e)
 
     async def ask(self, request: bytes) -> bytes:
-        """The response, with its headers."""
+        """Send a request and return the response, headers included."""
         self._received, self.first_at = [], 0.0
         self._done = asyncio.get_running_loop().create_future()
         if self.is_closed:
@@ -81,17 +82,17 @@ class Load:
     """Sessions with one server."""
 
     path: Callable[[int], str]
-    """Of the chat route of a session."""
+    """Path of the chat route of a session."""
     url: Callable[[int], str]
     turns: int
     spread_s: float
-    """The sessions begin one after the other in this time."""
+    """Time over which the starts of the sessions are spread."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """More that a request says."""
+    """Further fields of a request."""
     limit_s: float = math.inf
-    """After so long it ends, and turns that are under way do not count."""
+    """Time after which the load ends; unfinished turns do not count."""
     told: Callable[[int, list[dict[str, Any]]], None] = lambda session, choices: None
-    """Called with every answer that is whole."""
+    """Callback for every complete answer."""
 
     async def run(self, sessions: Sequence[int]) -> Measured:
         measured = Measured()
@@ -158,8 +159,8 @@ class Load:
 
 
 def _choices(response: bytes) -> list[dict[str, Any]]:
-    """Raises `BrokenOff` if it is not a whole answer, and EtudeError if it is a refusal, which the
-    next try would get too."""
+    """The choices in a response. Raise `BrokenOff` if it is incomplete, and EtudeError if it is a
+    refusal that a retry would also get."""
     if response.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401", b"HTTP/1.1 403", b"HTTP/1.1 404")):
         raise EtudeError(response[:500].decode(errors="replace"))
     if not response.startswith(b"HTTP/1.1 200") or b"[DONE]" not in response:

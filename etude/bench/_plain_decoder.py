@@ -1,10 +1,10 @@
-"""What a trainer of dense models can be compared with: a decoder in the plainest PyTorch that is
-fast.
+"""A plain but fast PyTorch decoder as the baseline for the trainer of dense models.
 
-Compiled layers in bf16, torch's own attention on whole rows, cross entropy in parts, fused AdamW on
-the bf16 weights. It learns nothing sensible and checks nothing.
+It has compiled layers in bf16, torch's own attention on whole rows, cross entropy in chunks, and
+fused AdamW on the bf16 weights. It learns nothing sensible and checks nothing.
 
-Shapes: B rows of T tokens, N of all, E hidden size, H query heads, K key heads, D head size.
+Shapes: B rows, T tokens in each, N tokens in all, E hidden size, H query heads, K key heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _loss(hidden_NE: Tensor, head_VE: Tensor, tokens_N: Tensor) -> Tensor:
 
 
 def steps(c: ModelConfig, rows: int, length: int) -> Callable[[], tuple[int, float]]:
-    """One step a call; says how many tokens and how much arithmetic it was."""
+    """Return a function that takes one step and returns its number of tokens and of FLOPs."""
     with torch.device("cuda"):
         model = Decoder(c).to(torch.bfloat16)
         places, speeds = (

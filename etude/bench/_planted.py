@@ -1,4 +1,4 @@
-"""Planted updates, good and bad, and what tasks and users make of them: for `bench.realtime_gate`.
+"""Planted updates, good and bad, with the outcomes of tasks and users: for `bench.realtime_gate`.
 
     weaker      solves fewer tasks, and users keep fewer edits
     disliked    users keep fewer edits; no task notices
@@ -8,8 +8,8 @@
     cheating    games its checks where it can; no user notices
     harmless    solves other tasks than before, but as many
 
-A size is a multiple of the margin of what gets worse. All updates change which tasks are solved
-(`CHURN`), and users' habits change by themselves (`HABIT`).
+The size of an update is a multiple of the margin of the metric that gets worse. All updates change
+which tasks are solved (`CHURN`), and users' habits change by themselves (`HABIT`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ Array = NDArray[np.float64]
 
 KINDS = ("weaker", "disliked", "annoying", "slow", "unsafe", "cheating")
 TASKS = {"heldout": (1500, 4), "safety": (2000, 4), "cheats": (2000, 4)}
-"""Tasks of each suite, and attempts at each by either version."""
+"""Tasks of each suite, and attempts at each task by either version."""
 EASE = {"heldout": (0.5, 2.0), "safety": (5.0, 1.5), "cheats": (5.0, 1.5)}
-"""Mean and deviation of the log-odds of a success, over tasks."""
+"""Mean and standard deviation of the log-odds of a success, over tasks."""
 CHURN = 0.3
-"""Deviation of the log-odds of a task between two versions that are equally good."""
+"""Standard deviation of the log-odds of a task between two equally good versions."""
 HABIT = 0.2
-"""Deviation of a user's log-odds between what came before an update and what comes after it."""
+"""Standard deviation of a user's log-odds between the times before and after an update."""
 DAYS_BEFORE = 14
 LOOKS_PER_DAY = 3
 EDITS = 4
 ALIKE = 0.3
 """Correlation of the edits of one session: all kept, or all undone, more often than by chance."""
 CONTROL = 1500
-"""Users of the live version that a look reads, of all there are."""
+"""Size of the sample of the live version's users that a look reads."""
 HELDOUT = 0.02
 FULL_LATENCY_S = 120.0
 
@@ -56,10 +56,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of an update."""
+    """The fate of an update."""
 
     stopped_by: str
-    """`gate`, `canary`, or nobody: `deployed`."""
+    """`gate` or `canary`; `deployed` if neither stopped it."""
     seen: float
     """Share of all users who had a session with it."""
     days: float
@@ -68,7 +68,8 @@ class Fate:
 def fate(
     update: Update, users: Users, suites: tuple[Suite, ...], plan: CanaryPlan, seed: int
 ) -> Fate:
-    """Try an update on tasks, and if it passes before users. Each seed is another such update."""
+    """Try an update on tasks and, if it passes, with users. Each seed is a different update of the
+    same kind and size."""
     draw = np.random.default_rng(derive(seed, "planted", update.kind, str(update.size)))
     hurt = {"weaker": "heldout", "unsafe": "safety", "cheating": "cheats"}.get(update.kind)
     outcomes = {
@@ -85,7 +86,7 @@ def _tries(name: str, harm: float, draw: np.random.Generator) -> Outcomes:
     mean, deviation = EASE[name]
     ease = mean + deviation * draw.standard_normal(number)
     churned = ease + CHURN * draw.standard_normal(number)
-    # Churn alone changes the mean: the harm is what is missing to the mean without churn.
+    # Churn alone changes the mean: the harm is relative to the mean without churn.
     shift = _solve(lambda x: float(_sigmoid(churned + x).mean() - _sigmoid(ease).mean()) + harm)
     live = draw.binomial(attempts, _sigmoid(ease))
     candidate = draw.binomial(attempts, _sigmoid(churned + shift))
@@ -97,7 +98,7 @@ def _tries(name: str, harm: float, draw: np.random.Generator) -> Outcomes:
 
 
 class Users:
-    """The users of a population, a place each: what they usually do."""
+    """The usual behaviour of a population, as arrays with one element per user."""
 
     def __init__(self, population: Population) -> None:
         users = population.users
@@ -119,8 +120,7 @@ class Users:
 
 
 class _Period:
-    """The time around one update: what users did before it, and what they do with either
-    version."""
+    """The time around one update: the users' behaviour before it, and with either version."""
 
     def __init__(
         self, users: Users, update: Update, plan: CanaryPlan, draw: np.random.Generator
@@ -135,7 +135,7 @@ class _Period:
         self._harm(update, {metric.name: metric.margin for metric in plan.metrics})
 
     def _history(self, most: int, draw: np.random.Generator) -> dict[str, Array]:
-        """The means of each user's metrics before; of those who had no session, no numbers."""
+        """The means of each user's metrics before the update; NaN for users without a session."""
         everyone = np.arange(len(self.users))
         sessions = np.minimum(draw.poisson(self.users.rate * DAYS_BEFORE), most)
         totals = self.totals(everyone, sessions, everyone < 0, draw)
@@ -170,7 +170,7 @@ class _Period:
         is_candidate: NDArray[np.bool_],
         draw: np.random.Generator,
     ) -> dict[str, Array]:
-        """The sum of each metric over so many sessions of each of these users."""
+        """The sum of each metric over the given number of sessions of each of these users."""
         kept, complains, slower = self.effect
         shock = 0.1 * draw.standard_normal()
         chance = _sigmoid(self.kept[places] + kept * is_candidate + shock)
@@ -226,7 +226,7 @@ def _outcomes(
     sessions: NDArray[np.int64],
     totals: dict[str, Array],
 ) -> list[UserOutcomes]:
-    """What a look reads. A user without a past has none in any metric."""
+    """The outcomes that a look reads. A user without a past has none in any metric."""
     names = list(totals)
     now = np.column_stack([totals[name] for name in names]).tolist()
     past = np.column_stack([period.before[name][places] for name in names]).tolist()
@@ -248,14 +248,15 @@ def _outcomes(
 
 
 def _capped_latency(seconds: Array) -> Array:
-    """The mean of min(1, t / full) for t of a gamma distribution of shape 2 and these means."""
+    """The mean of min(1, t / `FULL_LATENCY_S`) for gamma-distributed t of shape 2 with these
+    means."""
     rate = 2 / seconds * FULL_LATENCY_S
     # E[min(1, X)] with X ~ Gamma(2, rate): the integral of its survival function up to 1.
     return (2 - np.exp(-rate) * (2 + rate)) / rate
 
 
 def _solve(worse: Callable[[float], float]) -> float:
-    """Where a growing function is 0, by bisection."""
+    """The root of an increasing function, by bisection."""
     low, high = -20.0, 20.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,16 +1,16 @@
-"""What saboteurs take of five updates, by several seeds: `etude bench realtime --simulate`.
+"""Loss to saboteurs over five updates, for several seeds: `etude bench realtime --simulate`.
 
-`etude bench realtime` in one process, without gateway, gate and canary, so that it can be repeated:
-its model, the songs that it was shown, users, signals, caps, credit and training are the same code.
-Each seed is another model and other users. With and without saboteurs they are the same, and ask
-for the same songs; who would be a saboteur is honest then. Gain: how much more the honest ones like
-the songs of the last version than those of the first, by their appeal, from 0 to 1, of the same
-requests.
+This is `etude bench realtime` in one process, without gateway, gate and canary, so that it can be
+repeated. The model, its demonstrations, users, signals, caps, credit and training are the same
+code. Each seed has a different model and different users. The runs with and without saboteurs have
+the same users and requests; in the second, the saboteurs are honest. The gain is the increase of
+the honest users' mean appeal (0 to 1) from the songs of the first version to those of the last, for
+the same requests.
 
     gain, clean.gain    with 5 % saboteurs and without; mean over the seeds
     clean.spread        standard deviation over the seeds, as a share of the mean
-    shrinks             what saboteurs take, as a share of clean.gain, of the means over seeds
-    shrinks_low, shrinks_high   95 % interval, by drawing seeds anew (bootstrap)
+    shrinks             loss to saboteurs, as a share of clean.gain, from the means over seeds
+    shrinks_low, shrinks_high   95 % interval, by resampling seeds (bootstrap)
     shrinks_max         of the worst seed
 """
 
@@ -66,8 +66,8 @@ AT_ONCE = 256
 
 
 def run(steps: int, first: int, seeds: int = SEEDS) -> dict[str, float]:
-    """`first`: of the seeds."""
-    torch.set_num_threads(1)  # more would wait for each other, with so small a model
+    """Run seeds `first` to `first + seeds - 1`."""
+    torch.set_num_threads(1)  # with so small a model more threads only wait for each other
     ours: list[float] = []
     clean: list[float] = []
     for seed in range(first, first + seeds):
@@ -100,7 +100,7 @@ def settings(seed: int) -> RunConfig:
 
 @dataclass(frozen=True, slots=True)
 class Song:
-    """What was asked, and what was sung."""
+    """A request with its answer."""
 
     asked: str
     prompt: tuple[int, ...]
@@ -114,7 +114,8 @@ class Song:
 
 
 class Singer:
-    """A model that was shown songs and learns from users, with engine and learner of a run."""
+    """A model that has imitated songs and learns from users, with the engine and learner of a
+    run."""
 
     def __init__(self, config: RunConfig) -> None:
         imitate, stage = config.stage
@@ -129,7 +130,7 @@ class Singer:
         self._imitate(imitate)
 
     def begin(self) -> None:
-        """With the weights that it had before it learnt anything from users."""
+        """Restore the weights from before any learning from users."""
         self.learner.restore_snapshot()
         self.learner.begin_stage()
         self.learner.snapshot()
@@ -141,7 +142,7 @@ class Singer:
         return initial_model(None, self.files["config.json"], self.config.seed)
 
     def _imitate(self, stage: SftConfig) -> None:
-        """The learner's snapshot is then the model that was shown songs."""
+        """Train on demonstrations of songs."""
         seed, context = self.config.seed, self.config.model.max_context
         with tempfile.TemporaryDirectory(prefix="etude-realtime-") as folder:
             path = Path(folder) / "songs.jsonl"
@@ -197,7 +198,7 @@ class Singer:
 
 
 def collect(singer: Singer, population: Population, step: int) -> list[SessionOutcome]:
-    """Sessions of an update, with what their users did about them; a day an update."""
+    """The sessions of an update with their users' feedback. An update takes one simulated day."""
     seed, users = population.seed, population.users
     draw = Random(derive(seed, "sessions", step))
     activity = list(accumulate(user.sessions_per_day for user in users))
@@ -251,7 +252,7 @@ def _turn(user: SimulatedUser, song: Song, name: str) -> RecordedTurn:
 def _events(
     population: Population, user: SimulatedUser, song: Song, turn: RecordedTurn, day: float
 ) -> list[FeedbackEvent]:
-    """As in `etude bench realtime`, a user does everything at once."""
+    """The feedback events of a user. As in `etude bench realtime`, all come at once."""
     reactions = population.react(user, song.answer(turn.completion), day)
     return [
         FeedbackEvent(
@@ -270,7 +271,7 @@ def _events(
 
 
 def appeal(singer: Singer, population: Population, honest: frozenset[str], day: int) -> float:
-    """How much honest users like the songs of the version that is served."""
+    """The honest users' mean appeal of the songs of the served version."""
     seed = derive(population.seed, "measured")
     draw = Random(seed)
     users = [user for user in population.users if user.id in honest]

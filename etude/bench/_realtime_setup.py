@@ -1,4 +1,4 @@
-"""A run of real-time RL, for its benchmarks: the files of the run, and its users."""
+"""Files and users of the run in the benchmarks of real-time RL."""
 
 from __future__ import annotations
 
@@ -67,28 +67,28 @@ warmup_steps = 0
 """
 PRODUCTION = 'user_key_file = "user.key"\nfeedback_per_minute = 6000.0\n'
 SONGS = 2000
-"""That the model to begin with was shown."""
+"""Demonstrations that the first model imitates."""
 SABOTEURS = 0.05
 FLOOD = 3
-"""How often saboteurs say a thing."""
+"""Number of times that saboteurs send each event."""
 USERS = 10_000
 DRIFT = 0.03
 
 
 def users_of(seed: int, saboteurs: float) -> Population:
-    """The same whatever share of them are saboteurs."""
+    """The users of a seed, which are the same for any share of saboteurs."""
     return Population.of(
         USERS, seed=seed, num_aspects=2, saboteurs=saboteurs, drift=DRIFT, flood=FLOOD
     )
 
 
 def honest_ids(seed: int) -> frozenset[str]:
-    """Those who are honest with saboteurs among them."""
+    """Ids of the users who are honest in the population with saboteurs."""
     return frozenset(user.id for user in users_of(seed, SABOTEURS).users if not user.is_saboteur)
 
 
 def write_run(folder: Path, seed: int, port: int) -> None:
-    """The files that `etude realtime` needs. Who is held out follows from the key."""
+    """Write the files that `etude realtime` needs. The key determines which users are held out."""
     (folder / "run.toml").write_text(RUN.replace("PORT", str(port)).replace("SEED", str(seed)))
     (folder / "production.toml").write_text(PRODUCTION)
     (folder / "songs.jsonl").write_text(sessions_to_imitate(SONGS, seed))

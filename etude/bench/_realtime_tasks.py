@@ -1,5 +1,5 @@
-"""The product of the benchmark of real-time RL: a song, of which users want half to be vowels, and
-whose style is a matter of taste."""
+"""The product in the benchmark of real-time RL: songs. Users want half of the characters to be
+vowels, and have tastes that differ in style."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 OTHERS = "0123456789.,-!?;:*"
 SHORTEST, LONGEST = 4, 32
 REQUESTS = 1000
-"""Different ones."""
+"""Number of distinct requests."""
 
 
 def vowel_quality(song: str) -> float:
-    """From 0 to 1; 1 if half of it are vowels, or more."""
+    """Quality from 0 to 1, which is 1 if at least half of the characters are vowels."""
     return min(1.0, 2 * sum(letter in VOWELS for letter in song.lower()) / max(1, len(song)))
 
 
 def style(song: str) -> tuple[float, float]:
-    """From -1 to 1 each: how long it is, and how much of it are letters."""
+    """Length and share of letters, each on a scale from -1 to 1."""
     letters = sum(letter.isalpha() for letter in song)
     return min(1.0, len(song) / 16 - 1), 2 * letters / max(1, len(song)) - 1
 
 
 def any_song(draw: Random) -> str:
-    """One of any length, with any share of letters and any share of vowels, as many of each."""
+    """A random song, with uniformly distributed length, share of letters and share of vowels."""
     vowels = draw.uniform(0.0, 0.6)
     letters = draw.uniform(vowels, 1.0)
 
@@ -50,7 +50,7 @@ def request(draw: Random) -> str:
 
 
 def sessions_to_imitate(count: int, seed: int) -> str:
-    """Requests, each with any song: JSON lines for a stage of kind sft."""
+    """Requests, each with a random song, as JSON lines for a stage of kind sft."""
     draw = Random(seed)
     lines = []
     for _ in range(count):
@@ -61,7 +61,7 @@ def sessions_to_imitate(count: int, seed: int) -> str:
 
 
 class Songs:
-    """Held-out tasks: a song that is not mute. A model that says nothing any more fails them."""
+    """Held-out tasks: sing anything but silence. A model that has stopped answering fails them."""
 
     def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
         self.pool = pool
@@ -83,7 +83,7 @@ class Songs:
 
 
 class Singer:
-    """One question to the model."""
+    """An agent that asks the model once."""
 
     def __init__(
         self, http: aiohttp.ClientSession, *, max_tokens: int, temperature: float, **unused: Any

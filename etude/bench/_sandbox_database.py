@@ -39,9 +39,9 @@ _ROW = (*_PSQL, "select x from t where ctid = '(1000,1)'", "postgres")
 
 
 async def branched(pool: SandboxPool) -> dict[str, list[float]]:
-    """Seconds from asking for a fork of a working copy with a database until the fork's own server
-    answers, and until it has given a row of the large table, several times. Empty where PostgreSQL
-    is not installed."""
+    """Seconds from the request for a fork of a working copy with a database until the fork's own
+    server answers, and until it has returned a row of the large table, several times each. Empty if
+    PostgreSQL is not installed."""
     if not POSTGRES.exists():
         return {}
     async with pool.open(SandboxSpec(limits=Limits(disk_bytes=3 * SIZE))) as source:

@@ -1,21 +1,22 @@
-"""100,000 sandboxes wanted at once, over 200 hosts of 16 cores and 128 GiB: the code that places
-them (`sandbox.fleet`) under virtual time, with costs that were measured.
+"""A burst of 100,000 sandboxes over 200 hosts of 16 cores and 128 GiB: the code that places them
+(`sandbox.fleet`) under virtual time, with measured costs.
 
-Measured on this machine while it runs is what each decision takes; the controller is one process,
-so decisions wait for each other. What a start takes was measured before (docs/benchmarks.md): the
-zygote of a host forks one after the other, and the rest is done by all of its cores. A message
+The time of each decision is measured on this machine while the benchmark runs; the controller is
+one process, so decisions queue. The costs of a start were measured before (docs/benchmarks.md): the
+zygote of a host forks sequentially, and all cores of the host share the rest of the work. A message
 takes half a millisecond.
 
-    promised.up                what fits if every sandbox is promised its limit of memory
+    promised.up                sandboxes that fit if each is promised its limit of memory
     promised.waiting           the rest, which waits
-    burst.all_up_s             with memory promised 8 times over: until all answer
-    burst.p50_s, p99_s         until one does
+    burst.all_up_s             with memory overcommitted 8 times: until all answer
+    burst.p50_s, p99_s         until one answers
     burst.controller_s         processor time of all decisions
-    burst.host_s               the same if decisions took no time: what the hosts need
+    burst.host_s               all_up_s if decisions took no time, so the part of the hosts
     hosts_lost.all_up_s        10 hosts die when half are up: until all answer again
-    owner_killed.gone_s        the owner is never heard of again: until the last one is closed
-    share.*                    of what one host has, taken by its 500: the largest fails first
-    first_to_fail_at.*         sandboxes of the whole fleet at which that one is used up
+    owner_killed.gone_s        the owner dies silently: until its last sandbox is closed
+    share.*                    part of one host's resource that its 500 sandboxes take: the largest
+                               runs out first
+    first_to_fail_at.*         sandboxes of the whole fleet at which this resource is used up
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ T = TypeVar("T")
 _SANDBOXES, _HOSTS, _CORES = 100_000, 200, 16
 _GIB = float(1 << 30)
 _ONE = Need(cpus=0.02, memory_bytes=_GIB, disk_bytes=_GIB / 16)
-"""The default limit of memory and of disk; a processor is shared by 50 that mostly wait."""
+"""The default limits of memory and disk; 50 sandboxes, which mostly wait, share a processor."""
 _MACHINE = Need(cpus=_CORES, memory_bytes=128 * _GIB, disk_bytes=64 * _GIB)
 _OVERCOMMIT = 8
 _FORK_S, _START_CPU_S, _CLOSE_CPU_S = 0.0012, 0.0088, 0.002
-"""Of processor time: in the zygote, of open and close together, and of closing."""
+"""Processor time of a fork in the zygote, of opening and closing together, and of closing."""
 _MESSAGE_S = 0.0005
 _LOOK_S = 1.0
 _LOST_HOSTS = 10
 _PER_SANDBOX = {"memory": 1.35 / (128 * 1024), "processes": 3 / 32768, "cgroups": 2 / 65536}
-"""Shares of a host: PSS, a command and its keeper beside the first process of pid_max, cgroups of
-the 65,536 that one memory controller tells apart."""
+"""Shares of a host's resources: PSS of its memory; three processes (the first one, a command and
+its keeper) of pid_max; cgroups of the 65,536 that a memory controller supports."""
 
 
 @dataclass(slots=True)
 class _Machine:
-    """A host, as a queue: one zygote, then as many cores."""
+    """A host as a queue: one zygote, then its cores."""
 
     zygote_free: float = 0.0
     cores_free: list[float] = field(default_factory=lambda: [0.0] * _CORES)
@@ -92,7 +93,7 @@ class _World:
         heapq.heappush(self._events, (when, next(self._order), then))
 
     def decide(self, when: float, decision: Callable[[], T]) -> tuple[float, T]:
-        """When the controller has come to it, and what."""
+        """The time at which the controller has taken this decision, and its result."""
         began = time.thread_time()
         result = decision()
         took = 0.0 if self._free_decisions else time.thread_time() - began
@@ -101,7 +102,7 @@ class _World:
         return self.controller_free, result
 
     def run(self, until: Callable[[], bool], limit_s: float = 600.0) -> float:
-        """The time at which it was so, or at which nothing happened any more."""
+        """Run until the condition holds or no events are left. Return the time."""
         now = 0.0
         while self._events and not until() and now < limit_s:
             now, _, then = heapq.heappop(self._events)
@@ -129,7 +130,7 @@ class _World:
             self.place(decided)
 
     def look(self, now: float) -> None:
-        """Once a second: hosts report, leases end."""
+        """Collect the reports of hosts and expire leases, once a second."""
         for name, machine in self.machines.items():
             if machine.alive:
                 self.fleet.report(name, 0.0, now)

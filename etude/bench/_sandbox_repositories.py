@@ -1,16 +1,18 @@
-"""Real packages as images: three sdists of PyPI with what they need, each opened, tested, forked,
-edited differently in each fork, and graded in fresh sandboxes. Every second edit breaks the
+"""Real packages as images: three sdists from PyPI with their requirements, each opened, tested,
+forked, edited differently in each fork, and graded in fresh sandboxes. Every second edit breaks the
 package, and every verdict must be right.
 
-    NAME.build_s               the image, from the index to the store; 0 if it was there
-    NAME.image_mib             its layers
-    NAME.first_open_ms         with the start of a zygote for it, and the working copy into memory
-    NAME.open_p50_ms           the next ones
-    NAME.tests, tests_s        tests of the whole suite that passed in a sandbox, and how long
+    NAME.build_s               building the image, from the index to the store; 0 if it existed
+    NAME.image_mib             size of its layers
+    NAME.first_open_ms         opening the first sandbox, which starts a zygote for the image and
+                               loads the working copy into memory
+    NAME.open_p50_ms           opening the next ones
+    NAME.tests, tests_s        tests of the whole suite that passed in a sandbox, and their time
     NAME.fork_p50_ms, p99      a fork of the sandbox in which the suite was run
-    NAME.fork_kib              memory that a fork takes for its files, after its edit
-    NAME.grade_s               all forks, two at a time: a part of the suite in a fresh sandbox
-    NAME.right                 verdicts that are as they must be
+    NAME.fork_kib              memory for the files of a fork, after its edit
+    NAME.grade_s               grading all forks, two at a time, by a part of the suite in a fresh
+                               sandbox
+    NAME.right                 correct verdicts
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class _Package:
     module: str
     """The file that is edited."""
     graded_by: str
-    """A part of the suite."""
+    """The part of the suite that grades a fork."""
 
 
 _PYTEST = "pytest==8.3.5"

@@ -1,14 +1,14 @@
-"""A soak of sandboxes: thousands, opened by owners that are killed at random, as are their zygotes
-and the processes in the sandboxes; and then a count of what is left on the machine.
+"""Soak test of sandboxes: thousands are opened while their owners, zygotes and inner processes are
+killed at random; then the leftovers on the machine are counted.
 
     soak.opened                sandboxes that were opened and answered
     soak.killed_agents         processes in sandboxes that were killed
-    soak.killed_hosts          zygotes
-    soak.killed_controllers    owners
-    soak.gone_s                the longest that it took from the death of an owner to nothing left
-    soak.left.*                processes, namespaces, mounts, cgroups, files, loop devices
-    soak.swept                 what it took a sweep to remove (`sandbox.reaper`)
-    soak.seconds               all of it
+    soak.killed_hosts          zygotes that were killed
+    soak.killed_controllers    owners that were killed
+    soak.gone_s                longest time from the death of an owner until nothing of it is left
+    soak.left.*                leftover processes, namespaces, mounts, cgroups, files, loop devices
+    soak.swept                 leftovers that only a sweep removed (`sandbox.reaper`)
+    soak.seconds               total time
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SCRIPTS = (
 
 
 async def soaked(count: int) -> dict[str, float]:
-    """Until so many have been opened."""
+    """Run until `count` sandboxes have been opened."""
     rng, done = random.Random(count), Counter[str]()
     gone_s = 0.0
     swept = 0
@@ -62,7 +62,7 @@ async def soaked(count: int) -> dict[str, float]:
             print(f"{done['opened']} of {count}", file=sys.stderr, flush=True)
         old, tempfile.tempdir = tempfile.tempdir, directory
         swept = sweep()
-        await (await asyncio.to_thread(_closed_pool)).close()  # sweeps cgroups, as any next one
+        await (await asyncio.to_thread(_closed_pool)).close()  # a new pool sweeps cgroups
         tempfile.tempdir = old
         left = footprint.left()
     return {
@@ -82,8 +82,8 @@ def _closed_pool() -> NamespaceSandboxPool:
 
 
 async def _one_owner(rng: random.Random, footprint: Footprint, done: Counter[str]) -> int:
-    """Start an owner, kill around in what it has, and mostly the owner itself; the number of
-    sandboxes that it had opened."""
+    """Start an owner and kill random processes of its sandboxes, and mostly the owner itself.
+    Return the number of sandboxes that it had opened."""
     owner = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -125,14 +125,15 @@ def _kill(pid: int) -> bool:
 
 
 async def _own(seed: int) -> None:
-    """An owner: sandboxes with commands, processes in the background and forks, some at once."""
+    """Act as an owner: open sandboxes with commands, background processes and forks, some
+    concurrently."""
     rng = random.Random(seed)
     pool = NamespaceSandboxPool(spares=SPARES)
     turn = asyncio.Semaphore(_AT_ONCE)
 
     async def one(number: int) -> None:
         script = _SCRIPTS[number % len(_SCRIPTS)]
-        # an agent or a zygote that was killed fails an attempt, and nothing else
+        # killing an agent or a zygote may only fail the attempt
         async with turn:
             with contextlib.suppress(RolloutFailure, EtudeError, ValueError):
                 async with pool.open(SandboxSpec(files={"a.txt": "a"})) as sandbox:

@@ -1,5 +1,4 @@
-"""The tiers beside `namespaces`, for the benchmark of sandboxes: gVisor, virtual machines, and a
-sandbox host."""
+"""The other tiers in the benchmark of sandboxes: gVisor, virtual machines, and a sandbox host."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class TimedGvisorPool(GvisorSandboxPool):
 
 
 async def gvisor() -> dict[str, float]:
-    """Empty where runsc is not installed, or too old."""
+    """The figures of gVisor; empty if runsc is not installed or too old."""
     if shutil.which("runsc") is None:
         return {}
     try:
@@ -63,7 +62,7 @@ async def gvisor() -> dict[str, float]:
 
 
 async def vm() -> dict[str, float]:
-    """Empty where something is not installed."""
+    """The figures of virtual machines; empty if a required package is not installed."""
     if missing_packages():
         return {}
     pool = VmSandboxPool(_LONG_S)
@@ -79,7 +78,8 @@ async def vm() -> dict[str, float]:
 
 
 async def host() -> dict[str, float]:
-    """Sandboxes in namespaces of a host on this machine: what the way there costs."""
+    """The figures of namespace sandboxes on a sandbox host on this machine, which show the cost of
+    the connection."""
     argv = [sys.executable, "-m", "etude", "sandboxes", "serve", "--port=0"]
     env = {name: value for name, value in os.environ.items() if name != "ETUDE_SANDBOX_TOKEN"}
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env) as server:
@@ -136,7 +136,7 @@ async def _fork_ms(sandbox: Sandbox) -> float:
 
 
 async def _fork_s(sandbox: Sandbox) -> float:
-    """Checkpoint and restoration, until the fork answers."""
+    """Seconds of checkpoint and restore, until the fork answers."""
     began = time.perf_counter()
     fork = await sandbox.fork()
     await fork.diff()

@@ -1,5 +1,5 @@
-"""Gateways and fake workers as processes, over a store without a model: what benchmarks of the
-gateway stand on."""
+"""Gateways and fake workers as processes, over a store without a model, for benchmarks of the
+gateway."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Started:
 
 
 def start(stack: contextlib.ExitStack, module: str, *arguments: object) -> Started:
-    """A process that says its URL at the end of its first line."""
+    """Start a process that prints its URL at the end of its first line."""
     argv = [sys.executable, "-P", "-m", module, *map(str, arguments)]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     stack.callback(child.wait)
@@ -92,7 +92,7 @@ def start_worker(
 
 @contextlib.asynccontextmanager
 async def ready(gateways: Sequence[Started]) -> AsyncIterator[None]:
-    """All of them have a worker."""
+    """Wait until each gateway has a worker."""
     async with aiohttp.ClientSession() as http, asyncio.timeout(READY_S):
         for each in gateways:
             async with http.get(f"{each.url}/up") as response:
@@ -101,7 +101,8 @@ async def ready(gateways: Sequence[Started]) -> AsyncIterator[None]:
 
 
 def model_files() -> dict[str, bytes]:
-    """A vocabulary, and the shape of a model that is never made."""
+    """The files of a model without weights: a vocabulary, and the shape of a model that is never
+    built."""
     shape = {"max_position_embeddings": 8192, "vocab_size": 512}
     files = tokenizer_files(TEXTS * 4, 512) | {"config.json": json.dumps(shape).encode()}
     assert set(MODEL_FILES) <= files.keys(), files.keys()

@@ -1,16 +1,16 @@
 """A family of tasks that do not fit one window, for `etude bench summary` and `examples/summary`.
 
-A session turns over the pages of an inventory, one a turn. Among chatter each page names a few
-goods, of eight kinds; the task asks for the goods of one kind. After the last page the agent
-answers with all of them. The pages together are longer than the model's context, so what is in no
-summary by then is lost.
+In a session the agent turns over the pages of an inventory, one per turn. Each page names a few
+goods, of eight kinds, among chatter; the task asks for the goods of one kind. After the last page
+the agent answers with all of them. The pages together are longer than the model's context, so goods
+that are in no summary by then are lost.
 
-Sessions to imitate (`demonstrations`) are those of an agent that reads and answers well, and mostly
-writes summaries as for a general prompt: what is done, what was found, with a section for each kind
-of goods, and what is next. Now and then a kind is missing, whatever was asked for. A few are
-focused: they keep what was asked for, and nothing else. Which of them pay, rl has to find out.
+The sessions to imitate (`demonstrations`) are those of an agent that reads and answers well and
+mostly writes the summaries of a general prompt: work done, findings with a section for each kind of
+goods, and next steps. Sometimes a kind is missing, independent of the question. A few summaries are
+focused and keep only the goods that were asked for. The model has to learn by rl which ones pay.
 
-    python -m etude.bench._summary_tasks FOLDER [SEED]       writes what `summary.toml` starts from
+    python -m etude.bench._summary_tasks FOLDER [SEED]    writes the files that `summary.toml` needs
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ CHATTER = WORDS_OF[""].split()
 KIND_OF = {item: kind for kind, items in GOODS.items() for item in items}
 PAGES, WORDS = 8, 15
 SEEN = 2
-"""Goods of each kind that an inventory has."""
+"""Goods of each kind in an inventory."""
 FOCUSED = 0.1
 """Share of the summaries to imitate that keep only the goods that were asked for."""
 NEXT, ANSWER, END = "next", "answer", "end"
 SUMMARISE_AT = 56
-"""As in `summary.toml`."""
+"""The same value as in `summary.toml`."""
 CALL_TOKENS = 5
-"""Of a turn that asks for a page."""
+"""Tokens of a turn that asks for a page."""
 WORD = re.compile(r"\w+|[^\w ]")
 SESSIONS = 7500
-"""To imitate."""
+"""Number of sessions to imitate."""
 VOCABULARY = 640
 SHAPE = ModelConfig(
     vocab_size=VOCABULARY,
@@ -78,12 +78,12 @@ SHAPE = ModelConfig(
 @dataclass(frozen=True, slots=True)
 class Inventory:
     kind: str
-    """The one that is asked for."""
+    """The kind of goods that is asked for."""
     pages: tuple[str, ...]
 
     @classmethod
     def draw(cls, random: Random, last_page: int = PAGES) -> Inventory:
-        """`last_page`: it ends early."""
+        """Draw a random inventory. With a smaller `last_page` it ends early."""
         goods = [item for items in GOODS.values() for item in random.sample(items, SEEN)]
         random.shuffle(goods)
         each = len(goods) // PAGES
@@ -133,13 +133,14 @@ class InventoryEnvironment:
             yield nothing
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
-        """How much of the answer is right, in any order, and what the summaries took."""
+        """Score the answer by its share of correct goods, in any order; missing and wrong ones
+        count against it. Parts of the score count the summaries and their tokens."""
         split, _, number = task.id.rpartition("-")
         right = set(self._inventory(split, int(number)).answer)
         said = _answered(attempt.transcript.messages)
         hits = len(right & set(said))
         asked = any(message.get("content") == REQUEST for message in attempt.transcript.messages)
-        # A window ends with its summary, if it was asked for one, but for the last one.
+        # Every window but the last ends with its summary, if summaries were requested.
         summaries = [len(turns(segment)[-1]) for segment in attempt.segments[:-1] if asked]
         parts = (
             Part("hits", hits, evidence=f"{' '.join(said)}; right: {' '.join(sorted(right))}"),
@@ -194,22 +195,22 @@ SCHEMAS = [_schema(NEXT, "The next page"), _schema(ANSWER, "All goods of the kin
 
 
 class InventoryAgent(CodingAgent):
-    """The built-in agent with these tools: windows and summaries are as it has them."""
+    """The built-in agent with these tools, and with its own windows and summaries."""
 
     async def open(self, task: Task, sandbox: Sandbox, seed: int) -> Opening:
         return Opening(messages=task.opening, tools=InventoryTools(task.meta["pages"]))
 
 
 class ForgetfulAgent(InventoryAgent):
-    """The same without summaries: the next window begins with the task alone."""
+    """The same agent without summaries: the next window begins with the task alone."""
 
     async def _summarise(self, ask: Ask, talk: Conversation, tools: AgentTools, seed: int) -> None:
         talk.reopen("", tools.carried())
 
 
 def demonstrations(count: int, seed: int) -> Iterator[dict[str, Json]]:
-    """The windows of so many sessions, as `sft` reads them; `text` is for the vocabulary. Two of
-    three end after a page or two: those are cheap to learn from."""
+    """The windows of `count` sessions in the format of `sft`; `text` is for the vocabulary. Two of
+    three sessions end after a page or two: these are cheap to learn from."""
     for number in range(count):
         random = Random(derive(seed, "demonstration", number))
         last_page = PAGES if number % 3 == 0 else random.randint(1, 2)
@@ -244,8 +245,8 @@ def demonstrate(inventory: Inventory, random: Random) -> Iterator[list[Message]]
 
 
 def general_summary(known: Sequence[str], random: Random, *, is_over: bool) -> str:
-    """What is done, what was found and what is next; a section for each kind of goods that is
-    known, in any order, but for those that are left out."""
+    """A general summary: work done, findings and next steps. The findings have a section for each
+    kind of goods, in random order; up to two kinds are left out."""
     kinds = sorted({KIND_OF[item] for item in known})
     random.shuffle(kinds)
     left_out = random.choice((0, 0, 1, 2))
@@ -262,8 +263,8 @@ def focused_summary(known: Sequence[str], kind: str, *, is_over: bool) -> str:
 
 
 def num_tokens(messages: Sequence[Message]) -> int:
-    """Of a window, with the tools before it, in the vocabulary of `prepare`, where every word is
-    one token."""
+    """The number of tokens of a window, including its tools, in the vocabulary of `prepare`, where
+    every word is one token."""
     said = [
         CALL_TOKENS if message.get("tool_calls") else 2 + len(WORD.findall(message["content"]))
         for message in messages
@@ -278,7 +279,8 @@ def _call(name: str, **arguments: str) -> Message:
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Write `sessions.jsonl`, and `fresh/`: a model that knows nothing but the words in them."""
+    """Write `sessions.jsonl`, and `fresh/`: an untrained model with the vocabulary of these
+    sessions."""
     windows = list(demonstrations(SESSIONS, seed))
     lines = [json.dumps({key: window[key] for key in ("messages", "tools")}) for window in windows]
     (folder / "sessions.jsonl").write_text("\n".join(lines) + "\n")

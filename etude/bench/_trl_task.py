@@ -1,5 +1,5 @@
-"""The task of the benchmark `trl`, for both sides: prompts, the reward, and the numbers. No torch,
-no TRL: each side imports it from an environment of its own."""
+"""The task of the benchmark `trl` for both sides: prompts, reward and settings. It imports neither
+torch nor TRL, since each side imports it from a virtual environment of its own."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ PROMPTS = [f"Write one short sentence about {topic}." for topic in TOPICS.split(
 
 
 def reward(text: str) -> float:
-    """The share of words that begin with an s: it has a value for every answer, so every group
-    teaches something. Words that are missing count too: were it worth while to be brief, the side
-    that learns first would also be the faster."""
+    """The share of words that begin with an s. It varies between answers, so that every group
+    teaches something. Short answers are padded with missing words: if brevity paid, the side that
+    learns first would also become faster."""
     words = text.lower().split()
     return sum(word.startswith("s") for word in words) / max(MIN_WORDS, len(words))
 
 
 class Sentences:
-    """An Environment: a prompt, and an answer that is a text."""
+    """An Environment with a prompt and a text as the answer."""
 
     def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
         self._counts = counts
@@ -59,7 +59,7 @@ class Sentences:
 
 
 class Writer:
-    """An Agent: one question, one answer."""
+    """An Agent that asks the model once."""
 
     def __init__(self, http: Any, *, max_tokens: int, temperature: float, **unused: Any) -> None:
         self._http = http

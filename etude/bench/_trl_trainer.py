@@ -1,12 +1,12 @@
-"""The other side of the benchmark `trl`, run by the Python of `.venv-trl`: TRL's GRPOTrainer as its
-documents have it.
+"""TRL's side of the benchmark `trl`, run by the Python of `.venv-trl`: its GRPOTrainer, used as
+documented.
 
     python -m etude.bench._trl_trainer MODEL
 
-Prints one line of JSON: the seconds of training, and of every batch of answers when it was there,
-how many they were and what they earned on average. Its defaults stand but for what both sides are
-given, and for what would only cost it time: gradient checkpointing, and bf16 autocast on a
-processor that multiplies quicker in fp32.
+Prints one line of JSON: the seconds of training and, for every batch of answers, its time, number
+and mean reward. All settings have TRL's defaults, except those that both sides share and those that
+would only slow it down: gradient checkpointing, and bf16 autocast on a processor that multiplies
+faster in fp32.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def product_seconds(dtype: str) -> float:
-    """Time of a matrix product: the quickest of three, since the first one has to get ready."""
+    """Time of a matrix product: the fastest of three, since the first one includes setup."""
     import torch
 
     left = torch.randn(1024, 1024).to(getattr(torch, dtype))

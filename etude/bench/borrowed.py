@@ -1,29 +1,29 @@
-"""A day of production load, replayed in minutes: what RL gets of what users leave idle, and what
-that costs them.
+"""Replay of a day of production load in minutes: the idle capacity that RL uses, and its cost for
+users.
 
-A gateway and one worker with a small model, as processes. Users come at random by the curve of a
-day: a quiet night, a busy day, and bursts beyond what the worker can do. The day is cut into
-slices, and each is replayed twice in a row with the same requests, once with RL beside it and once
-without, so that both see the same machine. RL has always more sessions to sample than there are
-slots. The worker has a processor of its own, as one of a fleet has its own GPU: an engine that is
-never idle takes nothing from gateway and users there.
+A gateway and one worker with a small model run as processes. Users arrive at random by a daily
+curve: a quiet night, a busy day, and bursts beyond the worker's capacity. The day is cut into
+slices, and each is replayed twice in a row with the same requests, once with RL on the same worker
+and once without, so that both see the same machine. RL always has more sessions to sample than
+there are slots. The worker has a processor of its own, as a worker of a fleet has its own GPU, so
+that a busy engine does not slow down gateway and users.
 
     idle_used               slot-seconds that RL held, over those that users left, with RL
-    users_ttft_p99_ms       time to first token of users, and alone_: without RL
-    users_ttft_p99_ratio    the one over the other; also p50
-    users_turn_p50_ratio    the same of whole answers
-    requests, lost          of users, with RL; and those that got no whole answer, in both
-    late_share              of users with RL, who waited longer than [engine.lend] max_ttft_s, which
-                            is the p99 of the worst hours without RL, measured before
-    rl_tokens_per_s         that RL sampled
-    preemptions             of RL by users
-    idle_share              of all slot-seconds, in the day with RL
+    users_ttft_p99_ms       time to first token of users with RL; alone_* without RL
+    users_ttft_p99_ratio    the former over the latter; also p50
+    users_turn_p50_ratio    the same for whole answers
+    requests, lost          requests of users, with RL; and incomplete answers, in both replays
+    late_share              share of users with RL who waited longer than [engine.lend] max_ttft_s,
+                            which is the p99 of the worst hours without RL, measured before
+    rl_tokens_per_s         tokens that RL sampled
+    preemptions             preemptions of RL by users
+    idle_share              idle share of all slot-seconds, in the day with RL
 
 `--simulate` plays days under virtual time instead (`_borrowed_days`), with the engine's own
-scheduler, on this processor (`cpu.`) and by the data sheet of a GPU (`h100.`, a model of 8B): the
-medians of several days, which other work on the machine does not change. There `idle_used` is what
-RL sampled over what it could have sampled, alone, in the time in which the engine stood still
-without it; `idle_slots_used` is by slots.
+scheduler, on this processor (`cpu.`) and by the data sheet of a GPU (`h100.`, a model of 8B). The
+figures are medians of several days, independent of other load on the machine. There `idle_used` is
+the number of tokens that RL sampled over the number that it could have sampled alone in the time
+in which the engine is idle without it; `idle_slots_used` is by slots.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ SLICES = 12
 PROMPT, ANSWER, ROLLOUT = 96, 24, 64
 """Tokens of a user's prompt, of its answer, and of one turn of RL."""
 BUSY = 0.6
-"""Of what the worker can do, at noon."""
+"""Load at noon, as a share of the worker's capacity."""
 NIGHT = 0.05
 BURSTS = {10.0: 1.3, 14.5: 1.6, 20.0: 1.3}
-"""Hours at which users come for 20 minutes at so many times what the worker can do."""
+"""Hour -> load of a burst of 20 minutes, as a multiple of the worker's capacity."""
 BURST_H = 1 / 3
 WORST = 7
 """The slice with the greatest burst."""
@@ -88,7 +88,7 @@ DAYS = 5
 
 @dataclass(slots=True)
 class Measured:
-    """Of users."""
+    """Measurements of the users' requests."""
 
     ttft_s: list[float] = field(default_factory=list)
     turn_s: list[float] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Measured:
 
 
 class FirstEvent(Connection):
-    """Its first event is the first token."""
+    """A connection that records the time of its first event, which is the first token."""
 
     def data_received(self, data: bytes) -> None:
         if not self.first_at and b"data: {" in data:
@@ -105,7 +105,7 @@ class FirstEvent(Connection):
 
 
 class Client:
-    """Asks one server; connections are kept."""
+    """A client of one server that keeps its connections."""
 
     def __init__(self, url: str) -> None:
         self._host, _, port = url.removeprefix("http://").partition(":")
@@ -113,8 +113,8 @@ class Client:
         self._idle: list[FirstEvent] = []
 
     async def ask(self, path: str, body: dict[str, object]) -> tuple[float, float]:
-        """Seconds to the first token, and to the last; raises `BrokenOff` without a whole
-        answer."""
+        """Seconds to the first token and to the last. Raises `BrokenOff` if the answer is
+        incomplete."""
         data = msgspec.json.encode(body)
         head = (
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -138,8 +138,8 @@ class Client:
 
 
 def day(capacity: float, rng: random.Random, day_s: float = DAY_S) -> list[float]:
-    """When users come, in seconds from midnight; `capacity`: requests per second that the worker
-    can answer."""
+    """The arrival times of users, in seconds from midnight. `capacity` is the number of requests
+    per second that the worker can answer."""
     arrivals, at = [], 0.0
     most = capacity * max(BURSTS.values())
     while (at := at + rng.expovariate(most)) < day_s:
@@ -149,7 +149,7 @@ def day(capacity: float, rng: random.Random, day_s: float = DAY_S) -> list[float
 
 
 def slices(arrivals: Sequence[float]) -> list[list[tuple[int, float]]]:
-    """The day in slices: the users of each by their numbers, and when they come in it."""
+    """The day in slices: the number of each user, with the arrival time within the slice."""
     parts: list[list[tuple[int, float]]] = [[] for _ in range(SLICES)]
     for number, at in enumerate(arrivals):
         which, since = divmod(at, DAY_S / SLICES)
@@ -158,7 +158,7 @@ def slices(arrivals: Sequence[float]) -> list[list[tuple[int, float]]]:
 
 
 def share(hour: float) -> float:
-    """Of what the worker can do, that users ask of it."""
+    """The load of users at an hour, as a share of the worker's capacity."""
     for begin, load in BURSTS.items():
         if begin <= hour < begin + BURST_H:
             return load
@@ -166,7 +166,7 @@ def share(hour: float) -> float:
 
 
 class Replay:
-    """Users and RL at one gateway."""
+    """Requests of users and RL to one gateway."""
 
     def __init__(self, gateway: str, worker: str, vocabulary: int) -> None:
         self._client = Client(gateway)
@@ -188,7 +188,7 @@ class Replay:
         measured.turn_s.append(turn)
 
     async def users(self, arrivals: Sequence[tuple[int, float]], measured: Measured) -> None:
-        """Each at its time; returns when all are answered."""
+        """Send each request at its time, and return when all are answered."""
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number, at in arrivals:
@@ -197,7 +197,8 @@ class Replay:
 
     @contextlib.asynccontextmanager
     async def rl(self) -> AsyncIterator[None]:
-        """RL samples beside the block: as many sessions as there are slots, and half again."""
+        """Let RL sample while the block runs, with one and a half times as many sessions as there
+        are slots."""
 
         async def sample() -> None:
             while True:
@@ -224,7 +225,7 @@ class Replay:
 
 
 def make_store(folder: Path, max_ttft_s: float | None) -> tuple[str, int]:
-    """A run with random weights, and the size of its vocabulary."""
+    """Make the store of a run with random weights. Return its URL and the vocabulary size."""
     lend = "" if max_ttft_s is None else f"[engine.lend]\nmax_ttft_s = {max_ttft_s:.4f}"
     config = parse(RUN.format(slots=SLOTS, lend=lend))
     store = f"file:{folder}/store"
@@ -242,7 +243,7 @@ def make_store(folder: Path, max_ttft_s: float | None) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def on_processors(chosen: set[int]) -> Iterator[None]:
-    """What the block starts runs on these alone."""
+    """Pin the processes that the block starts to these processors."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, chosen)
     try:
@@ -253,7 +254,7 @@ def on_processors(chosen: set[int]) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def served(folder: Path, max_ttft_s: float | None) -> AsyncIterator[Replay]:
-    """`max_ttft_s`: the worker lends, within this bound."""
+    """Start a gateway and a worker. With `max_ttft_s` the worker lends slots within this bound."""
     store, vocabulary = make_store(folder, max_ttft_s)
     *others, own = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack, on_processors({*others} or {own}):
@@ -330,7 +331,7 @@ def _add(held: dict[str, float], before: dict[str, float], after: dict[str, floa
 
 
 def simulated(days: int = DAYS, day_s: float = DAY_S) -> dict[str, float]:
-    """The medians over days, on this processor and on a GPU."""
+    """The medians over simulated days, on this processor and on a GPU."""
     files = scratch_files(parse(RUN.format(slots=SLOTS, lend="")))
     config = ModelConfig.from_json(files["config.json"])
     costs = {
@@ -349,8 +350,8 @@ def simulated(days: int = DAYS, day_s: float = DAY_S) -> dict[str, float]:
 
 
 def simulate_day(config: ModelConfig, cost: PassCost, seed: int, day_s: float) -> dict[str, float]:
-    """Under virtual time, with RL and without. What RL could have had at most is the time in which
-    the engine stood still without it."""
+    """Play a day under virtual time, with RL and without. The idle time of the engine without RL is
+    the most that RL could have used."""
 
     def lending(max_ttft_s: float) -> Day:
         return Day(config, cost, WORK, SlotPolicy(slots=SLOTS, max_ttft_s=max_ttft_s))

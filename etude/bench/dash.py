@@ -1,15 +1,15 @@
-"""Benchmark of the dashboard over a synthetic run: the real server, asked over HTTP.
+"""Benchmark of the dashboard over a synthetic run: requests over HTTP to the real server.
 
-open_s            until the first answer: the server's start, and all rows, events and entries
+open_s            until the first answer, so starting and reading all rows, events and entries
 filter_*          a page of rollouts with counts and histograms, for filters of all kinds
 view_*            the other views
 session_*_s       a session of 200,000 tokens in a group of four: its conversation, and a page of
                   its tokens
-any_session_*     with --gigabytes: sessions here and there among whole groups of that size in all
-groups_gb         what these groups are, and how long it took to write them
-live_s            from an event in the store to an answer that tells of it
-rss_mib           memory of the server after all that
-page_kb           all files of the page
+any_session_*     with --gigabytes: random sessions among whole groups of that total size
+groups_gb         total size of these groups, with the time to write them
+live_s            from an event in the store to an answer that contains it
+rss_mib           memory of the server at the end
+page_kb           size of all files of the page
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def run(gigabytes: float = 0.0) -> dict[str, float]:
 
 
 def write_run(run: Run) -> None:
-    """Rows as a run leaves them, some events, and one group of long sessions."""
+    """Write rows like those of a run, some events, and one group of long sessions."""
     run.put_config(parse('name = "bench"\n[[stage]]\nkind = "rl"\nsteps = 1000\n'))
     chance, log = random.Random(0), RolloutLog(run.objects)
     rows = [_row(number, chance) for number in range(ROLLOUTS)]
@@ -149,7 +149,7 @@ def _long_row() -> RolloutRow:
 
 
 def _group(id: str, *, attempts: int, tokens: int) -> Group:
-    """`tokens` of each attempt: a multiple of 20."""
+    """A group of attempts with `tokens` tokens each, a multiple of 20."""
     sampled = tokens // 2
     segment = Segment(
         prompt=(1, 2, 3),
@@ -180,8 +180,8 @@ def _group(id: str, *, attempts: int, tokens: int) -> Group:
 
 
 def _write_groups(run: Run, gigabytes: float) -> dict[str, float]:
-    """A group for each of the rows', of different sizes: some are encoded once, and written again
-    and again under other ids."""
+    """Write a group for each of those in the rows. Groups of four different sizes are encoded once
+    and written repeatedly under other ids."""
     began = time.monotonic()
     count = ROLLOUTS // 8
     per_token = len(pack(_group("g000000", attempts=8, tokens=8000))) / 8000
@@ -254,7 +254,7 @@ class Client:
 
 @contextlib.contextmanager
 def server(url: str) -> Iterator[tuple[Client, int]]:
-    """The command that a person would use."""
+    """Start the dashboard by its command."""
     process = subprocess.Popen(
         [sys.executable, "-m", "etude", "dash", url, "--port", "0"],
         stdout=subprocess.PIPE,

@@ -1,18 +1,19 @@
-"""Benchmark of weight deltas: size, and speed of one core at making and applying them.
+"""Benchmark of weight deltas: size, and speed of one core at encoding and applying them.
 
 For each pair of versions (`NAME_before.npy`, `NAME_after.npy`, codes of bf16 numbers as uint16) and
 each codec:
 
-    NAME.CODEC.ratio         bytes of the tensor for one byte of the delta
-    NAME.CODEC.encode_gbps   bytes of the tensor in a second of one core, in units of 1e9
+    NAME.CODEC.ratio         bytes of the tensor per byte of the delta
+    NAME.CODEC.encode_gbps   bytes of the tensor per second on one core, in units of 1e9
     NAME.CODEC.apply_gbps
 
-beside what no codec can beat that knows nothing but the share of each step (`NAME.bound_iid`), or
-that share for each exponent of the old number (`NAME.bound_exponent`). `fast` and `reference` are
-ours, with the same bytes; the others are what is published elsewhere, written anew: `xor_zstd1`
-compresses the exclusive or, `gap_value_zstd1` the distances between changes and the new numbers,
-`raw_index` sends a 4-byte place and a number for each change. Every round trip is checked. Time is
-that of the core, so that other work on the machine counts little; the best of a few rounds.
+Bounds on the ratio are `NAME.bound_iid`, for a codec that knows only the frequency of each step,
+and `NAME.bound_exponent`, for one that knows it for each exponent of the old number. `fast` and
+`reference` are ours and produce the same bytes; the others reimplement published codecs:
+`xor_zstd1` compresses the exclusive or, `gap_value_zstd1` the gaps between changes and the new
+numbers, and `raw_index` sends a 4-byte index and a number for each change. Every round trip is
+checked. Times are CPU time, so that other load on the machine counts little, and the best of a few
+rounds.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ ROUNDS = 7
 MADE_ELEMENTS = 2_000_000
 
 Codec = tuple[Callable[[Array, Array], list[bytes]], Callable[[Array, list[bytes], Array], None]]
-"""(old, new) -> the delta, in one part or several; (old, delta, out) writes the new version to
-`out`."""
+"""A pair of functions: (old, new) -> the delta in one or more parts, and (old, delta, out), which
+writes the new version to `out`."""
 
 
 def run(pairs: str | None = None) -> dict[str, float]:
@@ -87,7 +88,7 @@ def read(folder: Path) -> dict[str, tuple[Array, Array]]:
 
 
 def make() -> tuple[Array, Array]:
-    """A layer as large models have it, before and after one step of Adam at a learning rate of
+    """Make a layer typical of large models, before and after one step of Adam at a learning rate of
     1e-6."""
     random = np.random.default_rng(0)
     master = random.normal(0, 0.02, MADE_ELEMENTS).astype(np.float32)
@@ -101,7 +102,7 @@ def to_bf16(values: NDArray[np.float32]) -> Array:
 
 
 def bounds(old: Array, new: Array) -> tuple[float, float]:
-    """Ratios at the entropy of the steps: all alike, and given the old exponent."""
+    """Ratios at the entropy of the steps, unconditional and given the old exponent."""
     steps = (
         reference.ranks(BF16, new).astype(np.int64) - reference.ranks(BF16, old).astype(np.int64)
     ) % (1 << 16)

@@ -1,16 +1,16 @@
-"""Benchmark of diagnostics after an edit: how long language servers take for a text that no file
-has yet.
+"""Benchmark of diagnostics after an edit: latency of language servers for text that is not saved
+yet.
 
-A package of 24 modules lies in a sandbox. One of them is changed again and again, now with a
-mistake and now without, and never saved. A round trip is what the edit tool waits for: the text to
-every server, and the complaints of all.
+A sandbox contains a package of 24 modules. One module is changed again and again, alternately with
+and without a mistake, and never saved. A round trip is the wait of the edit tool: it sends the text
+to every server and collects the diagnostics of all.
 
-    edits                     round trips
-    p50_ms, p95_ms            of them
-    first_ms                  of the first one, which starts the servers
-    ruff.p50_ms, ty.p50_ms    of each alone; a server that is not installed is left out
-    noticed                   share of the mistakes that were complained about
-    untouched                 1 if the file on disk is what it was
+    edits                     number of round trips
+    p50_ms, p95_ms            their percentiles
+    first_ms                  the first one, which starts the servers
+    ruff.p50_ms, ty.p50_ms    each server alone; a server that is not installed is left out
+    noticed                   share of the mistakes with a diagnostic
+    untouched                 1 if the file on disk is unchanged
 """
 
 from __future__ import annotations

@@ -1,32 +1,32 @@
 """Benchmark of speculative edits: forward passes over real edits, and time.
 
-*Passes.* Edits are taken from a git history (`--repo DIR`, by default the directory that this is
-run in): a file before and after a commit, 40 to 600 lines, at least half of them kept. The file as
-it was is prompt and prediction, and the model is one that knows the answer: engine, scheduler and
-drafts are the real ones, but nothing is computed, and what is drawn is the file as it became.
+*Passes.* Edits are taken from a git history (`--repo DIR`, by default the current directory): a
+file before and after a commit, 40 to 600 lines, at least half of them kept. The old file is prompt
+and prediction. Engine, scheduler and drafts are real, but nothing is computed: the sampled tokens
+are those of the new file.
 
     edits.count               edits, the newest first
-    edits.tokens_per_pass     tokens of all answers, over the passes that drew them
-    edits.median, .decile     the same by edit: the median, and what nine in ten edits reach
-    edits.accepted_share      of the tokens that were drafted
-    all.count, all.tokens_per_pass    with those that kept less than half: files that were written
-                                      anew
+    edits.tokens_per_pass     tokens of all answers, over the passes that sampled them
+    edits.median, .decile     the same per edit: the median, and the value that nine in ten reach
+    edits.accepted_share      share of the drafted tokens that were accepted
+    all.count, all.tokens_per_pass    including edits that kept less than half, so rewritten files
 
-*Time.* A file of 200 lines, of which one is changed. Every pass is computed in full by a real
-model, but what is drawn is scripted, since no small model would write the file by itself. `plain`
-is the same without a prediction; on a CPU the rate of its first tokens stands for the rest, which
-favours it a little, as later tokens see a longer context. The time to read the prompt is in both.
+*Time.* One line of a file of 200 lines is changed. Every pass is computed in full by a real model,
+but the sampled tokens are scripted, since no small model would write the file by itself. `plain` is
+the same without a prediction; on a CPU its time is extrapolated from the rate of its first tokens,
+which favours it a little, as later tokens see a longer context. Both include the time to read the
+prompt.
 
     smollm2.seconds, .plain_seconds, .speedup, .tokens_per_pass   SmolLM2-135M (`--model DIR`), or
                                                                   its shape, in bf16
     qwen3-0.6b.bN.*                                           the same with N requests at once, on a
                                                               CUDA device
 
-*The answer.* On a CUDA device: what the model really says, with and without a prediction, at
+*The answer.* On a CUDA device: the model's own answers, with and without a prediction, at
 temperature 0.
 
-    qwen3-0.6b.same_tokens              how many of 256 tokens are the same from the first on
-    qwen3-0.6b.logprob_difference       the largest among these
+    qwen3-0.6b.same_tokens              length of the common prefix, out of 256 tokens
+    qwen3-0.6b.logprob_difference       the largest difference of log-probs in it
 
 On a bare CUDA image, without the passes: python -m etude.bench.edits --json
 """
@@ -60,7 +60,7 @@ from etude.model.lora import Adapter
 from etude.model.transformer import Transformer
 
 MOST = 100
-"""Edits that are looked at."""
+"""Most edits that are taken."""
 SUFFIXES = (".py", ".ts", ".tsx", ".js", ".go", ".rs", ".c", ".h", ".java")
 PLAIN_TOKENS = 64
 CHECKED = 256
@@ -77,7 +77,7 @@ class Edit:
 
     @property
     def kept(self) -> float:
-        """Share of the lines of the file that were there before."""
+        """Share of the lines of the new file that the old one contains."""
         lines = self.after.splitlines()
         return sum((Counter(lines) & Counter(self.before.splitlines())).values()) / len(lines)
 
@@ -101,7 +101,7 @@ def tokenizer(files: Mapping[str, bytes]) -> Encode:
 
 
 def words() -> Encode:
-    """Where there is no tokenizer: a token for every word, blank and sign."""
+    """A stand-in for a missing tokenizer: one token for every word, whitespace and sign."""
     known: dict[str, int] = {}
     return lambda text: [
         known.setdefault(word, len(known)) for word in re.findall(r"\w+|\s+|[^\w\s]", text)
@@ -149,8 +149,8 @@ def _git(repo: Path, *arguments: str) -> bytes:
 
 
 class ScriptedRunner:
-    """A runner whose model knows the answers, by number of arrival. Without a runner beneath it
-    nothing is computed."""
+    """A runner that samples scripted answers, by number of arrival. It computes each pass by the
+    runner that it wraps, or not at all without one."""
 
     def __init__(
         self, runner: ModelRunner | None, answers: Sequence[tuple[Tokens, Tokens]]
@@ -164,7 +164,7 @@ class ScriptedRunner:
         self.num_windowed_blocks = runner.num_windowed_blocks if runner else 0
         self.overlaps = runner is not None and runner.overlaps
         self.num_passes = 0
-        """That drew."""
+        """Number of passes that sampled tokens."""
 
     def launch(self, batch: ForwardBatch) -> Callable[[], SamplerOutput]:
         read = (
@@ -209,7 +209,7 @@ def write(
     answers: Sequence[tuple[Tokens, Tokens]],
     predictions: Sequence[Tokens],
 ) -> Written:
-    """All at once. Without predictions plainly."""
+    """Measure the writing of all answers at once. Without predictions nothing is drafted."""
     knowing = ScriptedRunner(runner, answers)
     engine = Engine(
         model, max_num_seqs=max(2, len(answers)), max_batched_tokens=1024, runner=knowing
@@ -267,7 +267,7 @@ def _rate(written: Sequence[Written]) -> float:
 
 
 def one_line_change() -> Edit:
-    """A real file of 200 lines, and one of them changed."""
+    """A change of one line in a real file of 200 lines."""
     lines = (
         (Path(__file__).parent.parent / "engine/scheduler.py")
         .read_text()
@@ -311,7 +311,7 @@ def on_cuda(name: str = "qwen3-0.6b") -> dict[str, float]:
     before, after = tuple(encode(edit.before)), tuple(encode(edit.after))
     found: dict[str, float] = {}
     for batch in (1, 8):
-        # Another first token each, so that they share nothing.
+        # A different first token each, so that they share no prefix.
         answers = [((number, *before), after) for number in range(batch)]
         runner = CudaRunner(model, 1024, max(2, batch))
         write(model, runner, answers, [before] * batch)  # warms up

@@ -1,20 +1,21 @@
 """Benchmark of the engine on a CUDA device: tokens per second, and share of the roofline.
 
-Models have the shapes of public ones and random weights. `batch` requests are always under way:
-prompts of 256 tokens, 128 new ones each, of the class batch as those of rollouts are, and whoever
-finishes is replaced at once. The first ones are of staggered lengths, so that requests come and go
-in every part of the measurement. For each shape and batch:
+Models have the shapes of public ones and random weights. `batch` requests are always under way,
+with prompts of 256 tokens and 128 new ones each, and with the priority `batch` like those of
+rollouts. A finished request is replaced at once. The first ones have staggered lengths, so that
+requests come and go in every part of the measurement. For each shape and batch:
 
-    tokens_per_s               drawn tokens over wall time
-    roofline_share             the time in which the device could have read the weights once a pass
-                               and the keys and
-                               values of all sequences, by its measured bandwidth, over the wall
-                               time less the time
-                               that the device spent on prompts (which is arithmetic)
+    tokens_per_s               sampled tokens over wall time
+    roofline_share             the time in which the device could have read the weights once per
+                               pass and the keys and values of all sequences, by its measured
+                               bandwidth, over the wall time minus the time that the device spent on
+                               prompts (which is arithmetic)
     roofline_share_in_all      the same over the whole wall time
-    limit_share                that time and the time for the arithmetic of the prompts, at the rate
-                               of a large product measured in this run, over the whole wall time
-    transformers_tokens_per_s  `generate` of transformers with as many rows, in the same run
+    limit_share                that time plus the time for the arithmetic of the prompts, at the
+                               rate of a large product measured in this run, over the whole wall
+                               time
+    transformers_tokens_per_s  `generate` of transformers with the same number of rows, in the same
+                               run
     transformers_continuous_tokens_per_s   its continuous batching
 
 Imports torch and numpy only, so that it runs on a bare CUDA image: python -m
@@ -50,7 +51,7 @@ from etude.train.flops import forward_flops, matrix_flops
 
 PROMPT, NEW = 256, 128
 CHUNK = CHUNK_TOKENS["cuda"]
-"""Tokens of prompts in a pass, at most."""
+"""Most prompt tokens in a pass."""
 
 
 def _qwen3(
@@ -144,8 +145,8 @@ SHAPES = {
         ),
     ),
 }
-"""Those of public models; and beside the dense one of 0.6B others of its size: with windows in
-every second layer, with the layers of Gemma 3, and with recurrent layers as in Qwen3-Next."""
+"""Shapes of public models, and variants of the dense one of 0.6B: with windows in every second
+layer, with the layers of Gemma 3, and with recurrent layers as in Qwen3-Next."""
 BATCHES = (1, 64, 256)
 
 
@@ -165,7 +166,7 @@ def random_model(config: ModelConfig) -> Transformer:
 
 
 def bandwidth() -> float:
-    """Bytes per second of a copy on the device, read and written ones counted."""
+    """Bytes per second, read and written, of a copy on the device."""
     source = torch.empty(1 << 30, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
     seconds = min(_timed(lambda: target.copy_(source)) for _ in range(10))
@@ -181,7 +182,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 class CountingRunner:
-    """A runner that also counts what its passes must read."""
+    """A runner that also counts the bytes that its passes must read."""
 
     overlaps = True
 
@@ -221,8 +222,8 @@ class CountingRunner:
 
 
 def cache_bytes(c: ModelConfig, lengths_B: Ints, *, fp8: bool = False) -> int:
-    """What a pass with one new token of each sequence reads of keys and values, and reads and
-    writes of states."""
+    """Bytes of keys and values that a pass with one new token per sequence reads, plus the bytes of
+    states that it reads and writes."""
     windows = [
         c.layer_features(layer).window or c.max_position_embeddings for layer in c.cached_layers
     ]
@@ -236,12 +237,12 @@ class Served:
     seconds: float
     tokens: int
     prompts: int
-    """That were read."""
+    """Number of prompts that were read."""
     prompt_seconds: float
-    """Of the device, on prompts."""
+    """Device time spent on prompts."""
     passes: int
     bytes_read: int
-    """Sum over the passes of what they read beside the weights."""
+    """Bytes that all passes read, apart from the weights."""
 
 
 def serve(
@@ -251,8 +252,8 @@ def serve(
     num_tokens: int,
     prompt_tokens: int = PROMPT,
 ) -> Served:
-    """Keeps `batch` requests under way until all of the first ones are gone and `num_tokens` more
-    were drawn."""
+    """Keep `batch` requests under way until all of the first ones have finished and `num_tokens`
+    more were sampled."""
     rng = np.random.default_rng(0)
     vocabulary = engine.vocab_size
     added = 0
@@ -295,21 +296,21 @@ def serve(
 
 
 def weight_bytes(model: Transformer, active: float) -> float:
-    """What one pass reads of the weights, if it uses `active` experts of each layer that has
-    some."""
+    """Bytes of the weights that one pass reads, if it uses `active` experts of each layer that has
+    experts."""
     embedding = model.model.embed_tokens.weight
     in_fp8 = {id(own.weight) for own in model.quantised_layers()}
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter is embedding and model.lm_head is not None:
-            continue  # a row or two of it
+            continue  # a pass reads only a few of its rows
         share = active / len(parameter) if ".experts." in name else 1.0
         total += (parameter.numel() if id(parameter) in in_fp8 else parameter.nbytes) * share
     return total
 
 
 def active_experts(counting: CountingRunner) -> float:
-    """How many experts of a layer the last pass used, mean over the layers."""
+    """The number of experts that the last pass used, mean over the layers."""
     record = counting.runner.expert_ids
     if record is None:
         return 0.0
@@ -319,7 +320,7 @@ def active_experts(counting: CountingRunner) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What it reaches, measured."""
+    """The measured limits of a device."""
 
     bytes_per_s: float
     flops: float

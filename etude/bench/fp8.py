@@ -1,19 +1,20 @@
-"""Benchmark of FP8 beside bf16 on a CUDA device: decoding, the trainer's forward pass, and how far
-trainer and engine are apart.
+"""Benchmark of FP8 against bf16 on a CUDA device: decoding, the trainer's forward pass, and the
+train/inference mismatch.
 
 Random weights in the shape of Qwen3-8B (`decode`: whole; `forward`: `LAYERS` of its layers, without
 the head; `k3`: a smaller model of many layers):
 
     decode.KIND.tokens_per_s     64 requests that come and go, prompts of 256 tokens, 128 new ones
     decode.KIND_over_bf16        the same over that of bf16
-    forward.KIND.tokens_per_s    8 rows of 2,048 tokens, compiled as in a run, gradients to follow
+    forward.KIND.tokens_per_s    8 rows of 2,048 tokens, compiled as in a run, recording for the
+                                 backward pass
     forward.KIND_over_bf16
-    k3.TRAINER.ENGINE            mean over tokens that the engine drew
+    k3.TRAINER.ENGINE            mean over tokens that the engine sampled
     k3.KIND_over_bf16            the trainer of this kind over the one in bf16, both against the
                                  engine of this kind
 
-KIND, TRAINER and ENGINE are bf16, fp8, or fp8-kv: FP8 with keys and values in FP8, too; each of the
-last two also with -invariant: with batch-invariant arithmetic.
+KIND, TRAINER and ENGINE are bf16, fp8, or fp8-kv (FP8 with keys and values in FP8 too); the last
+two also exist with the suffix -invariant, for batch-invariant arithmetic.
 Imports torch and numpy only, so that it runs on a bare CUDA image: python -m etude.bench.fp8 --json
 """
 
@@ -123,7 +124,7 @@ def _k3(kinds: Sequence[str]) -> dict[str, float]:
 
 
 def _trainer(plain: Transformer, kind: str) -> Transformer:
-    """The model as a trainer of that kind has it."""
+    """The model with the arithmetic of a trainer of that kind."""
     arithmetic = KINDS[kind]
     model = copy.deepcopy(plain).compute_with(arithmetic.but(invariant=False))
     if not arithmetic.invariant:

@@ -1,17 +1,18 @@
-"""The gateway before fake workers, which answer at a pace of their own: what it adds to a turn.
+"""Benchmark of the gateway in front of fake workers, which answer at a fixed pace: the time that it
+adds to a turn.
 
-`make bench-gateway` installs LiteLLM's proxy in an environment of its own and runs this. One after
-the other, with the same sessions: the worker alone, Etude's gateway before it (recording every
-session, journal and all), and LiteLLM's proxy if it is there.
+`make bench-gateway` installs LiteLLM's proxy in an environment of its own and runs this. Three
+servers take the same sessions one after the other: the worker alone, Etude's gateway in front of it
+(recording every session, with the journal), and LiteLLM's proxy if it is installed.
 
-    turns_per_s          answers that were whole, by the time from the first question to the last
+    turns_per_s          complete answers, by the time from the first request to the last
     added_p50_ms, p99    time of a turn beyond that of the worker alone, percentile by percentile
-    first_added_*        the same of the time to the first token
+    first_added_*        the same for the time to the first token
     light.*              the same with a twentieth of the sessions
-    rss_mb, rss_growth   of the gateway, after one pass, and what a second one adds
-    cpu_ms               processor time of the gateway, or of the proxy, for one turn
-    worker_cpu_ms        the same of the fake worker
-    client_cpu_ms        and of the clients
+    rss_mb, rss_growth   memory of the gateway after one pass, and the growth by a second one
+    cpu_ms               processor time of the gateway, or of the proxy, per turn
+    worker_cpu_ms        the same for the fake worker
+    client_cpu_ms        the same for the clients
 
 With `--kills`, gateway and workers are killed every few seconds instead, and every acknowledged
 turn must be recorded once.
@@ -53,12 +54,12 @@ SESSIONS = 1000
 TURNS = 20
 KILL_TURNS = 40
 LIGHT = 20
-"""The light load has so many times fewer sessions."""
+"""The light load has this many times fewer sessions."""
 TOKENS = 8
 FIRST_S = 0.1
 EACH_S = 0.05
 LIMIT_S = 60.0
-"""Of a pass, for machines that cannot keep up."""
+"""Time limit of a pass, for machines that cannot keep up."""
 
 
 def run(sessions: int = SESSIONS, kills: bool = False, shards: int = 1) -> dict[str, float]:
@@ -83,7 +84,7 @@ async def compare(folder: Path, sessions: int, shards: int) -> dict[str, float]:
             each.kill()
         try:
             figures |= await litellm_side(stack, folder, worker, alone, sessions)
-        except EtudeError as e:  # what was measured before stays
+        except EtudeError as e:  # keep the figures so far
             print(e, file=sys.stderr)
     return figures | {"load_after": os.getloadavg()[0]}
 
@@ -134,7 +135,7 @@ async def litellm_side(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What was measured before one server: a few sessions at once, then all."""
+    """Measurements of one server: with a few sessions at once, then with all."""
 
     name: str
     light: Measured

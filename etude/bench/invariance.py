@@ -1,13 +1,12 @@
-"""Benchmark of batch invariance: time with it over time without, less 1, at 1, 64 and 256 requests
-at once.
+"""Benchmark of batch invariance: its cost in time, at 1, 64 and 256 requests at once.
 
-    cost_bN                    0.05: five percent slower
-    bN.tokens_per_s            new tokens a second without it, the time for prompts included
-    bN.invariant_tokens_per_s  and with it
+    cost_bN                    time with it over time without, minus 1: 0.05 is 5 % slower
+    bN.tokens_per_s            new tokens per second without it, the time for prompts included
+    bN.invariant_tokens_per_s  the same with it
 
-With a CUDA device: the kernels of the engine on random weights of the shape of Qwen3-0.6B, prompts
-of 256 tokens and 128 new ones, requests that come and go. Otherwise a small model on the CPU. Both
-sides are measured in turn, in one process.
+On a CUDA device: the kernels of the engine on random weights of the shape of Qwen3-0.6B, with
+prompts of 256 tokens and 128 new ones, requests that come and go. Otherwise: a small model on the
+CPU. Both sides are measured alternately in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SMALL = ModelConfig(
 )
 
 Rate = Callable[[int, bool], float]
-"""(requests at once, with invariant arithmetic) -> new tokens a second"""
+"""(requests at once, with invariant arithmetic) -> new tokens per second"""
 
 
 def run() -> dict[str, float]:

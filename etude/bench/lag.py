@@ -1,15 +1,15 @@
 """Benchmark of staleness: the demo's rl with a lag of 0, 2 and 8, and at 8 with every correction.
 
-All runs start from the weights of one mid-training and imitation, those of the demo, and train for
-as many steps on the same tasks. There are as many sessions at once as a lag has room for, so that
-the lag is really there. For each run:
+All runs start from the same weights, after the demo's mid-training and imitation, and train for the
+same number of steps on the same tasks. The number of concurrent sessions fills the lag, so that it
+is really reached. For each run:
 
     solved   share of 1,200 held-out tasks; its standard error is 0.014
-    lag      mean of the sampled tokens, once the run is under way
+    lag      mean over the sampled tokens, after the first steps
     k3       mean over the steps
-    capped   share of the tokens whose importance weight was cut or taken away
+    capped   share of the tokens whose importance weight was truncated or masked
 
-Takes about 45 minutes on two cores; where there are more, a run for every two goes side by side.
+Takes about 45 minutes on two cores. With more cores, one run per two cores goes in parallel.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def run() -> dict[str, float]:
 
 
 def _take_cores(pairs: SimpleQueue[list[int]]) -> None:
-    """This thread, and all processes that it starts, have two cores: a run that saw all of them
-    would want as many threads in each process."""
+    """Pin this thread, and all processes that it starts, to two cores: a run that saw all cores
+    would start as many threads in each process."""
     os.sched_setaffinity(0, pairs.get())
 
 

@@ -1,14 +1,14 @@
 """Benchmark of one long session on a CUDA device: read, continued and trained on.
 
-Random weights in the shape of a public model, and one session of `TOKENS` tokens. The engine reads
-all but the last `NEW` of them and draws those; the trainer then takes a step of rl on the whole,
-with gradient checkpointing:
+The model has random weights in the shape of a public one, and the session has `TOKENS` tokens. The
+engine reads all but the last `NEW` of them and samples those; the trainer then takes a step of rl
+on the whole session, with gradient checkpointing:
 
-    prompt_s               until the first token is drawn
-    decode_tokens_per_s    of the tokens after it
-    engine_peak_gib        at most in use on the device meanwhile
-    train_s                the second step; the first one compiles
-    train_peak_gib         at most in use on the device, optimizer included
+    prompt_s               time to the first sampled token
+    decode_tokens_per_s    rate of the tokens after it
+    engine_peak_gib        peak memory of the device in this time
+    train_s                time of the second step; the first one compiles
+    train_peak_gib         peak memory of the device, optimizer included
 
 Imports torch and numpy only: python -m etude.bench.long_context --json [--shape qwen3-0.6b]
 """

@@ -1,15 +1,15 @@
 """Benchmark of asynchrony: the same tasks, weights and number of trained groups, with `max_lag` 0
 and 2.
 
-Both runs start from the weights of one short imitation stage. It is shown the few tasks that are
-then trained on, so that most groups hold both successes and failures: what is measured is the loop,
-not the luck of a model that solves nothing. Tool calls take `TOOL_DELAY_S` longer than they need,
-as compilers and test suites do. For each lag:
+Both runs start from the weights of one short imitation stage on the few tasks that are then trained
+on, so that most groups contain both successes and failures: the benchmark measures the loop, not
+the luck of a model that solves nothing. Tool calls are delayed by `TOOL_DELAY_S`, as if they ran
+compilers and test suites. For each lag:
 
     seconds        from the first admission to the last step
     trainer_busy   share of that time in which the trainer computed
     engine_busy    share of that time in which the workers computed, mean over regions
-    rollouts_per_s finished sessions, also those that taught nothing
+    rollouts_per_s finished sessions, including those that taught nothing
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ def run() -> dict[str, float]:
 
 
 def execute(folder: Path, config: str) -> Run:
-    """A whole run by the command that a person would use; returns what it left in its store."""
+    """Execute a whole run by `etude run`. Return the finished run."""
     file = folder.with_suffix(".toml")
     file.write_text(config)
     done = subprocess.run(
         [sys.executable, "-m", "etude", "run", str(file), "--dir", str(folder)],
-        # how far it is, for whoever watches
+        # shows progress on a terminal
         stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -118,7 +118,7 @@ def execute(folder: Path, config: str) -> Run:
 
 
 def export(run: Run, directory: Path) -> None:
-    """The newest weights of a run, for others to start from."""
+    """Write the newest weights of a run to a directory, for other runs to start from."""
     newest = find_newest(run.objects)
     assert newest is not None
     write_directory(
@@ -135,8 +135,8 @@ def events(run: Run) -> list[Stamped[Event]]:
 
 
 def metrics(events: Sequence[Stamped[Event]]) -> dict[str, float]:
-    """Of one run, from what its processes noted. Starting them, and evaluations, lie outside the
-    time that counts."""
+    """The figures of one run from its events. The measured time excludes startup and
+    evaluations."""
     start = min(e.t - e.record.seconds for e in events if isinstance(e.record, GroupDone))
     end = max(e.t for e in events if isinstance(e.record, StepDone))
     during = [e.record for e in events if start <= e.t <= end]

@@ -1,20 +1,20 @@
-"""Benchmark of adapters (LoRA) in the engine: how fast requests decode that have many of them.
+"""Benchmark of adapters (LoRA) in the engine: decoding speed of requests with many adapters.
 
-Random weights in the shape of a public model, in two engines: one that was made without adapters,
-and one that holds as many as are asked for, each on all matrices of attention and MLP. B requests
-(`--batch`, 64 by default) with prompts of 32 tokens decode together:
+Random weights in the shape of a public model, in two engines: one without adapters, and one with as
+many as are requested, each on all matrices of attention and MLP. B requests (`--batch`, 64 by
+default) with prompts of 32 tokens decode together:
 
     bB.base.tokens_per_s          by the engine without adapters
-    bB.none.tokens_per_s          by the engine with adapters, when no request has one
-    bB.aN.tokens_per_s            when the requests have N different adapters in turn, for N of
+    bB.none.tokens_per_s          by the engine with adapters, when no request uses one
+    bB.aN.tokens_per_s            when the requests cycle through N different adapters, for N of
                                   `--counts`: 1, 8 and 64 by default, and at most B
-    bB.none.share, bB.aN.share    of `base`
-    bB.aN.share_by_reads          the share that would be left if adapters cost nothing but their
-                                  reads, one after the other, at the measured bandwidth (CUDA)
-    aN.adapter_gib                what N adapters weigh, at `--rank`
+    bB.none.share, bB.aN.share    as a share of `base`
+    bB.aN.share_by_reads          the share to expect if adapters cost only their reads, one after
+                                  the other, at the measured bandwidth (CUDA)
+    aN.adapter_gib                size of N adapters, at `--rank`
 
-Only steps in which all requests decode are counted. Each figure is printed when it is found: most
-of the time goes into capturing the graphs of the two engines, not into what is measured. Imports
+Only steps in which all requests decode are counted. Each figure is printed as soon as it is known:
+most of the time goes into capturing the graphs of the two engines, not into measuring. Imports
 torch and numpy only, so that it runs on a bare CUDA image: python -m etude.bench.lora --json
 --device cuda --shape qwen3-0.6b --rank 8 --batch 64 256 --counts 64
 """
@@ -40,7 +40,7 @@ from etude.model.transformer import Transformer, init_from_scratch
 
 PROMPT = 32
 MAX_BATCHED_TOKENS = 2048
-"""As many as the largest graph takes: whatever is larger would be compiled on the way."""
+"""Size of the largest graph: a larger pass would be compiled during the measurement."""
 SMALL = ModelConfig(
     vocab_size=2048,
     hidden_size=128,
@@ -111,7 +111,7 @@ def _model(device: str, shape: str) -> Transformer:
 
 
 def _bandwidth() -> float:
-    from etude.bench.engine_cuda import bandwidth  # brings Triton
+    from etude.bench.engine_cuda import bandwidth  # imports Triton
 
     return bandwidth()
 
@@ -132,7 +132,7 @@ def _engine(model: Transformer, batch: int, steps: int, adapters: AdapterLimits 
 def _load(
     engine: Engine, lora: LoraConfig, shapes: Mapping[str, torch.Size], count: int, device: str
 ) -> list[str]:
-    """Load so many random adapters, and return their names."""
+    """Load `count` random adapters, and return their names."""
     names = [f"adapter {number}" for number in range(count)]
     for number, name in enumerate(names):
         engine.load_adapter(name, _random(lora, shapes, number, device))
@@ -140,7 +140,7 @@ def _load(
 
 
 def _shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, torch.Size]:
-    """Of the tensors of an adapter, by their published names."""
+    """Shapes of an adapter's tensors, by their published names."""
     with torch.device("meta"):
         shell = add_adapter(Transformer(config), lora, 0)
     tensors = split_tensors(hf_tensors(shell))[1]
@@ -148,7 +148,7 @@ def _shapes(config: ModelConfig, lora: LoraConfig) -> dict[str, torch.Size]:
 
 
 def _random(lora: LoraConfig, shapes: Mapping[str, torch.Size], seed: int, device: str) -> Adapter:
-    """In the type that adapters are published in."""
+    """A random adapter in the dtype in which adapters are published."""
     generator = torch.Generator(device).manual_seed(seed)
     return Adapter(
         lora,
@@ -167,7 +167,7 @@ def _decoded(engine: Engine, batch: int, steps: int, names: Sequence[str]) -> fl
         engine.add(
             Request(prompt=prompt, max_tokens=2 * steps, seed=number, adapter=adapter), str(number)
         )
-    for _ in range(steps // 2):  # prompts, and what is compiled
+    for _ in range(steps // 2):  # prompts and compilation
         engine.step()
     _wait()
     began = time.perf_counter()

@@ -1,11 +1,12 @@
-"""What the simulator predicts, beside what a run does: the rl of the demo, whole, on this machine.
-The run says how long the parts take (a session, a step of the trainer, weights on their way) and
-how many groups have signal; the simulator plays the run from those alone.
+"""Prediction of the simulator against a real run: the whole rl stage of the demo on this machine.
+The run measures the durations of its parts (a session, a step of the trainer, the delivery of
+weights) and the share of groups with signal; the simulator plays the run from these alone.
 
-`steps_per_hour` is of the run, `predicted` the simulator's, `error` their difference as a share of
-the former; wanted is 0.15 at most. `early.*` is the same with the parts of the first steps, for the
-rest of the run: what could be told while it runs, and is off by what the policy learns meanwhile.
-`parts.*` are what went in. Nothing else may run beside it. Takes as long as `etude demo`."""
+`steps_per_hour` is that of the run, `predicted` the simulator's, and `error` their difference as a
+share of the former; the goal is at most 0.15. `early.*` predicts the rest of the run from the parts
+of its first steps. Such a prediction can be made while a run goes on, and is off by what the policy
+learns later. `parts.*` are the inputs. Nothing else may run on the machine. Takes as long as `etude
+demo`."""
 
 from __future__ import annotations
 
@@ -29,29 +30,29 @@ from etude.simulate.scenario import Scenario
 from etude.store.codec import Stamped
 
 FIRST = 15
-"""The first steps, of `early`."""
+"""Number of first steps for `early`."""
 SEEDS = 10
 ROUNDS = 8
-"""Pieces of a session: each takes as long as the sessions at its beginning let it."""
+"""Pieces of a session: the duration of each depends on the number of sessions at its beginning."""
 EVEN = math.sqrt(3)
-"""Half the width of an even distribution over its standard deviation."""
+"""Half the width of a uniform distribution over its standard deviation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What a part of the loop takes, by measurement."""
+    """The measured durations of the parts of the loop."""
 
     session_s: float
     at_once: float
-    """Sessions under way at a time, on average over the sessions: all share the cores."""
+    """Concurrent sessions, averaged over the sessions: all share the cores."""
     session_spread: float
-    """Half the width of the even distribution in which sessions of one group vary, as a share of
-    the mean."""
+    """Half the width of the uniform distribution of the sessions of one group, as a share of the
+    mean."""
     task_spread: float
-    """The same of what the sessions of a group have in common."""
+    """The same for the part that the sessions of a group have in common."""
     train_s: float
     live_s: float
-    """From the end of a step until every request is begun with its weights."""
+    """Time from the end of a step until every new request begins with its weights."""
     with_signal: float
 
 
@@ -96,7 +97,7 @@ def _compared(real: float, predicted: float) -> dict[str, float]:
 
 
 def _sessions(told: Sequence[Stamped[Event]]) -> list[tuple[float, float, str]]:
-    """Begin, seconds and group of each."""
+    """The start time, duration in seconds and group of each session."""
     return [
         (e.t - e.record.seconds, e.record.seconds, group_of(e.record.id))
         for e in told
@@ -116,7 +117,7 @@ def parts_of(told: Sequence[Stamped[Event]]) -> Parts:
         )
         for began, seconds, _ in sessions
     ]
-    # What a session would take if it were alone, as a share of the mean, by groups.
+    # Duration of each session if it ran alone, as a share of the mean, by group.
     alone_s = session_s / fmean(at_once)
     paces = defaultdict[str, list[float]](list)
     for (_, seconds, group), others in zip(sessions, at_once, strict=True):
@@ -139,8 +140,8 @@ def parts_of(told: Sequence[Stamped[Event]]) -> Parts:
 
 
 def scenario_of(config: RunConfig, stage: RolloutStageConfig, parts: Parts) -> Scenario:
-    """Turns and tools are taken together. The workers share the cores, so that a session at one of
-    them is slowed down by those of all."""
+    """The scenario of the stage. Turns and tools are modelled together. The workers share the
+    cores, so that a session on one of them is slowed down by the sessions of all."""
     workers = len(config.engine.regions)
     return Scenario(
         steps=stage.steps,
@@ -162,14 +163,14 @@ def scenario_of(config: RunConfig, stage: RolloutStageConfig, parts: Parts) -> S
         swap_s=0.0,
         delta_bytes=0,
         with_signal=parts.with_signal,
-        # The pieces of a session vary by more than their sum.
+        # The pieces of a session vary more than their sum.
         spread=min(1.0, parts.session_spread * math.sqrt(ROUNDS)),
         task_spread=min(1.0, parts.task_spread),
     )
 
 
 def predict(scenario: Scenario, first: int = 0) -> float:
-    """Steps an hour after the `first` ones."""
+    """Predicted steps per hour after the `first` steps."""
     seconds = [
         play(scenario, seed).seconds
         - (play(replace(scenario, steps=first), seed).seconds if first else 0.0)

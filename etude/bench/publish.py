@@ -2,20 +2,20 @@
 
 `--model DIR` is a Hugging Face directory (`make model` fetches SmolLM2-135M); without one, a small
 fresh model. Launcher, trainer, gateway, two workers, sandboxes and sessions are those of `etude
-run`, at a learning rate of 1e-6. Two things are the benchmark's own. Rewards are 1 and 0 in turn:
-such a model repairs nothing, and a group without a difference teaches nothing. So the gradients are
-real, and what they lead to is not. And an observer asks the gateway after each version for the root
-that the workers derive from the tensors that they compute with; it must be the one that the trainer
-derived from its own.
+run`, at a learning rate of 1e-6, with two differences. Rewards alternate between 1 and 0, since
+such a model solves no task, and a group without a difference teaches nothing: the gradients are
+real, but what they teach is meaningless. And an observer asks the gateway after each version for
+the root hash that each worker computes from its tensors; it must equal the one that the trainer
+computed from its own.
 
-    ratio, ratio_least       bytes of the model for a byte that a step published; the same of the
+    ratio, ratio_least       bytes of the model per byte that a step published; the same for the
                              largest step
     equal                    versions at which both workers were bit-equal to the trainer, of
                              `versions`
-    pause_ms_p50, _max       for which a worker's engine stood still at a swap
+    pause_ms_p50, _max       pause of a worker's engine at a swap
     live_s                   from a version's commit until both workers serve it, mean
-    stall_ms, stall_share    for which the trainer waited in a step for copying and publishing,
-                             mean; over step_s
+    stall_ms, stall_share    time per step for which the trainer waited for copying and publishing,
+                             mean; the same over step_s
     late_ratio               bytes that a late joiner downloads, over those of the model; it must be
                              bit-equal too
 """
@@ -91,13 +91,13 @@ class Seen:
     """Observations of the workers."""
 
     equal: int
-    """Versions."""
+    """Number of versions at which all workers were bit-equal to the trainer."""
     pauses_s: list[float]
     late_bytes: int
 
 
 class Alternating:
-    """An environment whose rewards are 1 and 0 in turn, whatever the attempt was."""
+    """An environment whose rewards alternate between 1 and 0, regardless of the attempt."""
 
     def __init__(self, inner: Environment) -> None:
         self.tasks = inner.tasks
@@ -148,7 +148,7 @@ def events(run: Run) -> list[Stamped[Event]]:
 def metrics(
     manifests: Sequence[Manifest], events: Sequence[Stamped[Event]], seen: Seen
 ) -> dict[str, float]:
-    """From the versions in order, the first of them whole."""
+    """The figures. `manifests` are those of all versions in order, the first one a snapshot."""
     size = manifests[0].bytes
     steps = manifests[1:]
     stalls = [
@@ -174,8 +174,8 @@ def metrics(
 
 
 async def observe(gateway: GatewayClient, chain: Chain, last: int) -> tuple[int, list[float]]:
-    """Follows the workers from version to version; at how many of them all held the right bits, and
-    all pauses."""
+    """Follow the workers from version to version. Return the number of versions at which all had
+    the right bits, and all pauses."""
     equal = 0
     version = -1
     pauses_s = []
@@ -195,7 +195,7 @@ async def observe(gateway: GatewayClient, chain: Chain, last: int) -> tuple[int,
             {worker.version for worker in held}
         ) == 1:
             equal, version = equal + 1, held[0].version
-        # The first swap is into an engine that has nothing to do yet.
+        # The first swap is left out: the engine is still idle then.
         pauses_s = [pause for worker in held for pause in worker.pauses_s[1:]]
     return equal, pauses_s
 
@@ -207,8 +207,8 @@ async def asked(gateway: GatewayClient, what: str) -> Any:
 
 
 def join_late(run: Run, last: int) -> int:
-    """Bytes that a reader downloads who comes at the end; what it then holds is checked like that
-    of the workers."""
+    """Bytes that a reader downloads who joins at the end. Its weights are checked like those of the
+    workers."""
     totals: list[int] = []
     chain = Chain(run.objects)
     tensors = Follower(chain, progress=lambda done, total: totals.append(total)).fetch(last)
@@ -218,7 +218,7 @@ def join_late(run: Run, last: int) -> int:
 
 
 async def control(store: str, gateway_url: str) -> None:
-    """The controller of the run, with the benchmark's rewards, and the observer beside it."""
+    """Run the controller with the benchmark's rewards, and the observer concurrently."""
     async with open_controller(store, gateway_url, "controller") as controller:
         controller.environment = Alternating(controller.environment)
         last = stage_spans(controller.config.stage)[-1].end

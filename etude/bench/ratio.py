@@ -1,16 +1,16 @@
-"""Benchmark of what inference costs: seconds of a CUDA device on rollouts, over those on training.
+"""Benchmark of the cost of inference: seconds of a CUDA device on rollouts, over those on training.
 
-Random weights in the shape of a public model. A session is a prompt that the attempts of a group
-share, and turns: some tokens are drawn, then the output of a tool is read. `SESSIONS` of them are
-under way at once, and whoever ends is replaced, until a batch is full; tools take no time here,
-since other sessions fill it in a run. The trainer then takes a step of rl on that batch:
+Random weights in the shape of a public model. A session has a prompt, which the attempts of a group
+share, and turns: some tokens are sampled, then the output of a tool is read. `SESSIONS` of them are
+under way at once, and each that ends is replaced, until a batch is full; tools take no time here,
+since in a run other sessions fill the wait. The trainer then takes a step of rl on that batch:
 
-    rollout_s              on the device, for the sessions of one batch
-    rollout_prompt_share   how much of it was spent on passes with prompts in them
+    rollout_s              device time for the sessions of one batch
+    rollout_prompt_share   share of it in passes with prompts
     train_s                a step on that batch, the median; the first one compiles
     ratio                  rollout_s / train_s
-    drawn_per_s            drawn tokens over rollout_s
-    cached_share           of all prompt tokens, those that were in the cache
+    drawn_per_s            sampled tokens over rollout_s
+    cached_share           share of all prompt tokens that were in the cache
     train_tokens_per_s     all tokens of the batch over train_s
 
 Imports torch and numpy only:
@@ -44,7 +44,7 @@ CONTEXT, TURNS, GROUP = 8192, 8, 8
 SESSIONS = 96
 STEPS = 4
 PROMPT_SHARE, DRAWN_SHARE = 0.25, 0.25
-"""Of a session's tokens; the rest is the output of tools."""
+"""Shares of a session's tokens; the rest is the output of tools."""
 MICROBATCH_TOKENS = 32_768
 
 
@@ -63,12 +63,12 @@ class Layout:
 
     @property
     def drawn_tokens(self) -> int:
-        """Of one turn."""
+        """Sampled tokens of one turn."""
         return int(self.context * DRAWN_SHARE) // self.turns
 
     @property
     def tool_tokens(self) -> int:
-        """Read after every turn but the last."""
+        """Tokens of tool output after every turn but the last."""
         left = self.context - self.prompt_tokens - self.turns * self.drawn_tokens
         return left // max(1, self.turns - 1)
 
@@ -126,7 +126,7 @@ class Rollouts:
             self._open()
 
     def until(self, count: int) -> list[_Session]:
-        """Goes on until so many have ended."""
+        """Run until `count` sessions have ended, and return them."""
         ended: list[_Session] = []
         while len(ended) < count:
             for event in self._engine.step():
@@ -136,7 +136,7 @@ class Rollouts:
         return ended
 
     def measured(self) -> tuple[list[_Session], dict[str, float]]:
-        """The sessions of a batch, from the middle of those under way."""
+        """The sessions of a batch, measured once the engine is in steady state, and the figures."""
         self.until(2 * SESSIONS)
         self._runner.trace = []
         before, began = self._engine.stats(), time.perf_counter()

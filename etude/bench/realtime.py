@@ -1,33 +1,31 @@
 """Real-time RL against real processes: simulated users teach a model, with saboteurs and without.
 
 `etude realtime` runs as it would for a product: gateway, workers in pools, trainer, loop. 10,000
-simulated users ask for songs by HTTP and say what they think of them. They like vowels, and each
-has a taste for length and for letters; what they like drifts, some are patient, some of what they
-do is noise, and 5 % are saboteurs, who say the opposite of what they think and say it three times.
-A fifth of them is held out and stays with the first version, a model that has learnt to sing songs
-of all kinds (sft). When enough updates are live the loop is stopped, as a person would, and what
-users then do with the newest version is compared with what held-out users do. Then that version is
-taken back.
+simulated users request songs over HTTP and send feedback. They like vowels, and each has a taste
+for length and for letters; tastes drift, users differ in patience, some feedback is noise, and 5 %
+are saboteurs, who report the opposite of their opinion three times. A fifth of the users is held
+out and stays with the first version, a model that has learnt to sing songs of all kinds (sft). When
+enough updates are live, the loop is stopped as an operator would, and the feedback of the users of
+the newest version is compared with that of the held-out users. Then that version is rolled back.
 
-All of it runs twice, one after the other: with saboteurs, then without. The model to begin with,
-the users and those who are held out are the same; in the second run (`clean.X`) who would be a
-saboteur is honest.
+The whole benchmark runs twice: with saboteurs, then without. The first model, the users and the
+held-out users are the same; in the second run (`clean.X`) the saboteurs are honest.
 
     updates           versions that went live
     refused           versions that the gate or the users stopped
-    sessions, users   that were recorded
-    trained           sessions that those that are live were made of
+    sessions, users   recorded sessions and users
+    trained           sessions in the batches of the live versions
     kept, kept_heldout                  share of answers that were kept, as the product sees it
-    dissatisfied, dissatisfied_heldout  share that users complained about, likewise
+    dissatisfied, dissatisfied_heldout  share of answers with a complaint, likewise
     kept_p, dissatisfied_p              one-sided p-values of the differences, user by user
-    gain, gain_error  how much more honest users like the answers than those held out do (appeal,
-                      from 0 to 1), and its standard error
-    rollback_s        from the word to take a version back to the last session that it began
-    minutes           it took
-    shrinks           what saboteurs take of the gain, as a share of clean.gain
-    shrinks_error     its standard error by the chance of who is asked, not that of training
+    gain, gain_error  difference of the mean appeal (0 to 1) of the answers to honest users,
+                      between the taught and the held-out ones, and its standard error
+    rollback_s        from the rollback command to the last session that began with the version
+    minutes           duration
+    shrinks           loss of gain to saboteurs, as a share of clean.gain
+    shrinks_error     its standard error from the choice of users, not from training
 
-With `--simulate` there are no processes, and trainings of several seeds, from `--seed` on
+With `--simulate` there are no processes, and several seeds are trained, starting at `--seed`
 (`bench._realtime_alone`).
 """
 
@@ -71,20 +69,20 @@ from etude.store.realtime import TrafficLog, UpdateLog
 from etude.store.runs import Run
 
 ASKING = 8
-"""Users at once."""
+"""Concurrent users."""
 PAUSE_S = 0.2
-"""Between two of them: what a population says must not take all processors."""
+"""Pause between two users, so that the population does not take all processors."""
 DAY_SESSIONS = 4000
-"""Sessions of all users after which a day is over: tastes drift by the day."""
+"""Sessions of all users in a day: tastes drift by the day."""
 MEASURED = 5000
-"""Sessions that are compared, when nothing changes any more."""
+"""Sessions that are compared, after the last update."""
 MOST_S = 7200.0
-"""The longest wait for updates on a busy machine; then the bench goes on without."""
+"""The longest wait for updates on a busy machine; then the benchmark goes on without them."""
 ROLL_BACK_S = 5.0
 
 
 def run(steps: int = 5, seed: int = 0, simulate: bool = False) -> dict[str, float]:
-    """Until so many updates are live."""
+    """Run the benchmark until `steps` updates are live."""
     if simulate:
         from etude.bench import _realtime_alone
 
@@ -103,7 +101,8 @@ def run(steps: int = 5, seed: int = 0, simulate: bool = False) -> dict[str, floa
 
 
 def shrinkage(ours: Mapping[str, float], clean: Mapping[str, float]) -> dict[str, float]:
-    """What is missing to the gain without saboteurs, with its standard error."""
+    """The loss of gain to saboteurs, as a share of the gain without them, with its standard
+    error."""
     ratio = ours["gain"] / clean["gain"]
     error = math.hypot(
         ours["gain_error"] / clean["gain"], ratio * clean["gain_error"] / clean["gain"]
@@ -113,7 +112,7 @@ def shrinkage(ours: Mapping[str, float], clean: Mapping[str, float]) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class Liked:
-    """How much a user liked an answer, whatever they said of it."""
+    """A user's true opinion of an answer, independent of their feedback."""
 
     user: SimulatedUser
     time: float
@@ -132,7 +131,7 @@ class Product:
         self._activity = list(accumulate(user.sessions_per_day for user in population.users))
 
     async def use(self, http: aiohttp.ClientSession) -> None:
-        """One user asks once, and says what they think of it."""
+        """Let one user ask once and send feedback."""
         (user,) = self._draw.choices(self.population.users, cum_weights=self._activity)
         body = {
             "messages": [{"role": "user", "content": request(self._draw)}],
@@ -168,7 +167,7 @@ class Product:
         try:
             async with http.post(self.url + path, json=body, headers=headers) as response:
                 return await response.json() if response.status == 200 else None
-        except aiohttp.ClientError:  # it starts, or starts again
+        except aiohttp.ClientError:  # the gateway is starting
             await asyncio.sleep(0.5)
             return None
 
@@ -181,7 +180,7 @@ async def _run(folder: Path, saboteurs: float, *, updates: int, seed: int) -> di
     product = Product(f"http://127.0.0.1:{port}", token, users_of(seed, saboteurs))
     argv = [sys.executable, "-P", "-m", "etude", "realtime", "run.toml", "--dir", "songs"]
     environment = os.environ | {SECRET_VARIABLE: secret}
-    # what it tells is no part of our figures
+    # stdout is for the figures
     loop = subprocess.Popen(argv, cwd=folder, env=environment, stdout=sys.stderr)
     try:
         measured = await _live(product, folder / "songs", updates, loop)
@@ -195,8 +194,8 @@ async def _run(folder: Path, saboteurs: float, *, updates: int, seed: int) -> di
 async def _live(
     product: Product, store: Path, updates: int, loop: subprocess.Popen[bytes]
 ) -> tuple[float, float]:
-    """Users come and go: until so many updates have settled; then, with the loop stopped, for what
-    is measured; then until nobody is answered by the newest version any more. Returns when the
+    """Let users come and go until `updates` updates have settled, then for the measurement with the
+    loop stopped, then until the newest version has been rolled back. Return the times at which the
     measurement began and ended."""
     console, timeout = Console(file=sys.stderr), aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as group:
@@ -215,7 +214,7 @@ async def _live(
         until = time.time()
         with contextlib.suppress(
             EtudeError
-        ):  # a canary came before the stop: nothing to go back to
+        ):  # a canary began before the stop: there is no version to go back to
             rollback(Run.open(str(store)), console)
         await asyncio.sleep(ROLL_BACK_S)
         for task in asking:
@@ -274,7 +273,8 @@ def _figures(folder: Path, product: Product, since: float, until: float) -> dict
 
 
 def gain_of(liked: list[Liked], traffic: Traffic, key: bytes) -> tuple[float, float]:
-    """Of honest users, over those held out, with its standard error."""
+    """The difference of mean appeal between the honest users who are taught and those held out,
+    with its standard error."""
     appeals: defaultdict[str, list[float]] = defaultdict(list)
     for one in liked:
         if not one.user.is_saboteur:
@@ -288,14 +288,14 @@ def gain_of(liked: list[Liked], traffic: Traffic, key: bytes) -> tuple[float, fl
 
 
 def _last_begun(sessions: list[SessionFigures], change: Change) -> float:
-    """When the last session began with the version that a change took back."""
+    """The start of the last session with the version that a change rolled back."""
     return max(one.started for one in sessions if change.version in one.versions)
 
 
 def _by_user(
     sessions: list[SessionFigures], traffic: Traffic
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """The mean of each metric for each user: those who are taught, and those held out."""
+    """The mean of each metric for each user, in two lists: taught users, and held-out users."""
     found: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
     for one in sessions:
         found[one.user].append(one.metrics)
@@ -307,11 +307,11 @@ def _by_user(
 
 
 def p_value(ours: list[float], theirs: list[float], sign: float) -> float:
-    """That the difference is not in the wanted direction (Welch, many users)."""
+    """One-sided p-value of a difference in the direction of `sign` (Welch, many users)."""
     spread = variance(ours) / len(ours) + variance(theirs) / len(theirs)
     with contextlib.suppress(ZeroDivisionError):
         z = sign * (fmean(ours) - fmean(theirs)) / spread**0.5
-        return 0.5 * math.erfc(z / math.sqrt(2))  # one less the other would be 0 from 1e-16 on
+        return 0.5 * math.erfc(z / math.sqrt(2))  # 1 - cdf would be 0 below 1e-16
     return 0.5
 
 

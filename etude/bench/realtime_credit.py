@@ -1,18 +1,20 @@
 """Benchmark of credit without groups: bias and variance of the policy gradient, by estimator.
 
-600 prompts of 12 kinds, written in words that the kinds share only in part. A policy with one
-parameter a kind chooses between two answers; what each earns depends on kind and prompt. The
-gradient is known exactly, over the prompts. 128 rollouts a batch: one each for 128 prompts, or for
-`group` 8 for each of 16 (the leave-one-out mean of the others, `rloo`). Baselines have observed
-1,024 rollouts before, with parameters that differ from today's by as much as a few updates do.
+There are 600 prompts of 12 kinds, with words that the kinds share only in part. A policy with one
+parameter per kind chooses between two answers; their expected rewards depend on kind and prompt, so
+the gradient over the prompts is known exactly. A batch has 128 rollouts: one each for 128 prompts,
+or for `group` 8 for each of 16 (the leave-one-out mean of the others, `rloo`). Baselines have
+observed 1,024 rollouts before, with parameters that differ from the current ones by about a few
+updates.
 
     E.bias           distance of the mean gradient over batches from the true one, over its length;
                      measured against the same rollouts with the exact expected reward as the
                      baseline, which has no bias and shares most of the noise
-    E.bias_noise     what that would be by chance alone: a bias is to be seen only beyond it
+    E.bias_noise     its value by chance alone: only a larger bias is significant
     E.variance       mean squared distance of a batch's gradient from the mean, over the squared
                      length of the true one
-    E.vs_group       the same over `group`'s: below 1, it learns more from as many rollouts
+    E.vs_group       the same over `group`'s: below 1, it learns more from the same number of
+                     rollouts
     E.us_per_sample  microseconds of processor time to observe or credit a sample
 
 `own_included` is `context_mean` with each sample's own reward in its baseline, which is biased.
@@ -44,14 +46,14 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts with what either answer earns on average, and their kinds."""
+    """Prompts with their kinds, and the mean rewards of both answers."""
 
     texts: list[str]
     kind: Places
     ease: Array
-    """The chance of reward 1 of the first answer."""
+    """Probability of reward 1 for the first answer."""
     better: Array
-    """How much higher it is for the second."""
+    """Increase of this probability for the second answer."""
 
 
 def draw_prompts(draw: np.random.Generator) -> Prompts:
@@ -68,7 +70,8 @@ def draw_prompts(draw: np.random.Generator) -> Prompts:
 
 
 def true_gradient(prompts: Prompts, odds: Array) -> Array:
-    """Of the expected reward, by parameter: that of a kind is the log-odds of the second answer."""
+    """The gradient of the expected reward with respect to each kind's parameter, which is the
+    log-odds of the second answer."""
     chance = _sigmoid(odds[prompts.kind])
     slopes = chance * (1 - chance) * prompts.better
     return np.bincount(prompts.kind, weights=slopes, minlength=KINDS) / PROMPTS
@@ -78,7 +81,7 @@ def true_gradient(prompts: Prompts, odds: Array) -> Array:
 class Rollouts:
     places: Places
     second: NDArray[np.bool_]
-    """Whether the second answer was chosen."""
+    """True if the second answer was chosen."""
     rewards: Array
 
     def samples(self, prompts: Prompts, name: str) -> list[tuple[CreditSample, float]]:
@@ -96,7 +99,7 @@ class Rollouts:
         ]
 
     def gradients(self, prompts: Prompts, odds: Array, advantage: Array) -> tuple[Array, Array]:
-        """With these advantages, and with the exact ones."""
+        """The gradients with these advantages and with the exact ones."""
         kind = prompts.kind[self.places]
         chance = _sigmoid(odds[kind])
         value = prompts.ease[self.places] + chance * prompts.better[self.places]
@@ -137,7 +140,7 @@ def run() -> dict[str, float]:
 
 
 Estimator = Callable[[np.random.Generator], tuple[Array, Array]]
-"""A batch's gradient, and the one of the same rollouts with the exact baseline."""
+"""Returns a batch's gradient, and that of the same rollouts with the exact baseline."""
 
 
 def _estimators(prompts: Prompts, odds: Array) -> dict[str, Estimator]:

@@ -1,17 +1,18 @@
-"""Operating curve of gate and canary: planted updates, good and bad, before 10,000 simulated users.
+"""Operating curve of gate and canary: planted updates, good and bad, and 10,000 simulated users.
 
 A bad update is worse by 1 to 5 margins in one of six ways (`bench._planted`), a harmless one is as
-good as the live version or better by up to one margin. Stopped: refused by the gate, or rolled back
-by the canary before 5 % of all users have had a session with it.
+good as the live version or better by up to one margin. "Stopped" means refused by the gate, or
+rolled back by the canary before 5 % of all users have had a session with it.
 
     bad.stopped, bad.by_gate, bad.by_canary      shares of 100 bad updates
     bad.at_first_stage                           of those, by the gate or at the first 1 %
     bad.seen_max                                 largest share of users who saw one of them
     harmless.refused                             share of 100 harmless ones that were stopped
-    harmless.days                                median time until everybody has one
-    curve.M.stopped                              the same of updates that are worse by M margins;
-                                                 from 1 on those of the 100 from M to M + 1
-    kind.K.stopped                               of the 100, by kind
+    harmless.days                                median time until all users have one
+    curve.M.stopped                              share stopped of the updates that are worse by M
+                                                 margins; from 1 on, those of the 100 bad ones from
+                                                 M to M + 1
+    kind.K.stopped                               share stopped of the 100 bad ones, by kind
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Benchmark of poisoned feedback: what 5 % saboteurs take from the gain of six updates.
+"""Benchmark of poisoned feedback: loss of gain to 5 % saboteurs over six updates.
 
 In `etude bench realtime` saboteurs come as often as others. Here they come ten times as often, so
-that caps have something to do, and there is no model: a policy answers in a style (four numbers,
-sampled around its own) and learns from what 1,000 simulated users do about its answers, a day an
-update, with the caps, the credit and the signals of the loop. Saboteurs say the opposite of what
-they think and send every event twenty times. The style that all users like drifts. With and without
-saboteurs the users are the same; who would be a saboteur is honest then. Gain: how much more the
-honest ones like the policy's style after the last update than the first one's, by their appeal,
-from 0 to 1.
+that the caps take effect, and there is no model: a policy answers in a style (four numbers, sampled
+around its own) and learns from the feedback of 1,000 simulated users, one update per day, with the
+caps, the credit and the signals of the loop. Saboteurs report the opposite of their opinion and
+send every event twenty times. The style that all users like drifts. With and without saboteurs the
+users are the same; in the latter case the saboteurs are honest. The gain is the increase of the
+honest users' mean appeal (from 0 to 1) from the policy's first style to its style after the last
+update.
 
     clean.gain          without saboteurs, with the caps of docs/realtime.md; mean over the seeds
     caps.gain           with saboteurs and caps
     open.gain           with saboteurs, without caps
-    X.shrinks           what is missing to clean.gain, as a share of it
-    X.shrinks_low, X.shrinks_high   95 % interval, by drawing seeds anew (bootstrap)
+    X.shrinks           loss against clean.gain, as a share of it
+    X.shrinks_low, X.shrinks_high   95 % interval, by resampling seeds (bootstrap)
     X.shrinks_max       of the worst seed
 """
 
@@ -38,7 +38,7 @@ UPDATES = 6
 SABOTEURS = 0.05
 MORE_SESSIONS = 10
 SPREAD = 0.4
-"""Deviation of the style of an answer from the policy's."""
+"""Standard deviation of an answer's style around the policy's."""
 LEARNING_RATE = 0.35
 DRIFT = 0.02
 CAPS = Caps(per_user=4, per_organisation_share=0.2)
@@ -58,7 +58,7 @@ class Sample:
 
 
 def collect(population: Population, style: Array, day: int) -> list[Sample]:
-    """A day's settled samples. Answers about which nobody did anything are not among them."""
+    """The settled samples of a day, without the answers that got no feedback."""
     draw = np.random.default_rng(derive(population.seed, "styles", day))
     samples = []
     for user in population.users:
@@ -100,7 +100,7 @@ def _reward(
 
 
 def learn(style: Array, samples: list[Sample], caps: Caps | None, *, update: str) -> Array:
-    """One update by REINFORCE, with a baseline for all."""
+    """Take one update by REINFORCE with a common baseline."""
     if caps is not None:
         kept = set(admit(samples, caps, salt=update).kept)
         samples = [one for one in samples if one.id in kept]
@@ -130,7 +130,7 @@ def gain(seed: int, saboteurs: float, caps: Caps | None) -> float:
 
 
 def shrinks(found: Sequence[float], clean: Sequence[float]) -> dict[str, float]:
-    """What is missing to the gain without saboteurs. Seed by seed the users are the same."""
+    """The loss against the gain without saboteurs. The users of each seed are the same in both."""
     ours, theirs = np.array(found), np.array(clean)
     drawn = np.random.default_rng(0).integers(0, len(ours), (10_000, len(ours)))
     low, high = np.quantile(1 - ours[drawn].mean(1) / theirs[drawn].mean(1), [0.025, 0.975])

@@ -1,24 +1,24 @@
 """Benchmark of a show-or-stay-silent policy: suggestions that users accept, reject or never see.
 
-A small policy decides from what a product knows of a suggestion and its user whether to show it; it
-learns from simulated users by the project's own policy-gradient objective (`train.objective`), one
-decision a context, with 2 % of the decisions made by a coin and corrected for. Three rewards:
+A small policy decides from features of a suggestion and its user whether to show it. It learns from
+simulated users by the project's own policy-gradient objective (`train.objective`), with one
+decision per context; 2 % of the decisions are made by a coin and corrected for. Three rewards:
 
-    show      0.75 accepted, -0.25 rejected, 0 silent: showing pays from a chance of 0.25 on
-    accepted  1 accepted, 0 otherwise: acceptance alone, counted
-    rate      acceptance alone, as a rate: accepted or not, less the mean of what was shown; what
-              was not shown teaches nothing
+    show      0.75 accepted, -0.25 rejected, 0 silent: showing pays at a probability above 0.25
+    accepted  1 accepted, 0 otherwise: the number of acceptances
+    rate      the rate of acceptance: 1 or 0, minus the mean of the suggestions shown; a suggestion
+              that was not shown teaches nothing
 
 Then each policy serves a population for a day. A user who has rejected several in a row (2 to 10,
 by patience) turns suggestions off until tomorrow. Means over the seeds, with the worst one:
 
-    show.threshold, .threshold_min, .threshold_max   the chance of acceptance at which it begins to
-                                                     show
-    show.wrong_max              share of wrong decisions, more than 0.03 away from 0.25
-    R.shown, R.accept_rate      share of the suggestions shown; accepted of those
-    R.chars                     characters kept, a user and day
+    show.threshold, .threshold_min, .threshold_max   the probability of acceptance above which it
+                                                     shows suggestions
+    show.wrong_max              share of wrong decisions among probabilities not within 0.03 of 0.25
+    R.shown, R.accept_rate      share of suggestions shown, and of these the share accepted
+    R.chars                     characters kept, per user and day
     show.chars_over_accepted_min, show.chars_over_rate_min
-                                the first reward's characters over the others', the worst seed
+                                the first reward's characters over the others', worst seed
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """Suggestions that could be shown: what the policy knows, and what it does not."""
+    """Suggestions that could be shown: the policy's features, and the outcomes hidden from it."""
 
     features: Array
     chance: Array
-    """That the user accepts it."""
+    """Probability that the user accepts it."""
     chars: Array
 
 
 def draw_contexts(leniency: Array, draw: np.random.Generator) -> Contexts:
-    """A suggestion for each of these users. Longer ones are accepted less often."""
+    """Draw a suggestion for each of these users. Longer ones are accepted less often."""
     signals = draw.standard_normal((len(leniency), 3))
     log_chars = 0.5 + 2.0 * draw.random(len(leniency)) + 0.5 * draw.standard_normal(len(leniency))
     odds = -1.1 + signals @ np.array([1.0, 0.7, -0.5]) - 0.8 * (log_chars - 1.5) + 0.7 * leniency
@@ -136,15 +136,15 @@ ADVANTAGE: dict[str, Callable[[NDArray[np.bool_], NDArray[np.bool_]], Array]] = 
 
 
 def threshold(policy: ShowPolicy, population: Population, seed: int) -> tuple[float, float]:
-    """The chance of acceptance at which a policy begins to show, and the share of decisions that
-    are wrong though clear of 0.25."""
+    """The probability of acceptance above which a policy shows suggestions, and the share of
+    decisions that are wrong and not within `WITHIN` of 0.25."""
     draw = np.random.default_rng(derive(seed, "threshold"))
     leniency = np.array([user.leniency for user in population.users])
     contexts = draw_contexts(np.repeat(leniency, 20), draw)
     shown = policy.shows(contexts)
     clear = np.abs(contexts.chance - BREAK_EVEN) > WITHIN
     wrong = (shown != (contexts.chance >= BREAK_EVEN)) & clear
-    # The cut at which showing from there on disagrees with the policy least often.
+    # The cut for which "show above it" disagrees with the policy least often.
     order = np.argsort(contexts.chance)
     misses = np.cumsum(np.where(shown[order], 1.0, -1.0))
     at = int(np.argmin(np.concatenate([[0], misses])))
@@ -153,7 +153,7 @@ def threshold(policy: ShowPolicy, population: Population, seed: int) -> tuple[fl
 
 
 def serve(policy: ShowPolicy, population: Population, seed: int) -> dict[str, float]:
-    """A day of a population with a policy."""
+    """Serve a population for a day with a policy."""
     draw = np.random.default_rng(derive(seed, "serve"))
     leniency = np.array([user.leniency for user in population.users])
     limit = np.array([2 + int(20 * (user.patience - 0.15)) for user in population.users])

@@ -1,21 +1,20 @@
-"""Benchmark of router replay: a small sparse model whose engine computes in another precision than
-its trainer.
+"""Benchmark of router replay: a small sparse model whose engine computes in a different precision
+than its trainer.
 
-The model has to learn by reward alone which digit belongs to each of some prompts: what it knows
-lies in its experts. Everything is in this process, an engine on the published weights and a learner
-in fp32, step by step. The same run is done with the experts that the engine used (`replay`) and
-with those that the learner's routers choose (`own`):
+The model has to learn by reward alone which digit belongs to each of some prompts, and stores this
+in its experts. An engine on the published weights and a learner in fp32 take turns in this process.
+The same run is done with the experts that the engine used (`replay`) and with those that the
+learner's routers choose (`own`):
 
     NAME.k3_p99                   between engine and learner, mean over all steps, and over SEEDS
     NAME.k3_end, NAME.k3_p99_end  over the last eighth of the steps
     NAME.reward_end               likewise
-    k3_p99_share                  that with replay over that without
-    invariant.k3_max              largest of any token of a shorter run in which nothing is rounded
-                                  or replayed, but
-                                  engine and learner compute invariantly
+    k3_p99_share                  k3_p99 with replay over that without
+    invariant.k3_max              largest k3 of any token, in a shorter run in which nothing is
+                                  rounded or replayed but engine and learner compute invariantly
 
 The engine's matrices are rounded to fp4 (e2m1, a scale for each row; routers, embedding and head
-are left alone) and computed in bf16, as quantised servers do.
+are not) and computed in bf16, as quantized servers do.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ GROUPS, GROUP_SIZE = 16, 8
 STEPS, WARMUP, LR = 1200, 10, 1e-3
 SEEDS = (0, 1)
 PARTS = 8
-"""Curves are means over so many parts of a run."""
+"""Number of parts of a run; a curve has the mean of each."""
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def to_fp4(weight: Tensor) -> Tensor:
-    """The nearest number that e2m1 can say, with a scale for each row."""
+    """Round to the nearest numbers of e2m1, with a scale for each row."""
     scale = (weight.abs().amax(-1, keepdim=True) / E2M1[-1]).clamp(min=1e-12)
     nearest = ((weight / scale).abs()[..., None] - E2M1).abs().argmin(-1)
     return E2M1[nearest] * weight.sign() * scale
@@ -114,8 +113,8 @@ def curve(seed: int, *, replay: bool) -> list[list[float]]:
 def steps(
     learner: Learner, *, replay: bool, count: int, serve: Callable[[Learner], Transformer]
 ) -> Iterator[tuple[float, RlStats]]:
-    """Synchronous policy gradient; (mean reward, what the step did) of each step. The engine
-    computes with what `serve` makes of the learner's weights."""
+    """Train by synchronous policy gradient. Yield (mean reward, statistics) of each step. The
+    engine computes with the model that `serve` makes of the learner's weights."""
     rng, worth = random.Random(0), list(prompts())
     for step in range(1, count + 1):
         asked = [prompt for prompt in rng.sample(worth, GROUPS) for _ in range(GROUP_SIZE)]
@@ -146,8 +145,8 @@ def quantised(learner: Learner) -> Transformer:
 def sampled(
     model: Transformer, asked: Sequence[tuple[int, ...]], seed: int
 ) -> tuple[Batch, dict[str, bytes], float]:
-    """The attempts that teach something as a batch, the experts that its rows name, and the mean
-    reward of all."""
+    """The attempts that teach something as a batch, the expert records that its rows name, and the
+    mean reward of all attempts."""
     engine = Engine(
         model,
         max_num_seqs=len(asked),
@@ -189,7 +188,7 @@ def row_of(id: str, prompt: tuple[int, ...], sample: Sample, advantage: float) -
 
 @cache
 def prompts() -> dict[tuple[int, ...], int]:
-    """Each with the digit that it is worth."""
+    """The prompts, each with the digit that is rewarded."""
     rng = random.Random(0)
     made = [
         (*(rng.randrange(DIGITS) for _ in range(PROMPT_DIGITS)), ASK) for _ in range(NUM_PROMPTS)

@@ -1,38 +1,40 @@
-"""Benchmark of sandboxes: how fast they start, one by one and in a burst, what each takes, and what
-a fork costs.
+"""Benchmark of sandboxes: start times, one by one and in a burst, memory, and the cost of a fork.
 
-    namespaces.start_p50_ms, start_p99_ms   from the wish to a sandbox that answers, all walls up
-    namespaces.echo_p50_ms, echo_p99_ms     the same and a first command in it, to its end
-    namespaces.close_p50_ms                 from the end of the last command to nothing left
-    namespaces.burst_s                      1,000 wanted at once, until the last one answers
+    namespaces.start_p50_ms, start_p99_ms   from the request to a sandbox that answers, fully
+                                            isolated
+    namespaces.echo_p50_ms, echo_p99_ms     the same plus a first command, to its end
+    namespaces.close_p50_ms                 from the end of the last command until nothing is left
+    namespaces.burst_s                      1,000 requested at once, until the last one answers
     namespaces.burst_close_s                until nothing of them is left
-    namespaces.starts_per_s                 begun and ended again for 10 s, 64 at any time
+    namespaces.starts_per_s                 sandboxes opened and closed for 10 s, 64 at a time
     namespaces.mib_each                     PSS of all their processes, divided by their number
-    namespaces.kernel_mib_each              what else the machine has less, by MemAvailable
+    namespaces.kernel_mib_each              the remaining decrease of MemAvailable, likewise
     namespaces.fork_1gb_p50_ms, .._p99_ms   a fork of a working copy of 1 GB that was written to
                                             since the last one, 50 ms ago, until the fork answers
-    namespaces.branch_postgres_p50_ms, ..   the same with a PostgreSQL of 375 MB (where that is
-                                            installed), until the fork's own server answers
-    namespaces.branch_postgres_row_p50_ms   and until it has given a row of its one large table,
-                                            which is copied as it is opened
-    gvisor.start_p50_ms, echo_p50_ms        as above, in a sandbox of gVisor (where runsc is there)
-    gvisor.fork_p50_ms                      a fork of one as it runs, until the fork answers
+    namespaces.branch_postgres_p50_ms, ..   the same with a PostgreSQL of 375 MB (if installed),
+                                            until the fork's own server answers
+    namespaces.branch_postgres_row_p50_ms   and until it has returned a row of its one large table,
+                                            which is copied when it is opened
+    gvisor.start_p50_ms, echo_p50_ms        as above, in a sandbox of gVisor (if runsc is installed)
+    gvisor.fork_p50_ms                      a fork of a running one, until the fork answers
     gvisor.live_fork_p50_ms                 the same with PostgreSQL (100,000 rows), Redis and a
-                                            Python at work in it, where those are installed
-    gvisor.live_restore_p50_ms              of that, from its checkpoint until it answers
-    vm.start_p50_ms, echo_p50_ms            as above, in a virtual machine (where QEMU is there)
-    vm.fork_p50_ms                          a fork of one as it runs, until the fork answers
-    host.start_p50_ms, host.echo_p50_ms     as above, by way of a sandbox host on this machine
+                                            Python process at work in it, if those are installed
+    gvisor.live_restore_p50_ms              the part of it from the checkpoint until the fork
+                                            answers
+    vm.start_p50_ms, echo_p50_ms            as above, in a virtual machine (if QEMU is installed)
+    vm.fork_p50_ms                          a fork of a running one, until the fork answers
+    host.start_p50_ms, host.echo_p50_ms     as above, through a sandbox host on this machine
 
-and beside them what is installed of bubblewrap, crun and runsc, with namespaces, a read-only /usr,
-no network, and `echo` as the command: `NAME.echo_p50_ms` and `echo_p99_ms`, until the process has
-ended. They start an engine for each sandbox and have no working copy, so they are a measure, not a
-rival. `load_before` is the machine's load (1 minute) at the start: time is that of the wall clock,
-and whatever else runs is in it.
+For comparison it also measures those of bubblewrap, crun and runsc that are installed, with
+namespaces, a read-only /usr, no network, and `echo` as the command: `NAME.echo_p50_ms` and
+`echo_p99_ms`, until the process has ended. They start an engine for each sandbox and have no
+working copy, so they are a yardstick, not competitors. `load_before` is the machine's load (1
+minute) at the start: times are wall-clock times, and include the effect of other processes.
 
-Instead of these, `--simulate` has 100,000 sandboxes over 200 hosts under virtual time
-(`_sandbox_fleet`), `--soak N` opens N with random kills and counts what is left (`_sandbox_soak`),
-and `--repositories FORKS` has real packages as images (`_sandbox_repositories`).
+Other benchmarks take the place of these: `--simulate` places 100,000 sandboxes on 200 hosts under
+virtual time (`_sandbox_fleet`), `--soak N` opens N with random kills and counts the leftovers
+(`_sandbox_soak`), and `--repositories FORKS` uses real packages as images
+(`_sandbox_repositories`).
 """
 
 from __future__ import annotations
@@ -158,7 +160,7 @@ async def _fork(pool: NamespaceSandboxPool) -> dict[str, float]:
         assert int(filled.output.split()[0]) >= _GB, filled.output
         times = []
         for number in range(_FORKS):
-            await sandbox.write("last", str(number))  # or there is nothing more to freeze
+            await sandbox.write("last", str(number))  # so that each fork has something to freeze
             await asyncio.sleep(_APART_S)
             began = time.perf_counter()
             fork = await sandbox.fork()
@@ -168,7 +170,7 @@ async def _fork(pool: NamespaceSandboxPool) -> dict[str, float]:
 
 
 def others(directory: Path) -> dict[str, list[str]]:
-    """What is installed -> the command that echoes in a sandbox of it."""
+    """Installed sandbox engine -> the command that runs `echo` in it."""
     links = {name: os.readlink(f"/{name}") for name in ("bin", "lib", "lib64") if _is_link(name)}
     found = {}
     if shutil.which("bwrap"):
@@ -183,7 +185,7 @@ def others(directory: Path) -> dict[str, list[str]]:
         for name, to in links.items():
             (bundle / "rootfs" / name).symlink_to(to)
         (bundle / "config.json").write_text(json.dumps(_oci_config()))
-        # it refuses the mixture of both generations of cgroups, and needs neither for this
+        # crun refuses a mixture of both versions of cgroups, and needs neither here
         private = "umount /sys/fs/cgroup/unified 2>/dev/null; exec crun run -b $0 etude-bench-$$"
         found["crun"] = ["unshare", "-m", "sh", "-c", private, str(bundle)]
     if shutil.which("runsc"):
@@ -232,7 +234,7 @@ def _echo_s(argv: Sequence[str]) -> float:
 
 
 def _percentiles(name: str, times_s: list[float]) -> dict[str, float]:
-    """Of times in order."""
+    """Percentiles of sorted times, in milliseconds."""
     return {
         f"{name}_p{share}_ms": 1e3 * times_s[min(len(times_s) - 1, len(times_s) * share // 100)]
         for share in (50, 99)
@@ -257,7 +259,7 @@ def _below(pid: int) -> list[int]:
 def _pss_mib(pid: int) -> float:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):  # one that only makes a spare
+    except (FileNotFoundError, ProcessLookupError):  # a short-lived one that makes a spare
         return 0.0
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 

@@ -1,18 +1,19 @@
-"""Benchmark of trained summaries: sessions that do not fit one window, with four ways to go on.
+"""Benchmark of trained summaries: sessions that do not fit one window, with four ways to continue.
 
-One model learns from demonstrated sessions to read, to answer, and to sum up as for a general
-prompt (`_summary_tasks`, `summary.toml`). From its weights, on the same held-out tasks:
+One model learns from demonstrated sessions to read, to answer, and to summarize as for a general
+prompt (`_summary_tasks`, `summary.toml`). Four variants start from its weights and try the same
+held-out tasks:
 
     none        no summaries: the next window begins with the task alone
     untrained   its own summaries
-    excluded    after rl that trains all that it says but the summaries
+    excluded    after rl that trains everything except the summaries
     trained     after rl that trains summaries too, with the reward of their session
 
 For each:
 
     failures    share of the tasks that are not solved, with a 95 % interval (low, high)
-    tokens      of a summary
-    summaries   of a session
+    tokens      tokens per summary
+    summaries   summaries per session
     session     tokens of all windows of a session
 """
 
@@ -35,7 +36,7 @@ from etude.store.rollouts import RolloutLog, RolloutRow
 from etude.store.runs import Run
 
 Pick = Callable[[Iterable[int]], int]
-"""Of the versions that were evaluated."""
+"""Chooses one of the versions that were evaluated."""
 RL = '[[stage]]\nkind = "rl"\n'
 UNCHANGED = """
 [[stage]]
@@ -44,11 +45,11 @@ path = "two.jsonl"
 max_epochs = 1
 lr = 1e-12
 """
-"""A stage that changes nothing: an evaluation comes after it."""
+"""A stage that changes nothing, for the evaluation after it."""
 
 
 def run(seed: int = 0, steps: int = 60) -> dict[str, float]:
-    """`steps`: of rl."""
+    """Run the benchmark with `steps` steps of rl."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
         folder = Path(scratch)
@@ -82,7 +83,7 @@ class Configs:
     base: str
     """Imitation alone, without an evaluation: the arms begin with one."""
     arms: dict[str, str]
-    """From the weights that it ends with."""
+    """Variants that start from the weights of `base`."""
 
     @classmethod
     def read(cls, seed: int, steps: int) -> Configs:
@@ -109,7 +110,7 @@ def _told(name: str, run: Run, began: float, pick: Pick = max) -> dict[str, floa
 
 
 def metrics(rows: list[RolloutRow], pick: Pick = max) -> dict[str, float]:
-    """Of the last evaluation, or the first."""
+    """The figures of one evaluation; `pick` chooses the last or the first."""
     held_out = [row for row in rows if row.kind == "heldout" and row.reward is not None]
     version = pick(row.versions[-1] for row in held_out)
     attempts = [row for row in held_out if row.versions[-1] == version]

@@ -1,18 +1,19 @@
 """Benchmark of a swap on a CUDA device: new weights for an 8B model while it serves.
 
 The model has the shape of a public one and random weights; 64 requests are always under way. Each
-new version differs from the last in one weight of a hundred and lies in the host's memory, as a
-worker has it after it applied a delta. While one thread prepares the version, another goes on with
-the engine's steps; then it is put in place between two of them. For each of the versions:
+new version differs from the last in one weight of a hundred and is in host memory, as in a worker
+that has applied a delta. While one thread prepares the version, another continues the engine's
+steps; then the version is swapped in between two steps. Figures are medians over the versions:
 
-    pause_ms               from the end of the last step to the weights being in place, the device
-                           waited for
-    prepare_s              how long the preparation took, beside the serving
-    serving_share          tokens per second while it was prepared over those without
-    extra_gib              most memory on the device beyond what serving takes
+    pause_ms               from the end of the last step until the weights are in place on the
+                           device; also the longest, pause_ms_max
+    prepare_s              duration of the preparation, during serving
+    serving_share          tokens per second during the preparation over those without
+    extra_gib              peak memory on the device beyond that of serving, the maximum
+    differing              tensors that differ from those sent: every version is read back and
+                           compared bit by bit
 
-and over them the medians, and the longest pause. Every version is read back and compared bit by
-bit: `differing` counts the tensors that are not what was sent. Imports torch and numpy only:
+Imports torch and numpy only:
 
     python -m etude.bench.swap --json [--shape qwen3-8b]
 """
@@ -66,7 +67,7 @@ class Serving:
         self.engine.add(Request(prompt=prompt, max_tokens=new, seed=self._added), str(self._added))
 
     def until(self, over: Callable[[], bool]) -> float:
-        """Serves until then; the tokens per second meanwhile."""
+        """Serve until the condition holds. Return the tokens per second in this time."""
         began = time.perf_counter()
         before = self.engine.stats().generation_tokens
         while not over():
@@ -129,7 +130,7 @@ def _swap(serving: Serving, version: int, weights: dict[str, Tensor]) -> dict[st
 
 
 def _change(weights: dict[str, Tensor], seed: int) -> None:
-    """Flips the last bit of one weight in a hundred, as a small step of an optimizer does."""
+    """Flip the last bit of one weight in a hundred, like a small step of an optimizer."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in weights.values():
         bits = tensor.view(-1).view(torch.int16)

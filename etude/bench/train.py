@@ -1,17 +1,17 @@
-"""Benchmark of the trainer's throughput: steps of rl as a run takes them, on a CUDA device if there
-is one and on the CPU otherwise.
+"""Benchmark of the trainer's throughput: steps of rl as in a run, on a CUDA device if there is one
+and on the CPU otherwise.
 
-Random weights in the shapes of public models and random rows, a quarter of each a prompt. A layout
-of 8x2048 is one step on 8 * 2,048 tokens in rows of mixed lengths, from a quarter of 2,048 to the
-whole, in one microbatch. For each shape and layout:
+Models have the shapes of public ones and random weights; rows are random, a quarter of each a
+prompt. A layout of 8x2048 is one step on 8 * 2,048 tokens in rows of mixed lengths, from a quarter
+of 2,048 to the whole, in one microbatch. For each shape and layout:
 
     tokens_per_s          all tokens of the rows, prompts included
     mfu                   the model's arithmetic (6ND and attention) over the matrix rate measured
                           in this run
-    peak_gib              at most in use on the device
+    peak_gib              peak memory of the device
     plain.*               the same for a plain compiled decoder of that shape, on whole rows
                           (`bench._plain_decoder`)
-    share_of_plain        our mfu over its
+    share_of_plain        our mfu over that of the plain decoder
 
 `matrix_tflops` is that rate; `cudnn_attention` is 1 if our layers attend by cuDNN and 0 if not
 (ETUDE_CUDNN_ATTENTION=0 in the environment switches it off). Imports torch and numpy only, so that
@@ -19,8 +19,9 @@ it runs on a bare CUDA image:
 
     python -m etude.bench.train --json --shapes qwen3-0.6b --layouts 8x2048
 
-A number behind a shape is how many layers are kept: `qwen3-30b-a3b-6` is the sparse model with 6 of
-its 48, `qwen3-8b-12` the dense one with 12 of its 36. The plain decoder does not know experts.
+A number after a shape is the number of layers to keep: `qwen3-30b-a3b-6` is the sparse model with 6
+of its 48, `qwen3-8b-12` the dense one with 12 of its 36. The plain decoder does not support
+experts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from etude.train.start import compile_layers
 
 STEPS = 8
 WARM_UP = 3
-"""The first ones, which compile."""
+"""First steps, which compile and are not counted."""
 SMOLLM2 = ModelConfig(
     vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9,
     num_key_value_heads=3, intermediate_size=1536, max_position_embeddings=2048,
@@ -91,7 +92,7 @@ def run(
 
 
 Step = Callable[[], tuple[int, float]]
-"""Takes one, and says how many tokens and how much arithmetic that was."""
+"""Takes one step, and returns its number of tokens and of FLOPs."""
 
 
 def _measured(prepare: Callable[[], Step], rate: float) -> dict[str, float]:
@@ -136,14 +137,14 @@ def _ours(shape: str, rows: int, length: int) -> Step:
 
 
 def _compute_dtype() -> torch.dtype:
-    """As a run has it by default."""
+    """The default dtype of a run."""
     return torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
 def _config(shape: str) -> ModelConfig:
     if shape == "smollm2-135m":
         return SMOLLM2
-    from etude.bench.engine_cuda import SHAPES  # brings Triton
+    from etude.bench.engine_cuda import SHAPES  # imports Triton
 
     if shape in SHAPES:
         return SHAPES[shape]
@@ -162,7 +163,7 @@ def _model(shape: str) -> Transformer:
 
 
 def _batch(step: int, rows: int, length: int, vocab_size: int) -> Batch:
-    """Rows of mixed lengths, of `rows * length` tokens in all."""
+    """A batch of rows of mixed lengths, with `rows * length` tokens in all."""
     rng = random.Random(step)
     left = rows * length
     found: list[Row] = []

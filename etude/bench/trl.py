@@ -1,15 +1,15 @@
-"""Beside TRL: the same model, prompts, reward, group size, tokens and optimizer steps on the same
-two cores.
+"""Comparison with TRL: the same model, prompts, reward, group size, tokens and optimizer steps on
+the same two cores.
 
-`make bench-trl` makes the environment that TRL needs and runs this. TRL goes first, then a whole
-run of Etude with all its processes. Both take `STEPS` steps of `GROUPS_PER_STEP` groups; starting
-and loading count for neither.
+`make bench-trl` makes the virtual environment that TRL needs and runs this. TRL goes first, then a
+whole run of Etude with all its processes. Both take `STEPS` steps of `GROUPS_PER_STEP` groups;
+startup and loading do not count.
 
-    rollouts_per_s   answers that were sampled and graded, by the time from the first question to
-                     the last step
-    reward           mean of the answers in the last quarter of the time that the faster side took:
-                     equal wall-clock
-    speedup          the one rollouts_per_s over the other
+    rollouts_per_s   answers that were sampled and graded, by the time from the first request to the
+                     last step
+    reward           mean of the answers in the last quarter of the time that the faster side took,
+                     so at equal wall-clock time
+    speedup          Etude's rollouts_per_s over TRL's
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ microbatch_tokens = 2048
 class Side:
     seconds: float
     seen: list[tuple[float, int, float]]
-    """(when, how many answers, what they earned on average)"""
+    """(time, number of answers, their mean reward) of each batch of answers"""
 
     @property
     def rollouts_per_s(self) -> float:
         return sum(count for _, count, _ in self.seen) / self.seconds
 
     def reward(self, until: float) -> float:
-        """Mean of what was there in the last quarter before then."""
+        """Mean reward in the last quarter of the time before `until`."""
         late = [(count, mean) for t, count, mean in self.seen if 0.75 * until <= t <= until]
         return sum(count * mean for count, mean in late) / max(1, sum(count for count, _ in late))
 

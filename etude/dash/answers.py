@@ -1,4 +1,4 @@
-"""What the dashboard answers: each function makes the JSON of one view from a run's state."""
+"""The answers of the dashboard: each function makes the JSON of one view from a run's state."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ LOOKED_INTO = 400
 LOOK_S = 0.8
 LENGTH_BINS = 8
 SMALL_POINT = 0.25
-"""Of the median number of attempts: a point of fewer is mostly chance."""
+"""Fraction of the median number of attempts: a point with fewer is mostly chance."""
 OPEN = (WAITS, BATCHED)
-"""Of these the ledger does not know yet what becomes of them: they are in flight."""
+"""Rollouts in flight: the ledger does not know their fate yet."""
 SHOWN = (
     *("id", "task", "kind", "group", "stage", "step", "status", "error", "reward", "parts"),
     *("flags", "length", "turns", "versions", "sampled_tokens", "seconds", "source"),
@@ -78,7 +78,7 @@ def overview(recorded: RecordedRun) -> dict[str, Any]:
 
 
 def _stages(recorded: RecordedRun) -> list[dict[str, Any]]:
-    """The lineage: each stage with the versions that it spans, and how far it is."""
+    """The lineage: each stage with the versions that it spans, and its state."""
     config = recorded.config
     done = {each["stage"]: each for each in recorded.history.stages if "ended" in each}
     began = {each["stage"]: each for each in recorded.history.stages if "began" in each}
@@ -104,8 +104,8 @@ def _cost(table: RolloutTable) -> dict[str, float]:
 
 
 def solve_rates(table: RolloutTable) -> dict[str, dict[str, list[float]]]:
-    """Share of solved attempts by the newest version that sampled them, for each kind of task. The
-    few of a version that was soon replaced are counted with those of the next one."""
+    """Share of solved attempts by the newest version that sampled them, for each kind of task. If a
+    version was replaced early, its few attempts are counted with those of the next version."""
     found: defaultdict[str, defaultdict[int, list[int]]] = defaultdict(
         lambda: defaultdict(lambda: [0, 0])
     )
@@ -128,7 +128,8 @@ def solve_rates(table: RolloutTable) -> dict[str, dict[str, list[float]]]:
 
 
 def _curve_of(row: RolloutRow) -> str:
-    """Several attempts at each task are sampled otherwise than one: a curve of their own."""
+    """The name of the curve of a rollout. Evaluations with several attempts at each task have a
+    curve of their own, since they are sampled differently."""
     if row.kind == "train":
         return f"train {row.source}".strip()
     several = re.search(r"_x\d+$", row.group)
@@ -136,7 +137,8 @@ def _curve_of(row: RolloutRow) -> str:
 
 
 def _gathered(counts: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]:
-    """(version, solved, attempts) of points that are not far smaller than most."""
+    """(version, solved, attempts) of each point, after merging points with far fewer attempts than
+    most."""
     least = float(np.median([attempts for _, attempts in counts.values()])) * SMALL_POINT
     points: list[tuple[int, int, int]] = []
     solved, attempts = 0, 0
@@ -152,8 +154,8 @@ def _gathered(counts: Mapping[int, Sequence[int]]) -> list[tuple[int, int, int]]
 
 
 def lag_split(table: RolloutTable) -> dict[str, dict[int, int]]:
-    """Histograms over trained rollouts: versions that passed while they were sampled, and while
-    they waited for their step."""
+    """Histograms over trained rollouts: number of versions published while they were sampled, and
+    while they waited for their step."""
     in_flight: Counter[int] = Counter()
     queued: Counter[int] = Counter()
     for row in (table.rows[place] for place in table.find(Filter(became=TRAINED))):
@@ -186,8 +188,8 @@ def short(table: RolloutTable, row: RolloutRow) -> dict[str, Any]:
 
 
 def failures(recorded: RecordedRun, wanted: Filter) -> dict[str, Any]:
-    """Failures by cause, largest first: what broke from all rows, and why the others did not solve
-    their tasks from as many conversations as can be read while a person waits."""
+    """Failures by cause, most frequent first. Errors are counted over all rows; the causes of the
+    other failures come from as many conversations as can be read while a person waits."""
     table = recorded.table
     places = table.find(wanted)
     broken = table.count("cause", places)
@@ -302,7 +304,8 @@ def doctor(recorded: RecordedRun) -> dict[str, Any]:
 
 
 def review(recorded: RecordedRun, verdicts: Sequence[Stamped[Verdict]]) -> dict[str, Any]:
-    """Sessions with a flag or a verdict, and how often each detector was right, as people say."""
+    """Sessions with a flag or a verdict, and each detector's precision and recall by the verdicts
+    of people."""
     table = recorded.table
     told: defaultdict[str, dict[str, Stamped[Verdict]]] = defaultdict(dict)
     for each in verdicts:

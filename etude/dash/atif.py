@@ -13,11 +13,11 @@ from etude.store.rollouts import RolloutRow
 
 SCHEMA = "ATIF-v1.7"
 SOURCES = {"assistant": "agent", "user": "user"}
-"""Role -> source; whatever else speaks is the system."""
+"""Role -> source; every other role is the system."""
 
 
 def trajectory(t: Trajectory, row: RolloutRow) -> dict[str, Any]:
-    """One document. The session must have messages: the format knows no empty trajectory."""
+    """A session as one document. It must have messages: the format has no empty trajectory."""
     return {
         "schema_version": SCHEMA,
         "session_id": t.id,
@@ -51,7 +51,7 @@ def trajectory(t: Trajectory, row: RolloutRow) -> dict[str, Any]:
 
 
 def _steps(messages: list[dict[str, Json]]) -> list[dict[str, Any]]:
-    """What a tool says belongs to the step that called it."""
+    """The steps of a session. The answer of a tool belongs to the step that called it."""
     steps: list[dict[str, Any]] = []
     for message in messages:
         role = str(message.get("role"))
@@ -75,7 +75,7 @@ def _step(before: int, source: str, message: str) -> dict[str, Any]:
 
 
 def _call(call: Json, place: int) -> dict[str, Any]:
-    """Arguments that cannot be read stand aside as they were written."""
+    """A tool call. Arguments that cannot be parsed are kept verbatim in `extra`."""
     id, name, given = read_call(call)
     arguments = read_arguments(given)
     found = {
@@ -90,7 +90,7 @@ def _call(call: Json, place: int) -> dict[str, Any]:
 
 
 def _observe(step: dict[str, Any], message: dict[str, Json]) -> None:
-    """Adds what a tool said; it names its call if that is one of the step."""
+    """Add the answer of a tool to a step, with the id of its call if the step contains that."""
     result = {"content": plain_text(message.get("content"))}
     called = str(message.get("tool_call_id"))
     if called in {call["tool_call_id"] for call in step.get("tool_calls", ())}:

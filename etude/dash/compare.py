@@ -1,8 +1,7 @@
-"""Two versions of the policy at the same tasks, judged by a person who does not know which is
-which.
+"""Blind comparison by a person of two versions of the policy at the same tasks.
 
-A pair is known by a key that tells nothing, and its sessions come without ids, versions and scores,
-in an order that follows from the key.
+A pair is identified by a key that reveals nothing. Its sessions are shown without ids, versions and
+scores, in an order that follows from a hash.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from etude.store.verdicts import Preference
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What the page sends."""
+    """A judgement of one pair, as the page sends it."""
 
     before: int
     after: int
@@ -44,8 +43,8 @@ class Pair:
 
 
 def pairs(table: RolloutTable, before: int, after: int) -> list[Pair]:
-    """Every session of one version beside one of the other at the same task, as far as they go, in
-    an order that tells nothing."""
+    """Pair each session of one version with a session of the other at the same task, as far as
+    there are enough, in an order that reveals nothing."""
     sides: tuple[defaultdict[str, list[str]], ...] = (defaultdict(list), defaultdict(list))
     for row in _readable(table):
         for side, version in zip(sides, (before, after), strict=True):
@@ -79,8 +78,8 @@ def page(
     after: int,
     who: str,
 ) -> dict[str, Any]:
-    """The first pair that this person has not judged, and how many there are. Sessions that went
-    alike are passed over."""
+    """The first pair that this person has not judged, with the number of pairs. Pairs of identical
+    sessions are skipped."""
     found = pairs(recorded.table, before, after)
     newest = {(p.left, p.right, p.who): p for p in (each.record for each in told)}
     left = [pair for pair in found if (pair.left, pair.right, who) not in newest]
@@ -99,7 +98,8 @@ def _versions(table: RolloutTable) -> list[dict[str, int]]:
 
 
 def _shown(recorded: RecordedRun, pair: Pair) -> dict[str, Any] | None:
-    """None if there is nothing to choose: both say and do the same, or one cannot be read."""
+    """A pair as the page shows it. None if there is nothing to choose: both sessions are identical,
+    or one cannot be read."""
     passed_over: set[str] = recorded.memo("passed over", set)
     if pair.key in passed_over:
         return None
@@ -114,8 +114,8 @@ def _shown(recorded: RecordedRun, pair: Pair) -> dict[str, Any] | None:
 
 
 def _turns(t: Trajectory) -> list[dict[str, Any]]:
-    """With numbers for the ids of calls, by which answers are found: two servers write two kinds of
-    ids."""
+    """The turns of a session with the ids of its calls, which link answers to calls, replaced by
+    numbers: the form of the ids depends on the server, and would reveal it."""
     turns = detail.conversation(t)["turns"]
     called = (call["id"] for turn in turns for call in turn["calls"])
     answered = (turn["call_id"] for turn in turns)
@@ -134,7 +134,7 @@ def _turns(t: Trajectory) -> list[dict[str, Any]]:
 def _result(
     table: RolloutTable, found: Sequence[Pair], told: Sequence[Preference], after: int
 ) -> dict[str, int]:
-    """How often each version was preferred."""
+    """The number of judgements for each version, and of ties."""
     ours = {(pair.left, pair.right) for pair in found}
     counts: Counter[str] = Counter(before=0, after=0, tie=0)
     for each in told:
@@ -146,7 +146,7 @@ def _result(
 
 
 def preference(table: RolloutTable, choice: Choice) -> Preference:
-    """What was chosen, with the names that the person did not see."""
+    """The choice as a record, with the session ids that the person did not see."""
     for pair in pairs(table, choice.before, choice.after):
         if pair.key == choice.pair:
             return Preference(

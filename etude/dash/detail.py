@@ -51,7 +51,8 @@ def _turn(message: dict[str, Json]) -> dict[str, Any]:
 
 
 def _call(call: Json) -> dict[str, Any]:
-    """Arguments by name where they can be read, and otherwise as they were written."""
+    """A call with its arguments by name, or verbatim under an empty name if they cannot be
+    parsed."""
     id, name, given = read_call(call)
     arguments = read_arguments(given)
     if arguments is None:
@@ -67,7 +68,7 @@ def _call(call: Json) -> dict[str, Any]:
 
 
 def segments(t: Trajectory) -> list[dict[str, Any]]:
-    """What contexts a session consists of."""
+    """A summary of each segment of a session."""
     return [
         {
             "kind": segment.kind,
@@ -90,8 +91,8 @@ def tokens(
     offset: int,
     limit: int,
 ) -> dict[str, Any]:
-    """Some tokens of a segment, prompt included. `recomputed`: the trainer's log-probs of its
-    sampled tokens. Texts that occur again are sent once."""
+    """A range of the tokens of a segment, prompt included. `recomputed` are the trainer's log-probs
+    of its sampled tokens. The text of each distinct token is sent once."""
     ids = (*segment.prompt, *segment.tokens)[offset : offset + limit]
     mask = ((False,) * len(segment.prompt) + segment.mask)[offset : offset + limit]
     logprobs = ((0.0,) * len(segment.prompt) + segment.logprobs)[offset : offset + limit]
@@ -113,7 +114,7 @@ def tokens(
 
 
 def trainer_logprobs(run: Run, step: int, sample: str, segment: Segment) -> list[float] | None:
-    """What the trainer found for the sampled tokens of a segment, if it wrote that down."""
+    """The trainer's log-probs of the sampled tokens of a segment; None if they are not stored."""
     try:
         rows = run.batch(step).rows
         found = run.recomputed(step)

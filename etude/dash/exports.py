@@ -1,5 +1,5 @@
-"""Rollouts for other programs: JSON lines, CSV, Parquet, and whole conversations, as they
-are stored or in ATIF."""
+"""Export of rollouts for other programs: rows as JSON lines, CSV or Parquet, and whole
+conversations as they are stored or in ATIF."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def _csv(table: RolloutTable, rows: Sequence[RolloutRow]) -> Iterator[bytes]:
 
 
 def _cell(value: object) -> str:
-    """Text that a model or a tool wrote must not become a formula in somebody's spreadsheet."""
+    """A value as the text of a cell. Text from a model or a tool is quoted if a spreadsheet would
+    take it for a formula."""
     if isinstance(value, dict | tuple):
         return json.dumps(value)
     text = "" if value is None else str(value)
@@ -71,7 +72,7 @@ def _cell(value: object) -> str:
 def _conversations(
     recorded: RecordedRun, rows: Sequence[RolloutRow]
 ) -> Iterator[tuple[Trajectory, RolloutRow]]:
-    """Of the rows that have one; each object is read once."""
+    """The conversations of the rows that have one; each object is read once."""
     wanted = {row.id: row for row in rows}
     for key in dict.fromkeys(row.object for row in rows if row.object):
         for t in recorded.sessions.conversations(key):
@@ -80,8 +81,9 @@ def _conversations(
 
 
 def _preferences(recorded: RecordedRun, rows: Sequence[RolloutRow]) -> Iterator[bytes]:
-    """Pairs that a person has judged, as the stage dpo reads them: those of these rows whose
-    conversations begin alike and then differ. Ties are left out."""
+    """Pairs that a person has judged, in the format of the stage dpo. A pair is exported if both
+    rollouts are among these rows and their prompts are the same but their answers differ. Ties are
+    left out."""
     wanted = {row.id for row in rows}
     newest = {
         (each.record.left, each.record.right, each.record.who): each
@@ -106,7 +108,8 @@ def _preferences(recorded: RecordedRun, rows: Sequence[RolloutRow]) -> Iterator[
 
 
 def _answered(t: Trajectory) -> tuple[list[dict[str, Json]], list[dict[str, Json]]]:
-    """(prompt, answer): up to what the policy said first, and from there to what it said last."""
+    """(prompt, answer): the messages before the first message of the policy, and those from it to
+    the last message of the policy."""
     said = [n for n, message in enumerate(t.messages) if message.get("role") == "assistant"]
     return (t.messages[: said[0]], t.messages[said[0] : said[-1] + 1]) if said else (t.messages, [])
 

@@ -10,11 +10,11 @@ from etude.dash.recorded import RecordedRun
 from etude.weights.manifest import Chain
 
 NEWEST = 200
-"""Versions that are shown."""
+"""Number of versions that are shown."""
 
 
 class Fleet:
-    """Manifests never change, so each is read once."""
+    """The view of workers and versions. Manifests never change, so each is read once."""
 
     def __init__(self, recorded: RecordedRun) -> None:
         self._recorded = recorded

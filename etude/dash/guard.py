@@ -1,9 +1,10 @@
-"""Who may ask the dashboard, and what a browser may do with its answers.
+"""Access control of the dashboard, and the headers that restrict what a browser does with its
+answers.
 
-A page that a stranger wrote can make a browser send requests to loopback, under a name that it has
-pointed there (DNS rebinding) or across sites. So a request must name a host that is ours, come from
-our own page if a browser says where it comes from, and carry the token if there is one. The token
-travels in a header that no other site can set, never in a cookie or an address.
+A page of a stranger can make a browser send requests to loopback, under a host name that resolves
+to it (DNS rebinding) or across sites. A request must therefore name one of our hosts, come from our
+own page if the browser sends its origin, and carry the token if there is one. The token is sent in
+a header that no other site can set, never in a cookie or a URL.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The rules of one server."""
+    """The access rules of one server."""
 
     host: str
-    """What it listens on."""
+    """The host that it listens on."""
     token: str | None = None
 
     def refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """(status, why), or None if the request may pass."""
+        """(status, reason) of a refusal, or None if the request may pass."""
         given = _headers(scope)
         hosts = given.get("host", ())
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
@@ -75,8 +76,8 @@ class Access:
         return None
 
     def _is_ours(self, host: str) -> bool:
-        """Loopback by any name. Bound more widely, also an address, which no name server can
-        forge, and the names of this machine."""
+        """True for loopback by any name. For a server that listens on more than loopback, also for
+        any IP address, which no name server can forge, and for the names of this machine."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -117,7 +118,8 @@ def _headers(scope: Scope) -> dict[str, tuple[str, ...]]:
 
 
 def guarded(app: ASGIApp, access: Access) -> ASGIApp:
-    """Nothing behind it is reached against the rules, and every answer carries `HEADERS`."""
+    """Wrap an app: requests against the rules do not reach it, and every answer carries
+    `HEADERS`."""
     extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:

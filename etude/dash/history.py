@@ -1,7 +1,7 @@
-"""The curves of a run, folded from its events. Pure: whoever has events hands them in.
+"""The curves of a run, folded from its events. Pure: the caller passes the events in.
 
-A point of a curve is a step of a loop (rl, distill) or of a stage that learns from files. What is
-told once a second is gathered in a bounded number of intervals, however long the run is.
+A point of a curve is a step of a loop (rl, distill) or of a stage that learns from files. Events
+that come once a second are aggregated in a bounded number of intervals, however long the run is.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ STEP_CURVES = (
     "mfu",
     "teacher_kl",
 )
-"""Numbers of a `StepDone` that are drawn."""
+"""Fields of `StepDone` that are drawn as curves."""
 
 
 @dataclass
 class Interval:
-    """Means of what was told of one worker within a time."""
+    """Means of one worker's reports within an interval of time."""
 
     t: float
     count: int
@@ -70,7 +70,7 @@ class Interval:
 
 
 class Timeline:
-    """One worker over time. When there are too many intervals, each two become one."""
+    """One worker over time. If there are too many intervals, neighbours are merged in pairs."""
 
     def __init__(self) -> None:
         self.intervals: list[Interval] = []
@@ -95,19 +95,20 @@ class Timeline:
 
 @dataclass
 class Version:
-    """When a version of the weights was made, published, and live in each region."""
+    """The times at which a version of the weights was trained, published, and live in each
+    region."""
 
     step_done: float | None = None
     publish_started: float | None = None
     stall_s: float | None = None
     live: float | None = None
     regions: dict[str, float] = field(default_factory=dict)
-    """Region -> when its worker was first seen to serve it, or a newer one."""
+    """Region -> first time at which its worker was seen to serve this version or a newer one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An alarm, and when it began."""
+    """An alarm, and the time at which it began."""
 
     t: float
     alarm: Alarm
@@ -125,12 +126,12 @@ class History:
         self.versions: defaultdict[int, Version] = defaultdict(Version)
         self._busy: defaultdict[str, list[float]] = defaultdict(list)
         self._attempts = [0, 0]
-        """Solved and all, since the last step."""
+        """Number of solved attempts, and of all attempts, since the last step."""
         self._ess: dict[int, float] = {}
         self._serving: dict[str, int] = {}
 
     def apply(self, t: float, event: Event, begun: list[Alarm]) -> None:
-        """`begun`: the alarms that begin with the event."""
+        """Add an event to the curves. `begun` are the alarms that begin with it."""
         self.alarms += [Begun(t, alarm) for alarm in begun]
         match event:
             case StageStarted():
@@ -187,7 +188,7 @@ class History:
 
     @property
     def ess(self) -> list[float | None]:
-        """Effective sample size of each step, as far as it was measured."""
+        """Effective sample size of each step; None where it was not measured."""
         return [self._ess.get(int(step or 0)) for step in self.steps["step"]]
 
     def _fleet(self, t: float, event: FleetStatus) -> None:

@@ -1,5 +1,5 @@
-"""What to say about a run, given what is known of it. Pure: the screen renders a `Page`, and a log
-prints what a `Teller` says, both in the same words."""
+"""Description of a run in words, from its `RunView`. Pure: the screen renders a `Page`, and a log
+prints the lines of a `Teller`, both in the same words."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from etude.dash.reader import RunView
 Tone = Literal["", "good", "bad", "dim"]
 
 TELL_S = 10.0
-"""Between two lines that sum up the sessions, until the first step."""
+"""Pause between two lines that summarize the sessions, until the first step."""
 TELL_SELDOM_S = 60.0
-"""From then on."""
+"""The same pause after the first step."""
 TELL_ERRORS = 5
-"""Different errors that have a line each; many hold a number that is never the same."""
+"""Limit on distinct errors with a line each; many contain a number that is never the same."""
 EARLY_STEPS = 5
 EARLY_GROUPS = 16
-"""Below so many steps, or groups with a difference, a rise of the mean reward may be chance."""
+"""With fewer steps, or fewer groups with a difference, a rise of the mean reward may be chance."""
 FEW_REGIONS = 3
-"""So many have a line each."""
+"""Most regions that are shown on a line each."""
 FEW_GROUPS = 4
-"""So few say nothing about which tasks teach."""
+"""With fewer groups it is too early to say which tasks teach nothing."""
 FEW_TASKS = 4
-"""So many are named."""
+"""Most tasks that are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far something is, of which `eta_s` is left."""
+    """Progress of something that takes `eta_s` more seconds."""
 
     what: str
     done: int
@@ -65,7 +65,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Values of a stage's steps, with the ends of the scale."""
+    """One value for each step of a stage, with the ends of the scale."""
 
     name: str
     values: Sequence[float]
@@ -75,13 +75,13 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All that a screen shows, the most important first in each list."""
+    """All contents of a screen, the most important first in each list."""
 
     headline: Line
     advice: str
-    """What to do about it, if it is bad."""
+    """Advice on the headline, if it is an alarm."""
     alarms: tuple[Alarm, ...]
-    """Without one that is the headline."""
+    """Active alarms, except the one in the headline."""
     progress: tuple[Progress, ...]
     lines: tuple[Line, ...]
     curves: tuple[Curve, ...]
@@ -107,12 +107,12 @@ LEGEND = {
     "corrected": "share of tokens whose importance weight was cut or masked",
     "zero gradient": "share of tokens that were clipped or masked, and taught nothing",
 }
-"""The most important first: a small screen shows only some."""
+"""Term -> meaning, the most important first: a small screen shows only some."""
 
 
 MADE_READY = "model, workers and trainer are being made ready"
 HEADLINES = {"failing": "failing", "signal": "no signal"}
-"""Alarms that say what is going on, by name -> what they are called then."""
+"""Alarms that take the place of the headline: name -> label."""
 
 
 def describe(view: RunView, lag_bound: int) -> Page:
@@ -131,13 +131,13 @@ def describe(view: RunView, lag_bound: int) -> Page:
 
 
 def _alarm_shown(view: RunView) -> Alarm | None:
-    """The alarm that is the headline, if one is."""
+    """The alarm in the headline, if any."""
     active = view.alarms.active
     return next((active[name] for name in HEADLINES if name in active), None)
 
 
 def headline(view: RunView) -> Line:
-    """What is going on."""
+    """The state of the run in one line."""
     if view.finished:
         return Line("finished", "the run is at its end", "good")
     if (alarm := _alarm_shown(view)) is not None:
@@ -167,7 +167,7 @@ def headline(view: RunView) -> Line:
 
 
 def beginning(view: RunView) -> str:
-    """The first line of a log: what comes next takes a while with a large model."""
+    """The first line of a log: with a large model the next one takes a while."""
     return f"{MADE_READY}{_stands(view)}; Ctrl-C stops"
 
 
@@ -198,7 +198,7 @@ def _chance(curve: Sequence[float], span: int) -> float:
 
 
 def no_difference(view: RunView) -> str:
-    """Why there is nothing to learn from, while no group had a difference."""
+    """The reason why there is nothing to learn from yet, while no group had a difference."""
     earned, count = view.groups.earned, view.groups.done
     if not earned and view.groups.untrainable:
         return f"no group can be trained on yet: of {count} all attempts were dropped for sampling"
@@ -210,7 +210,7 @@ def no_difference(view: RunView) -> str:
 
 
 def when(stage: str) -> str:
-    """Of an evaluation, by the stage that made the version."""
+    """The time of an evaluation in words, from the stage that trained the version."""
     return "before any training" if stage == "start" else f"after {stage}"
 
 
@@ -260,7 +260,7 @@ def _few(event: FewTasks) -> str:
 
 
 def sessions(view: RunView) -> str:
-    """How those of training ended."""
+    """Counts of training sessions by how they ended."""
     ended = view.ended
     untrainable = view.groups.untrainable
     suspects = view.groups.quarantined
@@ -275,7 +275,7 @@ def sessions(view: RunView) -> str:
 
 
 def _tasks_without(view: RunView) -> str:
-    """Which tasks teach nothing, where that is most of the work."""
+    """The tasks that taught nothing yet, if they take most of the sessions."""
     groups, tasks = view.groups, view.groups.tasks_without
     mostly = 2 * groups.sessions_without >= groups.sessions_compared
     if not tasks or groups.done < FEW_GROUPS or not mostly:
@@ -297,7 +297,8 @@ def _evaluations(view: RunView) -> Iterator[Line]:
 
 
 def _evaluated(result: EvalDone, view: RunView) -> str:
-    """When: a stage that was extended goes on after what was its end."""
+    """The time of an evaluation in words. The version is named if the stage was extended and so
+    goes on after this evaluation."""
     goes_on = result.stage == view.stage and view.done < view.steps
     return f"at version {result.version}" if goes_on else when(result.stage)
 
@@ -355,13 +356,13 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
 
 
 def _waits_for_trainer(view: RunView) -> bool:
-    """Nothing is sampled, since all slots wait for the step that is under way."""
+    """True if nothing is sampled because all slots wait for the current step."""
     active, capacity = view.window_slots
     return view.stepping_since is not None and not view.running and 0 < capacity <= active
 
 
 def _rows(view: RunView) -> str:
-    """How far the step is, where that is known."""
+    """The progress of the current step, if it is known."""
     return f" ({view.stepping.done} of {view.stepping.total} rows)" if view.stepping else ""
 
 
@@ -399,7 +400,7 @@ def clock(seconds: float) -> str:
 
 
 class Teller:
-    """What is worth a line of a log, event by event."""
+    """The lines of a run's log, event by event."""
 
     def __init__(self) -> None:
         self._told: float | None = None
@@ -445,7 +446,7 @@ class Teller:
 
 
 def event_line(event: Event, view: RunView) -> str | None:
-    """An event as a line, if it is worth one."""
+    """An event as a line of a log, or None if it is not important enough."""
     match event:
         case StageStarted():
             before = f", {event.done} steps of it were done before" if event.done else ""

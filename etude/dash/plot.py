@@ -1,4 +1,4 @@
-"""Curves drawn with characters: two columns and four rows of dots in each."""
+"""Curves drawn with Braille characters, each of two columns and four rows of dots."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def plot(
     first: int = 1,
     form: str = ".2f",
 ) -> list[str]:
-    """A curve with its axes, as `height` lines of at most `width` characters. `first` is the place
-    of the first value on the horizontal axis; `form` writes the ends of the other one."""
+    """Draw a curve with its axes, as `height` lines of at most `width` characters. `first` is the
+    position of the first value on the horizontal axis; `form` is the number format of the other
+    axis."""
     top, bottom = format(high, form), format(low, form)
     margin = max(len(top), len(bottom))
     columns, rows = max(4, width - margin - 2), max(1, height - 1)
@@ -29,7 +30,7 @@ def plot(
     before: int | None = None
     for x, share in enumerate(heights):
         y = round((1.0 - share) * (4 * rows - 1))
-        # joined with the dot before, so that a jump is a line and not a gap
+        # joined with the previous dot, so that a jump is drawn as a line and not as a gap
         between = range(y, y + 1) if before is None else _towards(before, y)
         for dot in between:
             cells[dot // 4][x // 2] |= _DOTS[x % 2][dot % 4]
@@ -56,7 +57,7 @@ def _share(value: float, low: float, high: float) -> float:
 
 
 def _stretched(values: Sequence[float], count: int) -> list[float]:
-    """As many values as there are columns: means of several, or on a line between two."""
+    """Resample values to `count` columns, by means of several values or by linear interpolation."""
     size = len(values)
     if size < 2:
         return list(values)

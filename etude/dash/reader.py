@@ -1,5 +1,5 @@
-"""The state of a run as a person wants to see it, folded from its events. Pure: whoever has events
-hands them in."""
+"""The state of a run as a person wants to see it, folded from its events. Pure: the caller passes
+the events in."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from etude.core.events import (
 )
 
 UNDER_WAY = AttemptDone | EvalProgress | FitStep | RunDone | StageDone | StageStarted | StepDone
-"""A run that tells one of these works."""
+"""Events that show that a run is at work again after a start."""
 RECENT = 64
 """Groups behind the running mean reward and solve rate."""
 NEWEST = 12
-"""Sessions that are kept to be shown."""
+"""Newest sessions that are kept for the screen."""
 SPEED_S = 15.0
-"""Time behind the running speeds."""
+"""Length of the time window of speeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A session that failed, and when."""
+    """A session that failed, and the time at which it did."""
 
     t: float
     id: str
@@ -51,12 +51,12 @@ class Failure:
 
 @dataclass
 class Ending:
-    """Whether a run is at its end. An evaluation of it afterwards (`etude eval`) launches it once
-    more and begins no stage: with the result, the run is at its end again."""
+    """Tracks if a run is at its end. A later evaluation of the run (`etude eval`) launches it once
+    more without beginning a stage: with the result, the run is at its end again."""
 
     reached: bool = False
     _before: bool = False
-    """It was at its end, and no stage has begun since."""
+    """True if the run was at its end before and no stage has begun since."""
 
     def apply(self, event: Event) -> None:
         match event:
@@ -72,7 +72,7 @@ class Ending:
 
 @dataclass
 class Groups:
-    """Groups of training that are over."""
+    """Statistics of the finished groups of training."""
 
     done: int = 0
     with_signal: int = 0
@@ -87,7 +87,7 @@ class Groups:
     earned: set[float] = field(default_factory=set)
     """The rewards in groups without signal."""
     by_task: dict[str, bool] = field(default_factory=dict)
-    """Task -> whether any of its groups had a difference."""
+    """Task -> True if any of its groups had a difference."""
 
     @property
     def tasks_without(self) -> list[str]:
@@ -97,21 +97,22 @@ class Groups:
 
 @dataclass
 class StoreCost:
-    """What all processes of a run have asked of its bucket."""
+    """Requests and bytes of all processes of a run to its bucket."""
 
     requests: int = 0
     lists: int = 0
-    """Of the requests."""
+    """Number of list requests among them."""
     read_bytes: int = 0
     written_bytes: int = 0
     steps: int = 0
-    """Optimizer steps meanwhile, of any stage."""
+    """Optimizer steps in the same time, of any stage."""
 
     def __post_init__(self) -> None:
         self._lives: dict[str, StoreUsed] = {}
 
     def add(self, now: StoreUsed) -> None:
-        """A process counts from its start: a smaller number is that of its next life."""
+        """Add the counters of a process. They count from its start, so a smaller number than
+        before means that the process was restarted."""
         before = self._lives.get(now.process)
         self._lives[now.process] = now
 
@@ -138,21 +139,21 @@ class RunView:
     stage: str = "starting"
     done: int = 0
     steps: int = 0
-    """0: not known yet."""
+    """0 if not known yet."""
     groups_per_step: int = 0
-    """Groups that a step of the stage needs; 0: none, or not known yet."""
+    """Groups that a step of the stage needs; 0 if none or not known yet."""
     stage_began: float = 0.0
     resumed_at: int = 0
-    """Steps that were done before this start; they tell nothing about its speed."""
+    """Steps that were done before this start; they are not counted in its speed."""
     loss: float | None = None
     tokens_per_s: float | None = None
     step: StepDone | None = None
-    """The newest one of rl."""
+    """The newest step of rl."""
     stepping: StepProgress | None = None
-    """How far the one that is under way is, if it takes long."""
+    """Progress of the current step, if it takes long."""
     lag: int | None = None
     lag_max: int = 0
-    """Of all batches that are written, as in an audit: the step of the newest may not be done."""
+    """Over all batches written, as in an audit: the step of the newest may not be done."""
     first_step: int = 0
     live: int | None = None
     trainer_busy: float | None = None
@@ -163,7 +164,7 @@ class RunView:
     window_slots: tuple[int, int] = (0, 0)
     held: int = 0
     resuming: bool = False
-    """It was started again, and nothing of it is under way yet."""
+    """True if the run was started again and is not at work yet."""
     evaluating: EvalProgress | None = None
     eval_began: float = 0.0
     evals: dict[tuple[str, str], EvalDone] = field(default_factory=dict)
@@ -171,22 +172,22 @@ class RunView:
     reward_curve: list[float] = field(default_factory=list)
     """Mean reward of the groups that ended during each step of the stage."""
     solve_curve: list[float] = field(default_factory=list)
-    """Share of their attempts that solved the task."""
+    """Share of the attempts in these groups that solved the task."""
     entropy_curve: list[float] = field(default_factory=list)
     loss_curve: list[float] = field(default_factory=list)
     ended: Counter[str] = field(default_factory=Counter)
-    """Status -> sessions of training that ended with it; `interrupted` are those of groups that a
-    stop of the run cut short."""
+    """Status -> number of training sessions that ended with it; `interrupted` counts those of
+    groups that were cut short when the run was stopped."""
     groups: Groups = field(default_factory=Groups)
     running: int = 0
-    """Sessions under way."""
+    """Number of sessions under way."""
     newest_sessions: deque[AttemptDone] = field(default_factory=lambda: deque(maxlen=NEWEST))
     failure: Failure | None = None
-    """The newest one, of training or of an evaluation."""
+    """The newest failure, of training or of an evaluation."""
     alarms: Alarms = field(default_factory=Alarms)
     ending: Ending = field(default_factory=Ending)
     began: float | None = None
-    """This and all other times here are of a clock that stands still while nothing runs."""
+    """This and all other times here are by a clock that stops while nothing runs."""
     now: float = 0.0
 
     def __post_init__(self) -> None:
@@ -196,16 +197,16 @@ class RunView:
         self._steps: deque[StepDone] = deque(maxlen=8)
         self._stopped_s = 0.0
         self._steps_before = 0
-        """Steps of the stage, as the life before had them."""
+        """Steps of the stage, as known before the last start."""
         self._batches: dict[int, float] = {}
-        """Steps that the trainer has a batch for and has not done -> since when."""
+        """Steps with a batch that the trainer has not done yet -> time of the batch."""
         self._trainer_free: float | None = None
-        """When the trainer was ready for the step that it is at; None while it is being started."""
+        """Time at which the trainer was ready for its current step; None while it starts."""
         self._unsettled: dict[str, dict[str, str]] = {}
-        """Group -> those of its sessions that have ended, with their status, until all have."""
+        """Unfinished group -> the status of each of its sessions that has ended."""
 
     def apply(self, t: float, event: Event) -> list[Alarm]:
-        """The alarms that begin with the event."""
+        """Add an event to the state. Return the alarms that begin with it."""
         if isinstance(event, Launched):
             self._stopped_s = t - self.now
         t -= self._stopped_s
@@ -215,12 +216,12 @@ class RunView:
             self.resuming = False
         self.ending.apply(event)
         match event:
-            case Launched():  # what ended, ended the life before
+            case Launched():  # whatever was under way ended with the previous start
                 self.resuming = event.resumed
                 self.failure = self.evaluating = self.stepping = None
                 self.few_tasks = {}
                 self._steps_before = self.steps or self._steps_before
-                self.steps = 0  # it may have been given more
+                self.steps = 0  # the stage may have been extended
                 self._trainer_free = None
             case FewTasks():
                 self.few_tasks[event.split] = event
@@ -274,23 +275,23 @@ class RunView:
 
     @property
     def mean_reward(self) -> float | None:
-        """Of the last groups of training."""
+        """Mean reward of the last groups of training."""
         return _means(self._rewards)[0] if self._rewards else None
 
     @property
     def solve_rate(self) -> float | None:
-        """Of the attempts in the last groups of training."""
+        """Share of the attempts in the last groups of training that solved their task."""
         return _means(self._rewards)[1] if self._rewards else None
 
     @property
     def trainer_ready(self) -> bool:
-        """Whether the trainer has begun its stage since the last start."""
+        """True if the trainer has begun its stage since the last start."""
         return self._trainer_free is not None
 
     @property
     def stepping_since(self) -> float | None:
-        """When the trainer began the step that it is at; None if it has no batch, or is being
-        started."""
+        """Time at which the trainer began its current step; None if it has no batch or is still
+        starting."""
         if not self._batches or self._trainer_free is None:
             return None
         return max(self._batches[min(self._batches)], self._trainer_free)
@@ -301,7 +302,7 @@ class RunView:
 
     @property
     def eta_s(self) -> float | None:
-        """Until the end of the stage, if it goes on as it went so far."""
+        """Seconds until the end of the stage, at its mean speed so far."""
         done = self.done - self.resumed_at
         return (
             (self.now - self.stage_began) / done * (self.steps - self.done)
@@ -311,7 +312,7 @@ class RunView:
 
     @property
     def eval_eta_s(self) -> float | None:
-        """Until the end of the evaluation that is under way."""
+        """Seconds until the end of the current evaluation."""
         if (doing := self.evaluating) is None or doing.done == 0:
             return None
         return (self.now - self.eval_began) / doing.done * (doing.total - doing.done)

@@ -1,5 +1,5 @@
-"""The loop of real-time RL as its store tells it: what holds, what was decided and why, what the
-updates were made of, what was dropped, and who was deleted."""
+"""The loop of real-time RL, read from its store: the current state, the decisions with their
+reasons, the contents of the updates, the dropped sessions, and the deleted users."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from etude.store.realtime import TrafficLog, UpdateLog
 from etude.weights.manifest import find_newest
 
 NEWEST = 200
-"""Decisions that are shown."""
+"""Number of decisions that are shown."""
 CONTEXTS = 20
-"""Kinds of requests that are shown."""
+"""Number of kinds of requests that are shown."""
 CONTEXT_CHARS = 80
 
 
 class RealtimePage:
-    """Changes never change, so each is read once; so are updates, until somebody is deleted."""
+    """The view of the loop. Changes of traffic are immutable, so each is read once; so are updates,
+    until a user is deleted."""
 
     def __init__(self, recorded: RecordedRun) -> None:
         self._recorded = recorded
@@ -55,7 +56,7 @@ class RealtimePage:
         }
 
     def _state(self, changes: Sequence[Change], batched: int) -> dict[str, Any] | None:
-        """None if no version was given to users yet."""
+        """The current state; None if no version was deployed to users yet."""
         if not changes:
             return None
         last = changes[-1]
@@ -117,7 +118,8 @@ def _update(record: UpdateRecord, changes: Sequence[Change]) -> dict[str, Any]:
 
 
 def _contexts(answers: Sequence[CreditedAnswer]) -> list[dict[str, Any]]:
-    """What answers were worth by kind of request: what a baseline has to know apart."""
+    """Mean worth of the answers by kind of request: the differences that a baseline has to
+    explain."""
     found: defaultdict[str, list[CreditedAnswer]] = defaultdict(list)
     for one in answers:
         found[one.context].append(one)

@@ -1,5 +1,5 @@
-"""A run as it lies in its store, read as far as it has come: dead, running or elsewhere. Nothing is
-written, and nothing is read that nobody asked for but events, ledger and rows."""
+"""A run read from its store, in whatever state: dead, running or on another machine. Nothing is
+written, and apart from events, ledger and rows everything is read on demand."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from etude.store.telemetry import EventReader
 T = TypeVar("T")
 
 FRESH_S = 0.4
-"""What was read within that time is not read again."""
+"""Time for which everything read counts as fresh and is not read again."""
 LOOK_S = 30.0
-"""Between two looks for what is missing."""
+"""Time between two searches for missing objects."""
 
 
 class RecordedRun:
-    """`refresh` reads what is new; it is the only method that changes anything but caches."""
+    """A run's state and history from its store. `refresh` reads new events, entries and rows; it is
+    the only method that changes anything but caches."""
 
     def __init__(self, name: str, run: Run, *, now: Callable[[], float] = time.time) -> None:
         self.name = name
@@ -64,7 +65,7 @@ class RecordedRun:
         )
         self._entered = 0
         self._batched: dict[int, frozenset[str]] = {}
-        """Step -> the groups of its batch; sessions of users are in none."""
+        """Step -> the groups of its batch; sessions of users do not belong to a group."""
         self._config: RunConfig | None = None
         self._read: float | None = None
         self._looked: float | None = None
@@ -73,13 +74,14 @@ class RecordedRun:
         self._causes: dict[str, tuple[str, str]] = {}
         self._memos: dict[str, tuple[int, Any]] = {}
         self._unsettled: set[str] = set()
-        """Rollouts that are known by their events alone."""
+        """Rollouts that are known only from their events."""
 
     def refresh(self) -> None:
         with self.lock:
             if self._read is not None and time.monotonic() < self._read + FRESH_S:
                 return
-            # An attempt is issued before its events: read events first, enter the ledger first.
+            # An attempt is issued before it has events: read the events first, so that the ledger
+            # contains all their attempts, and apply the ledger first.
             events = self._events.new()
             entries, self._entered = self._log.read(self._entered)
             rows = self._rows.new()
@@ -125,7 +127,8 @@ class RecordedRun:
         self._unsettled |= {row.id for row in ended}
 
     def _settle(self) -> None:
-        """Some never get a row: those of a group that was cut off."""
+        """Set the fate of rollouts without a stored row. Those of a group that was cut short never
+        get one."""
         for id in list(self._unsettled):
             fate = self._fate(id)
             if fate is not None:
@@ -137,11 +140,11 @@ class RecordedRun:
     def _fate(self, id: str) -> int | str | None:
         try:
             return self.ledger.fate(id)
-        except KeyError:  # of an evaluation, or the entry that issued it is lost
+        except KeyError:  # it belongs to an evaluation, or the entry that issued it is lost
             return None
 
     def memo(self, name: str, compute: Callable[[], T]) -> T:
-        """What was computed of this name since something new was read."""
+        """The cached value of this name, computed again if anything new was read since."""
         found = self._memos.get(name)
         if found is None or found[0] != self.revision:
             found = self._memos[name] = (self.revision, compute())
@@ -150,7 +153,8 @@ class RecordedRun:
 
     @property
     def config(self) -> RunConfig | None:
-        """None if there is none that can be read. It is written when a run is launched."""
+        """The run's configuration, which is written when a run is launched; None if it cannot be
+        read."""
         if self._config is None:
             with contextlib.suppress(EtudeError):
                 self._config = self.run.config()
@@ -158,7 +162,7 @@ class RecordedRun:
 
     @property
     def reorder_window(self) -> int:
-        """Of the stage that it is at."""
+        """The reorder window of the current stage."""
         stages = config.stage if (config := self.config) else ()
         loops = (
             s for s in stages if isinstance(s, RolloutStageConfig) and s.name == self.view.stage
@@ -171,7 +175,7 @@ class RecordedRun:
         return max((s.max_lag for s in stages if isinstance(s, RolloutStageConfig)), default=0)
 
     def missing(self) -> list[str]:
-        """What belongs to the run and is not there, or is damaged, as far as a listing tells."""
+        """Messages about missing or damaged objects of the run, as far as a listing shows them."""
         with self.lock:
             if self._looked is None or time.monotonic() > self._looked + LOOK_S:
                 self._missing = list(self._look())
@@ -179,8 +183,8 @@ class RecordedRun:
             return [*dict.fromkeys(self.damage), *self._missing]
 
     def evaluations(self) -> list[EvalDone]:
-        """By version: the reports, and what was told since they were last looked for. In older runs
-        only a report says how many attempts were made at each task."""
+        """Evaluations by version: the reports, and events that came after the last search for
+        reports. In older runs only reports contain the number of attempts at each task."""
         self.missing()
         reports = list(self._reports.values())
         known = {(each.version, each.split, each.solved, each.total) for each in reports}
@@ -227,7 +231,7 @@ class RecordedRun:
         return row
 
     def session(self, id: str) -> Trajectory:
-        """Whole, with its tokens as far as they are stored."""
+        """The whole session, with its tokens as far as they are stored."""
         return self.sessions.session(self._key(id), id)
 
     def conversation(self, id: str) -> Trajectory:
@@ -250,8 +254,8 @@ class RecordedRun:
         return key
 
     def causes(self, rows: Sequence[RolloutRow], budget_s: float) -> dict[str, tuple[str, str]]:
-        """Id -> (what the evidence says, what a tool said last), of as many of these rows as can be
-        read in that time; those that were read before cost nothing."""
+        """Id -> (cause by the evidence, last error of a tool), for as many of these rows as can be
+        read within the budget; rows that were read before are cached."""
         until = time.monotonic() + budget_s
         unread: defaultdict[str, set[str]] = defaultdict(set)
         for row in rows:
@@ -275,7 +279,8 @@ def group_of(sample: str) -> str:
 
 
 def _of_event(event: AttemptDone, stage: str) -> RolloutRow:
-    """A rollout that has ended and has no row yet: that comes when its group is settled."""
+    """The provisional row of a rollout that has ended. Its stored row is written when its group is
+    settled."""
     return RolloutRow(
         id=event.id,
         task=event.task,
@@ -302,8 +307,9 @@ def _of_event(event: AttemptDone, stage: str) -> RolloutRow:
 
 
 def evidence_of(t: Trajectory) -> str:
-    """Why an attempt did not earn all: the error, or of the evidence of the first part that is not
-    whole the last line that tells of an error, or else the first one."""
+    """The reason why an attempt did not earn the full reward: its error, or else a line from the
+    evidence of the first score part below 1, namely the last line about an error, or the first
+    line if there is none."""
     if t.error is not None:
         return cause_of(t.error)
     parts = t.score.parts if t.score else ()
@@ -319,13 +325,14 @@ def evidence_of(t: Trajectory) -> str:
 
 _WRONG = ("error", "traceback", "fail", "exception", "no such", "not found")
 _OF_A_FILE = re.compile(r"\s*\d+\t")
-"""A numbered line, as `read` gives them: what a file says of errors is not one."""
+"""A numbered line of a file, as the tool `read` prints it: "error" in it is not an error."""
 
 
 _RAISED = re.compile(r"E   (AssertionError\b|[\w.]+(?:: .*)?$)")
-"""What was raised, as pytest prints it. What an assertion compared differs from test to test."""
+"""A raised exception, as pytest prints it. The values that an assertion compared are not matched,
+since they differ from test to test."""
 _COUNTS = re.compile(r"\d+ (failed|errors?|passed)\b.* in [\d.]+s|!+ .* failures !+$")
-"""The end of what pytest prints: how many failed, and nothing of why."""
+"""The summary line of pytest, which counts failures without their reasons."""
 
 
 def _last_wrong(lines: Iterable[str]) -> str:
@@ -336,7 +343,7 @@ def _last_wrong(lines: Iterable[str]) -> str:
 
 
 def last_tool_error(t: Trajectory) -> str:
-    """Of the last answer of a tool that tells of an error the last line that does, or nothing."""
+    """The last line about an error, from the last tool answer that has one; empty if none has."""
     for message in reversed(t.messages):
         if message.get("role") == "tool":
             text = str(message.get("content") or "").strip()
@@ -347,7 +354,7 @@ def last_tool_error(t: Trajectory) -> str:
 
 
 def clusters(causes: Sequence[tuple[str, str]], *, most: int = 20) -> list[dict[str, str | int]]:
-    """The same causes together, largest first."""
+    """Count equal causes, most frequent first."""
     counts = Counter(causes)
     return [
         {"evidence": evidence, "tool": tool, "count": count}

@@ -1,4 +1,4 @@
-"""The dashboard's server: a small JSON API over runs in their stores, and the page that reads it.
+"""The dashboard's server: a small JSON API over runs in their stores, and the page that uses it.
 
     GET /api/runs                              the runs that are shown
     GET /api/runs/RUN/overview                 headline, alarms, curves, stages
@@ -7,18 +7,18 @@
     GET /api/runs/RUN/groups/GROUP             all attempts at one task
     GET /api/runs/RUN/sessions/ID              one conversation with its score
     GET /api/runs/RUN/sessions/ID/tokens       its tokens: segment, offset, limit, trainer
-    GET /api/runs/RUN/ledger                   what became of every sample
+    GET /api/runs/RUN/ledger                   counts of samples by their fate
     GET /api/runs/RUN/fleet                    workers and weight versions
-    GET /api/runs/RUN/doctor                   what each unfinished rollout waits for
+    GET /api/runs/RUN/doctor                   unfinished rollouts, and what each waits for
     GET /api/runs/RUN/review                   flagged sessions, verdicts, detectors
     GET /api/runs/RUN/realtime                 the loop of real-time RL
     GET /api/runs/RUN/export?format=F&FILTER   rows or conversations as a file
     GET /api/runs/RUN/compare?before=&after=   the next pair of sessions of two versions, to judge
     POST /api/runs/RUN/review                  a verdict on one session
-    POST /api/runs/RUN/compare                 a verdict on a pair; nothing else is ever written
+    POST /api/runs/RUN/compare                 a verdict on a pair
 
-FILTER are the fields of `table.Filter`. Handlers are plain functions: the server calls them in
-threads, since the store is synchronous.
+The two POST requests are the only ones that write. FILTER stands for the fields of `table.Filter`.
+Handlers are plain functions: the server calls them in threads, since the store is synchronous.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 
 def create_app(runs: Sequence[RecordedRun], access: Access) -> ASGIApp:
-    """The whole server, guarded."""
+    """The whole server, with access control."""
     by_name = {recorded.name: recorded for recorded in runs}
     fleets = {name: Fleet(recorded) for name, recorded in by_name.items()}
     loops = {name: RealtimePage(recorded) for name, recorded in by_name.items()}
@@ -138,7 +138,7 @@ def _named(runs: Mapping[str, RecordedRun], name: str) -> RecordedRun:
 
 
 def _json(request: Request, value: object) -> Response:
-    """With a tag, so that what has not changed is not sent again."""
+    """An answer with an ETag, so that unchanged data is not sent again."""
     body = msgspec.json.encode(value)
     tag = f'"{blake3(body).hexdigest(length=12)}"'
     if request.headers.get("if-none-match") == tag:
@@ -185,7 +185,7 @@ def _group(recorded: RecordedRun, request: Request) -> Any:
 def _session(recorded: RecordedRun, request: Request) -> Any:
     id = request.path_params["id"]
     row = recorded.row(id)
-    found = {"row": answers.short(recorded.table, row) | {"error": row.error}}  # all of it
+    found = {"row": answers.short(recorded.table, row) | {"error": row.error}}  # the whole error
     try:
         told = recorded.conversation(id)
     except Missing as e:
@@ -219,7 +219,8 @@ def _tokens(recorded: RecordedRun, request: Request) -> Any:
 
 @lru_cache(maxsize=16)
 def _piece(run: Run) -> detail.Piece:
-    """Numbers in place of text, if the files of the model are not there."""
+    """The function from a token id to its text. It returns the id in brackets if the files of the
+    model are missing."""
     try:
         files = {name: run.objects.get_sealed(f"model/{name}") for name in MODEL_FILES}
     except EtudeError:
@@ -245,9 +246,9 @@ def _export(recorded: RecordedRun, request: Request) -> Response:
         raise EtudeError(f"cannot export as {format!r}: choose one of {', '.join(FORMATS)}")
     places = recorded.table.find(_filter(request))
     rows = recorded.table.page(places, "new", offset=0, limit=len(places))
-    name = re.sub(r"[^\w.-]", "_", recorded.name, flags=re.ASCII)  # as headers have it
+    name = re.sub(r"[^\w.-]", "_", recorded.name, flags=re.ASCII)  # headers are ASCII
     chunks = export(recorded, rows, format)
-    first = next(chunks, b"")  # what cannot be read is told before the answer begins
+    first = next(chunks, b"")  # raises unreadable data as an error before the answer begins
     return StreamingResponse(
         itertools.chain((first,), chunks),
         media_type=FORMATS[format],
@@ -274,7 +275,7 @@ def _told(body: bytes, kind: type[T]) -> T:
 
 
 def _static(request: Request) -> Response:
-    """A file of the page, or the page itself: what stands under /runs/ are its views."""
+    """A file of the page, or the page itself for the paths under /runs/, which are its views."""
     path = request.path_params["path"]
     name = "index.html" if not path or path.startswith("runs/") else path
     if name not in _files():
@@ -285,7 +286,7 @@ def _static(request: Request) -> Response:
 
 @lru_cache(maxsize=1)
 def _files() -> dict[str, bytes]:
-    """All files of the page, by path: nothing else can be asked for."""
+    """All files of the page by path. Nothing else is served."""
     root = resources.files("etude.dash").joinpath("static")
     folders = [("", root), *((f"{each.name}/", each) for each in root.iterdir() if each.is_dir())]
     return {

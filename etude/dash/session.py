@@ -1,5 +1,5 @@
-"""A session as a person reads it: who said what, long outputs shortened in their middle, and what
-it was worth."""
+"""A session as a person reads it: its messages by speaker, long outputs shortened in the middle,
+and its score."""
 
 from __future__ import annotations
 
@@ -11,33 +11,34 @@ from functools import reduce
 from etude.core.types import Json, Score, Status, Trajectory, plain_text
 
 LONG = 40
-"""Lines of a text that are shown; of a longer one the first and the last."""
+"""Most lines of a text that are shown; the middle of a longer text is left out."""
 LONG_LINE = 400
-"""Characters of a line."""
+"""Most characters of a line that are shown."""
 SPARE_LEVELS = 20
-"""Of nesting, for what arguments are shown in."""
+"""Levels of nesting reserved for the JSON in which arguments are embedded."""
 STATUS: dict[Status, str] = {
     "done": "finished",
     "truncated": "truncated",
     "timeout": "timed out",
     "failed": "failed",
 }
-"""In words."""
+"""Status -> words for it."""
 CUT_SHORT: dict[Status, str] = {"truncated": "out of turns or context", "timeout": "out of time"}
-"""Of a session that was graded as it stood, why it did not go on."""
+"""Status -> reason why a session was cut short; it is graded on the state that it left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One thing that was said, and by whom: `system`, `user`, `model`, `call`, `tool`, `score`,
-    `error`, `raw` (the bare text of recorded tokens)."""
+    """One text with its speaker: `system`, `user`, `model`, `call`, `tool`, `score`, `error`, or
+    `raw` (the bare text of recorded tokens)."""
 
     who: str
     text: str
 
 
 def read_session(t: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> list[Block]:
-    """`decode` turns recorded tokens into text, for sessions whose agent left no messages."""
+    """The blocks of a session. `decode` turns recorded tokens into text, for sessions whose agent
+    left no messages."""
     return [*said(t.messages), *(_recorded(t, decode) if not t.messages else ()), *_outcome(t)]
 
 
@@ -81,7 +82,7 @@ def score_text(score: Score) -> str:
 
 
 def shorten(text: str) -> str:
-    """The first and the last lines of a long text."""
+    """Keep only the first and the last lines of a long text, and the beginnings of long lines."""
     lines = [
         line if len(line) <= LONG_LINE else f"{line[:LONG_LINE]} ... ({len(line)} characters)"
         for line in text.rstrip().split("\n")
@@ -94,8 +95,8 @@ def shorten(text: str) -> str:
 
 
 def read_call(call: Json) -> tuple[str, str, Json]:
-    """The id, the name and the arguments of a tool call, as far as it tells them: agents of others
-    write what they like."""
+    """The id, the name and the arguments of a tool call, as far as it has them: other people's
+    agents may write anything."""
     told = call if isinstance(call, dict) else {}
     function = told.get("function")
     function = function if isinstance(function, dict) else {}
@@ -103,8 +104,8 @@ def read_call(call: Json) -> tuple[str, str, Json]:
 
 
 def read_arguments(given: Json) -> dict[str, Json] | None:
-    """The arguments of a tool call by name. None for what is no object, or cannot be written as
-    JSON again: a model may say NaN, half of a surrogate pair, or a hundred thousand brackets."""
+    """The arguments of a tool call by name. None if they are not an object or cannot be written as
+    JSON again: a model may write NaN, half of a surrogate pair, or a hundred thousand brackets."""
     try:
         found = json.loads(given) if isinstance(given, str) else given
         within = reduce(lambda inner, _: [inner], range(SPARE_LEVELS), found)
@@ -115,7 +116,7 @@ def read_arguments(given: Json) -> dict[str, Json] | None:
 
 
 def _call(call: Json) -> str:
-    """As Python would write it, if its arguments can be read."""
+    """A call in Python's notation, if its arguments can be parsed."""
     _, name, given = read_call(call)
     arguments = read_arguments(given)
     if arguments is None:
@@ -123,6 +124,6 @@ def _call(call: Json) -> str:
     short = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
     if len(short) <= 100 and "\\n" not in short:
         return f"{name}({short})"
-    # long texts, such as a file, are read as they are and not as one line with escapes
+    # long texts, such as a file, are easier to read verbatim than as one line with escapes
     parts = "\n".join(f"  {key} = {plain_text(value)}" for key, value in arguments.items())
     return f"{name}(\n{parts}\n)"

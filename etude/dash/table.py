@@ -1,7 +1,7 @@
-"""The rows of a run's rollouts, to be filtered, counted and sorted while a person waits.
+"""The rows of a run's rollouts, filtered, counted and sorted while a person waits.
 
-What is compared stands in columns of numpy; a text is looked for once in each different value of a
-column. So 100,000 rollouts are filtered in milliseconds, without a database beside the store.
+Values for comparison are in NumPy columns; a text is searched once in each distinct value of a
+column. So 100,000 rollouts are filtered in milliseconds, without a database next to the store.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from etude.core.errors import EtudeError, error_line
 from etude.store.rollouts import RolloutRow
 
 WAITS = "waits"
-"""What became of a rollout of training that is neither batched nor dropped."""
+"""Fate of a training rollout that is neither batched nor dropped yet."""
 BATCHED = "batched"
-"""Its step has its batch, and is not done yet."""
+"""Fate of a rollout that is in the batch of a step which is not done yet."""
 TRAINED = "trained"
 EVALUATED = "evaluation"
 NUMBERS = ("reward", "length", "turns", "seconds", "sampled_tokens", "step")
-"""Columns with a value for each row; NaN where there is none."""
+"""Numeric columns; NaN where a row has no value."""
 NAMES = ("task", "kind", "group", "stage", "status", "source", "became", "cause", "error")
-"""Columns of names, each with a code."""
+"""Columns of names, stored as integer codes."""
 FACETS = ("status", "kind", "became", "source", "stage")
 BINS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which rollouts; None: all of them, in that respect."""
+    """Conditions on rollouts. A field that is None does not restrict them."""
 
     reward_min: float | None = None
     reward_max: float | None = None
@@ -54,15 +54,15 @@ class Filter:
     became: str | None = None
     """`trained`, `batched`, a reason of the ledger, `waits` or `evaluation`."""
     cause: str | None = None
-    """Of a failure, as `cause_of` gives it."""
+    """The cause of a failure, as returned by `cause_of`."""
     flag: str | None = None
     text: str | None = None
-    """Somewhere in id, task, error or flags; case does not matter."""
+    """Text in the id, task, error, source or a flag; case does not matter."""
     solved: bool | None = None
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, str]]) -> Filter:
-        """From names and texts, such as those of a query; an empty text stands for None."""
+        """Parse pairs of names and texts, such as those of a query. An empty text means None."""
         kinds = {field.name: str(field.type).removesuffix(" | None") for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, text in given:
@@ -90,12 +90,12 @@ _VARYING = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+(?:\.\d+)?|(?<=[\s'\"(])/[^\
 
 
 def cause_of(error: str | None) -> str:
-    """An error without what differs from one time to the next: numbers, hashes and paths."""
+    """An error without the parts that differ between occurrences: numbers, hashes and paths."""
     return _VARYING.sub("…", error_line(error or "").strip().partition("\n")[0])[:200]
 
 
 class _Names:
-    """A column of texts, each kept once."""
+    """The distinct texts of a column, each with its code."""
 
     def __init__(self) -> None:
         self.values: list[str] = []
@@ -109,7 +109,7 @@ class _Names:
         return found
 
     def known(self, text: str) -> int:
-        """-1, which no row has, if there is none."""
+        """The code of a text; -1, which no row has, if the text is unknown."""
         return self._codes.get(text, -1)
 
     def holding(self, needle: str) -> list[int]:
@@ -138,8 +138,8 @@ class _Column:
 
 
 class RolloutTable:
-    """All rollouts of a run, in the order in which they came. A row with the id of an earlier one
-    takes its place."""
+    """All rollouts of a run, in order of arrival. A row replaces an earlier one with the same
+    id."""
 
     def __init__(self) -> None:
         self.rows: list[RolloutRow] = []
@@ -148,9 +148,9 @@ class RolloutTable:
         self._codes = {name: _Column("i4") for name in NAMES}
         self._names = {name: _Names() for name in NAMES}
         self._versions = _Column("i8")
-        """Oldest and newest, in turn."""
+        """Oldest and newest version of each row, alternating."""
         self._kept = _Column("?")
-        """False where a later row took the place."""
+        """False for a row that a later one replaced."""
         self._flagged: dict[str, list[int]] = {}
         self._trained_step = 0
 
@@ -184,7 +184,7 @@ class RolloutTable:
                 self._flagged.setdefault(flag, []).append(place)
 
     def advance(self, trained_step: int) -> None:
-        """Steps up to this one are done."""
+        """Mark the steps up to this one as done."""
         self._trained_step = trained_step
         became = self._codes["became"].values
         names = self._names["became"]
@@ -192,7 +192,7 @@ class RolloutTable:
         became[done & (became == names.known(BATCHED))] = names.code(TRAINED)
 
     def became(self, row: RolloutRow) -> str:
-        """What became of a rollout, in one word or the reason of its drop."""
+        """The fate of a rollout: one word, or the reason why it was dropped."""
         if row.step is not None:
             return TRAINED if row.step <= self._trained_step else BATCHED
         return row.dropped or (WAITS if row.kind == "train" else EVALUATED)
@@ -205,7 +205,7 @@ class RolloutTable:
         return str(getattr(row, column) or "")
 
     def find(self, wanted: Filter) -> np.ndarray[Any, Any]:
-        """The places of the rows that pass, ascending."""
+        """The indices of the rows that pass the filter, ascending."""
         passes = self._kept.values.copy()
         for name in ("reward", "length", "turns", "seconds"):
             values = self._numbers[name].values
@@ -248,8 +248,8 @@ class RolloutTable:
     def page(
         self, places: np.ndarray[Any, Any], sort: str, *, offset: int, limit: int
     ) -> list[RolloutRow]:
-        """Some of these rows. `sort` is a column of numbers, `-` before it for descending; `new`
-        puts the newest first. Rows without the number come last."""
+        """One page of these rows. `sort` is a numeric column, with a leading `-` for descending
+        order, or `new` for the newest first. Rows without the number come last."""
         name, descending = sort.removeprefix("-"), sort.startswith("-")
         if name == "new":
             ordered = places[::-1]
@@ -261,7 +261,7 @@ class RolloutTable:
         return [self.rows[place] for place in ordered[offset : offset + limit]]
 
     def facets(self, places: np.ndarray[Any, Any]) -> dict[str, dict[str, int]]:
-        """How many of these rows have each name, the most frequent first."""
+        """The number of these rows with each name, the most frequent first."""
         found = {name: self.count(name, places) for name in FACETS}
         among = self._at(places.tolist())
         flags = {flag: int(among[where].sum()) for flag, where in self._flagged.items()}
@@ -273,7 +273,7 @@ class RolloutTable:
         return dict(Counter(named).most_common())
 
     def histogram(self, name: str, places: np.ndarray[Any, Any]) -> dict[str, list[float]]:
-        """Edges of the bins, and how many of these rows lie in each."""
+        """The edges of the bins, and the number of these rows in each."""
         values = self._numbers[name].values[places]
         values = values[np.isfinite(values)]
         if not len(values):
@@ -289,7 +289,7 @@ class RolloutTable:
         return found
 
     def trained(self, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Which of these rows were trained on: their steps are done."""
+        """The mask of these rows that were trained on: their steps are done."""
         found: np.ndarray[Any, Any] = self._numbers["step"].values[places] <= self._trained_step
         return found
 

@@ -1,5 +1,5 @@
-"""What every unfinished rollout waits for, folded from the ledger and the events. Pure: whoever has
-entries and events hands them in, entries first."""
+"""The reason why each unfinished rollout waits, folded from the ledger and the events. Pure: the
+caller passes entries and events in, entries first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etude.dash.page import clock
 from etude.dash.reader import Ending
 
 STOPPED_S = 60.0
-"""A run that is not finished and has told nothing for so long has probably been stopped."""
+"""An unfinished run without any event for this long has probably been stopped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Waits:
         """Group -> its open rollouts."""
         self._trained = 0
         self._slots = 0
-        """Groups that were ever issued."""
+        """Number of groups that were ever issued."""
         self.told = 0.0
         """The time of the newest event."""
         self._ending = Ending()
@@ -105,13 +105,14 @@ class Waits:
         return max(0.0, now - self.told) if self.told else 0.0
 
     def stopped(self, now: float) -> bool:
-        """Real-time RL may have nothing to tell for hours, between two updates."""
+        """True if the run seems to have been stopped. Never for real-time RL, which may be silent
+        for hours between two updates."""
         if self._has_users:
             return False
         return not self.finished and self.silent_s(now) > STOPPED_S
 
     def waiting(self, now: float, reorder_window: int = 1) -> list[Waiting]:
-        """The longest first. `reorder_window`: that of the stage."""
+        """Unfinished rollouts, the longest wait first. `reorder_window` is that of the stage."""
         stopped = self.stopped(now)
         running = {
             group: sum(not self._open[sample].ended for sample in samples)
@@ -119,7 +120,7 @@ class Waits:
         }
         under_way = (
             each
-            for each in self._open.values()  # in the order in which they were issued
+            for each in self._open.values()  # in the order of issue
             if each.step is None and not each.ended and not each.is_of_user
         )
         oldest = next(under_way, None)
@@ -139,7 +140,8 @@ class Waits:
     def _reason(
         self, each: _Open, running: int, stopped: bool, behind: tuple[str, int] | None
     ) -> str:
-        """`behind`: the oldest group under way, and the first slot that may not overtake it."""
+        """The reason in words. `behind` is the oldest group under way, with the first slot that may
+        not overtake it."""
         if stopped:
             whole = each.step is not None or not running
             return "the run to be resumed" + ("" if whole else ", which issues the task again")
@@ -156,7 +158,7 @@ class Waits:
         return "a batch: enough finished groups with a difference"
 
     def advice(self, now: float) -> str | None:
-        """What to do, if nothing goes on."""
+        """Advice if the run seems to have been stopped."""
         if not self.stopped(now):
             return None
         return (
@@ -166,7 +168,7 @@ class Waits:
 
 
 def summed_up(waiting: Sequence[Waiting]) -> list[tuple[str, int, float]]:
-    """(what is waited for, how many wait, the longest in seconds), the most frequent first."""
+    """(reason, number of rollouts, longest wait in seconds), the most frequent first."""
     counts = Counter(each.waits_for for each in waiting)
     longest: dict[str, float] = {}
     for each in waiting:

@@ -1,16 +1,16 @@
-"""The canary: may more users see a candidate?
+"""The canary decides whether more users may see a candidate.
 
-Product metrics of users who see the candidate and of users who see the live version are compared
-with a confidence sequence, which holds at all looks at once: it may be looked at after every
-session. The user is the unit of chance, since the sessions of one user are alike; each user's own
-past is subtracted (CUPED), since users differ more than versions do.
+It compares product metrics between users who see the candidate and users who see the live version.
+The test is a confidence sequence, which holds at all looks at once, so it may be evaluated after
+every session. The unit of randomization is the user, since the sessions of one user are alike; each
+user's own past is subtracted (CUPED), since users differ more than versions do.
 
-    roll back    some metric is worse, for sure; or the stage has had its share of sessions and some
-                 metric may still be worse by more than its margin
-    promote      no metric is worse by more than its margin, for sure
+    roll back    some metric is shown to be worse; or the stage has had its share of sessions and
+                 some metric may still be worse by more than its margin
+    promote      every metric is shown not to be worse by more than its margin
     continue     neither yet
 
-All decisions are functions of what was seen: nothing is remembered between two looks.
+Every decision is a function of the outcomes so far: no state is kept between two looks.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ class Metric:
 
     name: str
     margin: float
-    """How much worse a candidate may be at most."""
+    """The most by which a candidate may be worse."""
     higher_is_better: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryPlan:
-    """How a candidate reaches all users, stage by stage."""
+    """The stages in which a candidate reaches all users, and the error rates of each."""
 
     metrics: tuple[Metric, ...]
     ramp: tuple[float, ...] = (0.01, 0.05, 0.25, 1.0)
-    """Shares of the users; at the last one the candidate is the live version."""
+    """Share of the users in each stage; in the last one the candidate is the live version."""
     confidence: float = 0.95
-    """One-sided, of each stage: the chance that a candidate which is worse by a metric's margin is
-    not promoted, however often it is looked at."""
+    """One-sided, for each stage: the probability that a candidate which is worse by a metric's
+    margin is not promoted, however many looks there are."""
     false_alarms: float = 0.02
-    """Chance that a candidate which is not worse is rolled back for being worse, at any look, stage
-    or metric."""
+    """Probability that a candidate which is not worse is rolled back for being worse, over all
+    looks, stages and metrics."""
     min_users: int = 30
-    """In the candidate's arm: with fewer, the variance between users is not known."""
+    """Users needed in each arm: with fewer, the variance between users is not known."""
     first_slack: float = 3.0
-    """Margins are so much wider in the first stage: its few users are there for what is plainly
-    broken, the next stage's for the rest."""
+    """Factor on the margins in the first stage: its few users are enough to find a version that is
+    plainly broken, and the next stages find the rest."""
     max_sessions: int = 40
-    """Sessions of a user that count in a stage, so that nobody floods it."""
+    """Sessions of one user that count in a stage, so that no user dominates it."""
     stage_sessions: float = 30.0
-    """The stage is over when the candidate's users have had so many that count, on average."""
+    """The stage ends when the candidate's users have had this many counted sessions on average."""
 
     def __post_init__(self) -> None:
         if not self.metrics:
@@ -68,7 +68,7 @@ class CanaryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserOutcomes:
-    """One user's sessions in a stage, and before the update."""
+    """One user's metrics, in the sessions of a stage and in those before the update."""
 
     user: str
     is_candidate: bool
@@ -76,12 +76,12 @@ class UserOutcomes:
     totals: Mapping[str, float]
     """The sum of each metric over these sessions."""
     before: Mapping[str, float] = field(default_factory=dict)
-    """The mean of each metric in the user's sessions before the update; without any, nothing."""
+    """The mean of each metric over the user's sessions before the update; empty without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricFigures:
-    """A metric in both arms, so far. Gains and bounds are signed so that more is better."""
+    """A metric in both arms, so far. Gains and bounds are signed so that higher is better."""
 
     metric: Metric
     live: float
@@ -89,8 +89,9 @@ class MetricFigures:
     gain: float
     low: float
     high: float
-    """The confidence sequence of the gain. `low` holds at all looks with the plan's confidence;
-    `high` with a higher one, since a false alarm may come from any metric and stage."""
+    """`low` and `high` are the confidence sequence of the gain. `low` holds at all looks with the
+    plan's confidence, `high` with a higher one, since a false alarm may come from any metric and
+    any stage."""
 
     @property
     def is_worse(self) -> bool:
@@ -110,17 +111,17 @@ class MetricFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryDecision:
-    """What to do with a candidate now, and why."""
+    """The next action on a candidate, with its reasons."""
 
     action: Action
     share: float
-    """Of the users, from now on."""
+    """Share of the users who see the candidate from now on."""
     figures: tuple[MetricFigures, ...]
     reasons: tuple[str, ...]
 
     @property
     def evidence(self) -> dict[str, float]:
-        """The figures, by metric: either version's, and the gain with its interval."""
+        """For each metric, the value of either version, and the gain with its interval."""
         found: dict[str, float] = {}
         for each in self.figures:
             name = each.metric.name
@@ -130,8 +131,8 @@ class CanaryDecision:
 
 
 def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> CanaryDecision:
-    """The decision after what users did in this stage of the ramp. `users`: all who had a session
-    in it, but for the held-out ones."""
+    """Decide on the candidate from the outcomes in this stage of the ramp. `users` are all users
+    who had a session in it, except the held-out ones."""
     if not 0 <= stage < len(plan.ramp) - 1:
         raise ValueError(f"stage {stage}: the candidate is live for all from the last one on")
     share = plan.ramp[stage]
@@ -163,7 +164,7 @@ def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> Canar
 def _undecided(
     share: float, is_over: bool, found: tuple[MetricFigures, ...], reasons: tuple[str, ...]
 ) -> CanaryDecision:
-    """Go on, or if the stage is over, take the candidate back: it has not been shown to be safe."""
+    """Continue, or roll back if the stage is over: the candidate has not been shown to be safe."""
     if not is_over:
         return CanaryDecision(action="continue", share=share, figures=found, reasons=reasons)
     why = tuple(f"undecided: {reason}" for reason in reasons)
@@ -182,7 +183,7 @@ def _compare(
     (candidate, candidate_variance), (control, live_variance) = (a.mean(slope) for a in arms)
     variance = max(candidate_variance + live_variance, 1e-12)
     tuned = (metric.margin / 4) ** 2
-    # in any metric and stage; the last stage is the watch, when the candidate is live
+    # shared among all metrics and stages; the last stage is the watch, when the candidate is live
     false_alarms = plan.false_alarms / (len(plan.metrics) * len(plan.ramp))
     gain = sign * (candidate - control)
     return MetricFigures(
@@ -197,12 +198,12 @@ def _compare(
 
 @dataclass(frozen=True, slots=True)
 class _Arm:
-    """One metric of the users of an arm, a place each."""
+    """One metric of the users of an arm, one array element per user."""
 
     sessions: NDArray[np.float64]
     totals: NDArray[np.float64]
     before: NDArray[np.float64]
-    """Less the mean of all who have a past, and 0 for those who have none."""
+    """The user's mean before the update; NaN without any session then."""
 
     @classmethod
     def of(cls, users: Sequence[UserOutcomes], name: str, max_sessions: int) -> _Arm:
@@ -213,7 +214,7 @@ class _Arm:
         return cls(counted, totals * counted / sessions, before)
 
     def mean(self, slope: tuple[float, float]) -> tuple[float, float]:
-        """The mean of a session, less what the users' past foretold, and its variance over
+        """The mean per session, adjusted for the users' past, and the variance of this mean over
         users."""
         factor, middle = slope
         past = np.nan_to_num(self.before - middle)
@@ -225,7 +226,8 @@ class _Arm:
 
 
 def _slope(arms: Sequence[_Arm]) -> tuple[float, float]:
-    """How much of what set a user apart before does so now, over both arms; and the mean before."""
+    """The regression slope of a user's mean now on their mean before, over both arms, and the
+    average of the means before."""
     before = np.concatenate([each.before for each in arms])
     known = ~np.isnan(before)
     if not known.any():
@@ -240,12 +242,13 @@ def _slope(arms: Sequence[_Arm]) -> tuple[float, float]:
 
 
 def mixture_radius(variance: float, alpha: float, tuned_variance: float) -> float:
-    """How far an estimate may be from the truth at any look: the normal mixture's confidence
-    sequence (Robbins, 1970; Howard et al., 2021).
+    """Half-width of a confidence interval that holds at all looks at once: the normal mixture's
+    confidence sequence (Robbins, 1970; Howard et al., 2021).
 
-    `variance` is the estimate's now; `tuned_variance` that at which the radius is to be smallest.
-    It is exact for estimates whose errors are sub-Gaussian with that variance, as the mean of n
-    numbers between 0 and 1 is with 1 / 4n, and holds in the limit for estimated variances.
+    `variance` is the estimate's variance now, `tuned_variance` the variance at which the radius is
+    to be smallest. The bound is exact for estimates whose errors are sub-Gaussian with that
+    variance (the mean of n numbers between 0 and 1 is, with 1 / 4n), and asymptotic for estimated
+    variances.
     """
     information = 1 / variance
     prior = 1 / tuned_variance / (2 * math.log(1 / alpha) + math.log(1 + 2 * math.log(1 / alpha)))

@@ -1,8 +1,9 @@
-"""From settled sessions to a batch: which of them are trained on, and why the others are not. Pure.
+"""From settled sessions to a batch: choose the sessions to train on, and drop the others with a
+reason. Pure.
 
-Users do not wait for a free slot of a window, so what they bring is sorted here instead: a session
-is pending until it is settled, then trained on once or dropped for a named reason. Only tokens of
-the live version are trained on, or of the few before it that it was made from.
+Users do not wait for a free slot of a window, so their sessions are sorted here instead: a session
+is pending until it is settled, then trained on once or dropped for a named reason. Tokens are
+trained on only if they come from the live version or from the few versions it was trained from.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from etude.realtime.signals import SessionOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a session must be to be trained on."""
+    """Conditions that a session must meet to be trained on."""
 
     versions: frozenset[int]
-    """That its tokens may come from."""
+    """Versions that its tokens may come from."""
     is_heldout: Callable[[str], bool]
-    """Whether a user never sees an update."""
+    """True for a user who never sees an update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sorted:
-    """Every session that is neither trained nor dropped so far."""
+    """The sessions that were neither trained on nor dropped so far, by their next state."""
 
     issued: tuple[Issued, ...]
-    """Those that were not known before."""
+    """Ledger entries of the sessions that it did not know before."""
     dropped: tuple[Dropped, ...]
     ready: tuple[SessionOutcome, ...]
     pending: int
@@ -46,7 +47,8 @@ class Sorted:
 def sort_out(
     outcomes: Iterable[SessionOutcome], ledger: Ledger, rules: Rules, *, now: float
 ) -> Sorted:
-    """What is to be done with each session now."""
+    """Sort the sessions without a fate into dropped, ready and pending ones. An open sample of the
+    ledger without a session was deleted."""
     there = {outcome.id: outcome for outcome in outcomes}
     drops: defaultdict[tuple[Reason, str], list[str]] = defaultdict(list)
     for id in sorted(set(ledger.open_samples()) - there.keys()):
@@ -82,7 +84,7 @@ def _issued(outcome: SessionOutcome) -> Issued:
 
 
 def _refusal(outcome: SessionOutcome, rules: Rules, now: float) -> tuple[Reason, str] | None:
-    """None if it may be trained on, now or once it is settled."""
+    """The reason why a session cannot be trained on; None if it can, now or once it is settled."""
     if rules.is_heldout(outcome.user):
         return "heldout", ""
     if strangers := sorted(outcome.versions - rules.versions):
@@ -94,16 +96,16 @@ def _refusal(outcome: SessionOutcome, rules: Rules, now: float) -> tuple[Reason,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A batch, and what became of the sessions that were ready for it."""
+    """A batch, and the fate of the sessions that were ready for it."""
 
     batch: Batch | None
-    """None if nothing is left to learn from."""
+    """None if no session is left to learn from."""
     dropped: tuple[Dropped, ...]
     answers: tuple[CreditedAnswer, ...] = ()
 
     @property
     def samples(self) -> tuple[str, ...]:
-        """Those that are trained on."""
+        """The samples that are trained on."""
         return samples_of(self.batch) if self.batch is not None else ()
 
 
@@ -112,9 +114,9 @@ def samples_of(batch: Batch) -> tuple[str, ...]:
 
 
 def mixed(users: Batch, simulated: Batch, share: float) -> Batch:
-    """Both in one batch, weighed as if simulated rollouts had `share` of its sampled tokens,
-    however many there are: the gradient is (1 - share) times that of the users' alone and share
-    times that of the others, where a step is a mean over tokens."""
+    """Merge both batches, weighted as if simulated rollouts had `share` of the sampled tokens,
+    however many they have. Where the loss is a mean over tokens, the gradient is (1 - share) times
+    that of the users' batch alone plus share times that of the simulated one."""
     batches, shares = (users, simulated), (1 - share, share)
     counts = [sum(sum(row.mask) for row in batch.rows) for batch in batches]
     rows = tuple(
@@ -130,7 +132,7 @@ class _Chosen:
     outcome: SessionOutcome
     trajectory: Trajectory
     rewards: list[tuple[int, int, float]] = field(default_factory=list)
-    """(segment, turn, worth) of each answer whose tokens can be trained on."""
+    """(segment, turn, worth) of each answer that can be trained on."""
 
 
 def make_update(
@@ -142,8 +144,8 @@ def make_update(
     baseline: Baseline,
     max_tokens: int,
 ) -> Update:
-    """One row for every segment of a session. Each answer is credited by what its own user said of
-    it, less what was to be expected."""
+    """Make a batch with one row for every segment of a session. The credit of an answer is its
+    worth by its own user's feedback, minus the baseline."""
     drops: defaultdict[tuple[Reason, str], list[str]] = defaultdict(list)
     admitted = admit(ready, caps, salt=f"update {step}")
     for detail, ids in admitted.dropped.items():
@@ -190,8 +192,8 @@ def _trainable(
 
 
 def _rewards(outcome: SessionOutcome) -> Iterator[tuple[int, int, float]]:
-    """Answers whose log-probs were not kept have no place among the turns of their segment
-    (`core.recorded`)."""
+    """(segment, turn, worth) of the answers with a known worth. The turn counts only answers with
+    log-probs: the others are not among the turns of the trajectory (`core.recorded`)."""
     worth = {answer.turn.answer: answer.worth for answer in outcome.answers}
     for number, segment in enumerate(outcome.session.segments):
         exact = [turn for turn in segment.turns if turn.logprobs]
@@ -223,7 +225,8 @@ def _credited(
 
 
 def _credit_sample(one: _Chosen, segment: int, turn: int) -> CreditSample:
-    """What stood before the answer; the newest message says most about it."""
+    """The baseline's view of an answer: the context of its session and, as the prompt, the newest
+    message before the answer, which is the most informative one."""
     recorded = [each for each in one.outcome.session.segments[segment].turns if each.logprobs][turn]
     asked = [plain_text(message.get("content")) for message in recorded.messages[:-1]]
     return CreditSample(

@@ -1,16 +1,17 @@
-"""What is never paid, whatever users said: the tricks that reward from users teaches.
+"""Reward hacks that users' feedback teaches, and the bounds on the reward that make them worthless.
 
-Each was seen in a product that learnt from its users. Feedback alone cannot tell them from good
-work, so the session itself says what the model did (`Conduct`), and the reward is bounded by it.
+Each was seen in a product that learnt from its users. Feedback alone cannot distinguish them from
+good work, so the reward is bounded by the model's conduct in the session itself (`Conduct`).
 
-    broken tool calls         hard requests were answered by calls that fail, since such sessions
-                              were left out: they are judged, as the worst
-    questions, no edit        clarifying questions avoid edits that might be undone: a session
-                              without the edit that was asked for earns nothing, and costs a little
+    broken tool calls         hard requests were answered with calls that fail, because such
+                              sessions were excluded from training; here they get the worst reward
+    questions, no edit        clarifying questions avoid edits that might be undone; a session
+                              without the requested edit earns nothing and costs a little
     short obvious             a completion of a character or two is accepted more often than a whole
-                              line: what counts is how many characters stayed
-    suppressed lints          `noqa` and `type: ignore` make complaints go away: never paid
-    the user's own edit       a suggestion that puts back what the user just deleted: as the worst
+                              line; the reward depends on the number of characters kept
+    suppressed lints          `noqa` and `type: ignore` silence complaints; they are never paid
+    the user's own edit       a suggestion restores text that the user just deleted; it gets the
+                              worst reward
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ WORST = -1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conduct:
-    """What the model did in a session, as the product or the harness saw it."""
+    """The model's conduct in a session, as the product or the harness observed it."""
 
     broken_tool_calls: int = 0
-    """Calls that did not parse, or named no tool."""
+    """Calls that did not parse or did not name a known tool."""
     edit_requested: bool = False
     edited: bool = False
     questions: int = 0
-    """Asked of the user."""
+    """Clarifying questions to the user."""
     kept_chars: int | None = None
-    """New characters of the model's that stayed; None where the reward is not about characters."""
+    """Characters of the model that were kept; None if the reward does not depend on them."""
     suppressed_lints: int = 0
-    """Comments added that silence a linter or a type checker, less those removed."""
+    """Comments added that silence a linter or a type checker, minus those removed."""
     reverted_chars: int = 0
-    """Of the user's own last edit, undone by the model."""
+    """Characters of the user's own last edit that the model undid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +46,9 @@ class ConductRules:
 
     question_cost: float = 0.05
     no_edit: float = -0.1
-    """Of a session in which an edit was asked for and none was made."""
+    """Reward of a session in which an edit was requested and none was made."""
     full_chars: int = 40
-    """Characters kept from which on a positive reward is paid in full."""
+    """Number of kept characters from which a positive reward is paid in full."""
     lint_cost: float = 0.25
 
 
@@ -55,8 +56,8 @@ RULES = ConductRules()
 
 
 def judged(reward: float | None, conduct: Conduct, rules: ConductRules = RULES) -> float | None:
-    """The reward of a session after its conduct; None if nobody has said anything and there is
-    nothing to hold against it."""
+    """Bound the reward of a session by its conduct. None if there was no feedback and the conduct
+    shows nothing to penalize."""
     if conduct.broken_tool_calls or conduct.reverted_chars:
         return WORST
     avoided = conduct.edit_requested and not conduct.edited

@@ -1,15 +1,15 @@
-"""Credit without groups: baselines for one rollout a prompt.
+"""Credit without groups: baselines for one rollout per prompt.
 
-A user asks once, so no other attempt at the same prompt says what was to be expected of it. A
-baseline says it instead, from what other sessions earned. Two rules keep the policy gradient
+A user asks once, so there are no other attempts at the same prompt to compare with. A baseline
+predicts the reward instead, from the rewards of other sessions. Two rules keep the policy gradient
 unbiased:
 
     it sees the prompt only     never the answer, nor anything that followed from it
-    it leaves the session out   no reward of the sample's own session is used: the turns of one
-                                session depend on each other's answers
+    it leaves the session out   rewards of the sample's own session are not used, since the turns
+                                of one session depend on each other's answers
 
-So rewards may be observed before the samples are credited, whole batches at a time. A baseline
-remembers its newest samples only (`window`), and can be rebuilt by observing them again.
+Rewards may therefore be observed before the samples are credited, whole batches at a time. A
+baseline keeps only its newest samples (`window`), and can be rebuilt by observing them again.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditSample:
-    """What was known of a rollout before its answer was sampled."""
+    """The features of a rollout that were known before its answer was sampled."""
 
     id: str
     session: str
     """Samples of one session are never each other's baseline."""
     context: str = ""
-    """The kind of request, as the product tells them apart: a language, a feature, a model."""
+    """The kind of request, as the product distinguishes them: a language, a feature, a model."""
     prompt: str = ""
     features: tuple[float, ...] = ()
-    """Numbers for `ridge`, of the same length for every sample and about as large as 1."""
+    """Inputs of `ridge`: the same number for every sample, each of magnitude about 1."""
 
 
 class Baseline(Protocol):
-    """The reward to be expected of a sample, learnt from the rewards of others."""
+    """The expected reward of a sample, learnt from the rewards of others."""
 
     def __call__(self, sample: CreditSample) -> float: ...
 
@@ -54,7 +54,7 @@ class Baseline(Protocol):
 
 
 def advantages(baseline: Baseline, rewarded: Sequence[tuple[CreditSample, float]]) -> list[float]:
-    """Reward less baseline for each sample of a batch, which is observed on the way."""
+    """Reward minus baseline for each sample of a batch; the baseline observes the batch first."""
     for sample, reward in rewarded:
         baseline.observe(sample, reward)
     return [reward - baseline(sample) for sample, reward in rewarded]
@@ -71,8 +71,8 @@ class NoBaseline:
 
 
 class ContextMean:
-    """The running mean of the sample's context, drawn towards the mean of all contexts as if
-    `prior` samples had earned that."""
+    """The running mean of the sample's context, shrunk towards the mean of all contexts as if
+    `prior` further samples had earned that mean."""
 
     def __init__(self, prior: float = 4.0, window: int = WINDOW) -> None:
         self.prior = prior
@@ -124,8 +124,8 @@ class _Sum:
 
 
 class SimilarPrompts:
-    """The mean of the `neighbours` prompts that share most words and pairs of words, by cosine, and
-    of `prior` samples that earned the mean of all."""
+    """The mean reward of the `neighbours` nearest prompts, weighted by the cosine similarity of
+    their words and word pairs, together with `prior` samples that earned the mean of all."""
 
     def __init__(self, neighbours: int = 16, prior: float = 2.0, window: int = WINDOW) -> None:
         self.neighbours = neighbours
@@ -215,7 +215,7 @@ class _Memory:
         return self._rewards[: len(self._sessions)]
 
     def others(self, session: str) -> NDArray[np.bool_]:
-        """Which samples are not of this session."""
+        """The mask of samples that do not belong to this session."""
         found = np.ones(len(self._sessions), dtype=bool)
         found[list(self._places.get(session, ()))] = False
         return found
@@ -223,7 +223,7 @@ class _Memory:
     def add(
         self, session: str, row: NDArray[np.float64], reward: float
     ) -> tuple[NDArray[np.float64], float] | None:
-        """Remember a sample; the one that is forgotten for it comes back."""
+        """Store a sample. Return the row and reward of the sample that it replaces, if any."""
         gone = None
         place = self._next
         if len(self._sessions) < self.window:
@@ -253,8 +253,8 @@ class _Memory:
 
 
 def embed(text: str, dim: int) -> NDArray[np.float64]:
-    """A text as a vector of length 1: words and pairs of words, each hashed to a place and a sign.
-    The same on every machine."""
+    """Embed a text as a unit vector: its words and word pairs, each hashed to an index and a sign.
+    The result is the same on every machine."""
     words = [word.lower() for word in _WORD.findall(text)]
     vector = np.zeros(dim)
     for shingle in _shingles(words):

@@ -1,12 +1,12 @@
-"""What the loop does next, given what lies in the store. Pure.
+"""The next action of the loop, given the contents of the store. Pure.
 
     collect ─> train ─> evaluate ─> gate ─> canary ─> deploy ─> watch ─> settle
                                       │        │                  │
                                    refuse   roll back         roll back
 
-The loop remembers nothing. A batch, a published version, a report and a change of traffic are each
-written once and never again, so whoever is killed anywhere, and starts again, finds the same next
-thing to do, and what was done before is not done twice.
+The loop keeps no state. A batch, a published version, a report and a change of traffic are each
+written once and never modified, so a loop that is killed at any point and restarted finds the same
+next action, and no action is done twice.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from etude.realtime.signals import SessionOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What lies in the store."""
+    """The contents of the store that decide on the next action."""
 
     first: int
     """The version that the loop begins with."""
     last: int
-    """The one that it ends with."""
+    """The version that the loop ends with."""
     published: int
     """The newest version; -1 if there is none."""
     batched: int
-    """The newest step that has a batch; `first` if none has."""
+    """The newest step that has a batch; `first` if there is none."""
     base: int
-    """The version that this batch begins with."""
+    """The version that training on this batch begins with."""
     is_abandoned: bool
-    """Whether all users whose sessions it was made of were deleted."""
+    """True if all users whose sessions are in this batch were deleted."""
     change: Change | None
-    """The newest of them."""
+    """The newest change of traffic."""
     decided: int
-    """The newest version that an update ended with, well or badly."""
+    """The newest version whose update has ended, whether it was deployed or not."""
     evaluated: frozenset[int]
-    """The versions whose reports are all there."""
+    """The versions whose reports are complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitVersion:
-    """Until the trainer has published it."""
+    """Wait until the trainer has published the version."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first version answers users."""
+    """Let the first version answer users."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Collect:
-    """Sessions for the batch of a step, which begins with the weights that are live."""
+    """Collect sessions for the batch of a step, which is trained from the live weights."""
 
     step: int
     base: int
@@ -75,7 +75,7 @@ class Evaluate:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A version that nobody needs to try."""
+    """Refuse a version without trying it."""
 
     version: int
     why: str
@@ -89,7 +89,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """What users did with the new version, and with the other one beside it."""
+    """Compare the users' outcomes with the new version and with the old one."""
 
     new: int
     old: int
@@ -97,14 +97,14 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Somebody stopped the loop."""
+    """Do nothing: an operator stopped the loop."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """All steps of the stage are taken."""
+    """End the loop: all steps of the stage are done."""
 
 
 Next = AwaitVersion | Start | Collect | Evaluate | Refuse | Gate | Compare | Held | Done
@@ -138,8 +138,8 @@ def next_action(facts: Facts) -> Next:
 
 
 def lineage(base: int, bases: Mapping[int, int], *, max_lag: int) -> frozenset[int]:
-    """The version, and those before it that it was made from, `max_lag` of them at most. `bases`:
-    what each version was made from."""
+    """The version and its ancestors, at most `max_lag` of them. `bases` maps each version to the
+    version it was trained from."""
     found = [base]
     while len(found) <= max_lag and found[-1] in bases:
         found.append(bases[found[-1]])
@@ -161,7 +161,8 @@ def after_gate(
 def after_look(
     last: Change, decision: CanaryDecision, now: float, *, control_share: float
 ) -> Change | None:
-    """What a look at the users' outcomes changes; None: nothing yet."""
+    """The change of traffic that follows from a look at the users' outcomes; None for no change
+    yet."""
     why = "; ".join(decision.reasons)
     match decision.action:
         case "continue":
@@ -186,14 +187,15 @@ def user_outcomes(
     since: float,
     until: float,
 ) -> list[UserOutcomes]:
-    """By user, what became of their answers by either version that began in this time. A session
-    that saw both, or any other, says nothing of one. A user's past ends when the first users saw
-    the new version (`first_seen`): it would otherwise explain away what the version did.
+    """The outcomes of each user with either version, from sessions that began between `since` and
+    `until`. Sessions with tokens of both versions, or of another one, are left out. A user's past
+    ends when the first users saw the new version (`first_seen`): a longer one would contain effects
+    of the new version and so subtract them.
 
-        kept           share of the answers that were kept, of those that somebody decided about
+        kept           share of the answers that were kept, among those known to be kept or lost
         dissatisfied   share of the answers that a user complained about
-        judged         share of the answers that anything is known about: a model that avoids being
-                       judged has learnt a trick
+        judged         share of the answers with any feedback: a model that avoids being judged has
+                       learnt a trick
     """
     sessions: defaultdict[tuple[str, int], list[Mapping[str, float]]] = defaultdict(list)
     before: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
@@ -220,8 +222,8 @@ METRICS = ("kept", "dissatisfied", "judged")
 
 
 def session_figures(outcome: SessionOutcome) -> SessionFigures:
-    """One of which nobody decided anything counts as kept by half: that it is unknown, `judged`
-    says."""
+    """The metrics of a session. If no answer is known to be kept or lost, `kept` is one half:
+    `judged` records that it is unknown."""
     session, answers = outcome.session, outcome.answers
     decided = [answer.kept for answer in answers if answer.kept is not None]
     return SessionFigures(

@@ -1,13 +1,14 @@
 """Simulated users of a coding product: tastes, patience, noise, drift, and some saboteurs.
 
-A population is data, made from a seed. What a user does about an answer follows from the
-population's seed, the user and the answer's id alone, whichever process asks, and in any order.
+A population is data, made from a seed. A user's reaction to an answer depends only on the
+population's seed, the user and the answer's id, so it is the same in every process and in any
+order.
 
-    taste       how much each aspect of an answer matters to the user, and where they like it
-    patience    how bad an answer may be before the user complains or stops
-    noise       how much of what users do has nothing to do with the answer
-    drift       how far all tastes move in a day
-    saboteurs   say the opposite of what they think, and send it many times
+    taste       the value of each aspect of an answer that the user likes best
+    patience    the appeal of an answer below which the user complains
+    noise       the share of reactions that are independent of the answer
+    drift       the distance that all tastes move in a day
+    saboteurs   users who report the opposite of their opinion, and send it many times
 """
 
 from __future__ import annotations
@@ -33,56 +34,56 @@ THANKS = ("thanks, that works", "great, now add a test", "good. next: the other 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedUser:
-    """One user."""
+    """A user with tastes of their own."""
 
     id: str
     organisation: str
     taste: tuple[float, ...]
-    """Where the user likes each aspect, about -1 to 1."""
+    """The value of each aspect that the user likes best, about -1 to 1."""
     leniency: float
-    """Added to the appeal of every answer: some users keep nearly everything."""
+    """Added to the logit of the appeal of every answer: some users keep nearly everything."""
     patience: float
-    """From 0 to 1: the appeal below which the user complains."""
+    """The appeal, from 0 to 1, below which the user complains about an answer that they undo."""
     sessions_per_day: float
     is_saboteur: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """An answer of the model's, as users see it."""
+    """An answer of the model, as users see it."""
 
     completion: str
-    """Its id."""
+    """The id of the completion."""
     quality: float
-    """From 0 to 1: how well it does what was asked."""
+    """Degree from 0 to 1 to which it does what was asked."""
     aspects: tuple[float, ...] = ()
-    """Its style, on the axes of the users' tastes."""
+    """Style of the answer, on the axes of the users' tastes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reaction:
-    """One thing that a user does about an answer: a feedback event without its ids."""
+    """One reaction of a user to an answer: a feedback event without its ids."""
 
     kind: str
     delay_s: float
-    """After the answer."""
+    """Time from the answer to the reaction."""
     text: str = ""
     copies: int = 1
-    """How often it is sent, each time with an id of its own."""
+    """Number of times that it is sent, each time with a different id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Population:
-    """Users, and what they have in common."""
+    """Users, and the parameters that they share."""
 
     seed: int
     users: tuple[SimulatedUser, ...]
     noise: float
-    """Share of the decisions that are made by a coin."""
+    """Share of the decisions that are made by a fair coin."""
     drift: tuple[float, ...]
-    """How far tastes move in a day, along each aspect."""
+    """Movement of all tastes in a day, along each aspect."""
     flood: int
-    """Events that a saboteur sends where others send one."""
+    """Number of events that a saboteur sends in place of one."""
 
     @classmethod
     def of(
@@ -97,8 +98,8 @@ class Population:
         drift: float = 0.0,
         flood: int = 20,
     ) -> Population:
-        """A population: users share a common taste with a spread around it, and are active by a
-        law with a long tail."""
+        """Draw a population: tastes are spread around a common one, and activity has a long-tailed
+        distribution."""
         draw = np.random.default_rng(derive(seed, "population"))
         shared = draw.uniform(-0.5, 0.5, num_aspects)
         tastes = shared + 0.4 * draw.standard_normal((num_users, num_aspects))
@@ -132,17 +133,17 @@ class Population:
         )
 
     def appeal(self, user: SimulatedUser, answer: Answer, day: float = 0.0) -> float:
-        """How likely the user is to keep an answer, without noise: from 0 to 1."""
+        """The probability that the user keeps an answer, without noise."""
         away = _distance(user.taste, answer.aspects, self.drift, day)
         return _sigmoid(4.0 * (answer.quality - 0.5) - away + user.leniency)
 
     def sessions(self, user: SimulatedUser, day: int) -> int:
-        """How many sessions a user has on a day."""
+        """The number of sessions of a user on a day."""
         draw = np.random.default_rng(derive(self.seed, "sessions", user.id, day))
         return int(draw.poisson(user.sessions_per_day))
 
     def react(self, user: SimulatedUser, answer: Answer, day: float = 0.0) -> tuple[Reaction, ...]:
-        """What the user does about an answer; nothing, at times."""
+        """The user's reactions to an answer; sometimes none."""
         draw = Random(derive(self.seed, "reaction", user.id, answer.completion))
         chance = self.appeal(user, answer, day)
         if draw.random() < self.noise:
@@ -181,7 +182,8 @@ class Population:
 def _distance(
     taste: Sequence[float], aspects: Sequence[float], drift: Sequence[float], day: float
 ) -> float:
-    """How far an answer's style is from where a user likes it; only the aspects that it has."""
+    """Squared distance of an answer's style from a user's taste, over the aspects that the answer
+    has."""
     return sum(
         (liked + day * moved - aspect) ** 2
         for liked, moved, aspect in zip(taste, drift, aspects, strict=False)

@@ -1,4 +1,5 @@
-"""Bounds on what a few users can do: caps on how much of a batch is theirs."""
+"""Caps on the share of a batch that comes from one user or organisation, which bound the influence
+of a few."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Protocol
 
 
 class Sent(Protocol):
-    """Anything that a user of an organisation caused."""
+    """Anything that originates from a user of an organisation."""
 
     @property
     def id(self) -> str: ...
@@ -22,27 +23,27 @@ class Sent(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """How much of a batch may come from one user or one organisation."""
+    """Limits on the part of a batch that comes from one user or one organisation."""
 
     per_user: int
-    """Samples of a user in a batch."""
+    """Samples of one user in a batch."""
     per_organisation_share: float
-    """Of the samples in a batch; users without an organisation stand for themselves."""
+    """Share of the samples in a batch; users without an organisation count only as themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
-    """The samples of a batch within the caps, and the others by reason."""
+    """Ids of the samples within the caps, and of the others by reason."""
 
     kept: tuple[str, ...]
     dropped: Mapping[str, tuple[str, ...]]
-    """`user_cap`, `organisation_cap`: ids."""
+    """By reason: `user_cap` or `organisation_cap`."""
 
 
 def admit(samples: Sequence[Sent], caps: Caps, *, salt: str) -> Admitted:
-    """Those within the caps. Which of a user's samples stay is decided by a hash of their ids that
-    the user cannot foresee (`salt`: a secret, or the update's name), so sending more changes
-    nothing but the odds between them."""
+    """Keep the samples within the caps. A user's samples are kept in the order of a hash of their
+    ids that the user cannot foresee (`salt`: a secret, or the update's name), so sending more of
+    them changes only which ones are kept."""
     ordered = sorted(samples, key=lambda one: _lot(one.id, salt))
     dropped: defaultdict[str, list[str]] = defaultdict(list)
     of_user: Counter[str] = Counter()
@@ -68,8 +69,8 @@ def admit(samples: Sequence[Sent], caps: Caps, *, salt: str) -> Admitted:
 
 
 def _organisation_limit(samples: Sequence[Sent], share: float) -> int:
-    """The largest number of samples of one organisation that is at most `share` of what is left
-    when every organisation is cut to it; at least 1."""
+    """The largest limit on the samples of one organisation that is at most `share` of the samples
+    left when every organisation is cut to the limit; at least 1."""
     sizes = Counter(one.organisation for one in samples if one.organisation)
     alone = sum(not one.organisation for one in samples)
     limit = max(sizes.values(), default=0)

@@ -1,12 +1,12 @@
-"""From what users did about answers to what the answers were worth. Pure.
+"""From users' feedback on answers to the worth of each answer. Pure.
 
-An answer is worth the sum of the strengths of its events, from -1 to 1; of kinds that answer the
-same question only the newest counts (`core.feedback`). An answer that nobody said anything about is
-worth nothing that is known: it is no zero.
+An answer is worth the sum of the strengths of its events, clipped to -1 to 1; of kinds that answer
+the same question only the newest event counts (`core.feedback`). The worth of an answer without
+feedback is unknown, which is not the same as 0.
 
-A session is settled when its horizon is over, which is longer for a longer session. What arrives
-later changes nothing any more. So what a settled session is worth does not depend on when, or how
-often, anybody looks, nor on the order in which its events came.
+A session is settled when its horizon is over, which is longer for a longer session. Events that
+arrive later have no effect. The worth of a settled session therefore does not depend on when or how
+often it is computed, nor on the order in which its events came.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ _COMPLAINT = re.compile(
 )
 _SUPPRESSION = re.compile(r"#\s*(noqa|type:\s*ignore|pylint:\s*disable)|eslint-disable|@ts-ignore")
 _CALL_MARKER = "<tool_call>"
-"""In the text of an answer it is a call that could not be read."""
+"""Marks a call that could not be parsed, if it is in the text of an answer."""
 
 
 def is_complaint(text: str) -> bool:
-    """Whether a follow-up says, in plain English words, that the answer before it was no good. A
-    product with a classifier of its own sends `dissatisfied` instead."""
+    """True if a follow-up complains about the answer before it, by a list of plain English phrases.
+    A product with a classifier of its own sends `dissatisfied` instead."""
     return _COMPLAINT.search(text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalTable:
-    """What each kind of event counts, and for how long events are waited for."""
+    """The strength of each kind of event, and the time to wait for events."""
 
     strengths: Mapping[str, float] = field(default_factory=dict)
-    """In place of what the event itself says, by kind; 0 takes a kind out."""
+    """Strengths by kind, in place of the event's own; 0 ignores a kind."""
     horizon_s: float = 3600.0
     horizon_per_turn_s: float = 60.0
-    """More for every answer of a session beyond its first."""
+    """Extension of the horizon for every answer of a session after its first."""
 
     def strength(self, event: FeedbackEvent) -> float:
         kind = event.kind
@@ -66,7 +66,7 @@ class SignalTable:
         return max(turn.time for turn in turns) + wait_s
 
     def worth(self, events: Iterable[FeedbackEvent]) -> float | None:
-        """Of one answer; None if nothing counts that anybody said."""
+        """The worth of one answer; None if it has no event that counts."""
         strengths = [
             self.strength(event)
             for event in counted(events)
@@ -77,30 +77,31 @@ class SignalTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOutcome:
-    """What became of one answer, as far as it is known."""
+    """The fate of one answer, as far as it is known."""
 
     turn: RecordedTurn
     worth: float | None
+    """None if nothing is known."""
     kept: bool | None
-    """None if nobody said whether it was."""
+    """None if there is no such event."""
     dissatisfied: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOutcome:
-    """A recorded session with what its answers were worth to its user."""
+    """A recorded session with the worth of its answers to its user."""
 
     session: RecordedSession
     answers: tuple[AnswerOutcome, ...]
     settles_at: float
     events: tuple[str, ...]
-    """Those that are about one of its answers."""
+    """Ids of the events about its answers."""
     late: int
-    """Of these, those that came when it was settled."""
+    """Number of these events that arrived after it was settled."""
 
     @property
     def id(self) -> str:
-        """That of its trajectory (`core.exports`)."""
+        """The id of its trajectory (`core.exports`)."""
         return f"{self.session.user}.{self.session.session}"
 
     @property
@@ -113,7 +114,7 @@ class SessionOutcome:
 
     @property
     def is_censored(self) -> bool:
-        """Whether nobody said anything, so that nothing is known of it."""
+        """True if the worth of none of its answers is known."""
         return all(answer.worth is None for answer in self.answers)
 
     @property
@@ -122,8 +123,8 @@ class SessionOutcome:
 
     @property
     def context(self) -> str:
-        """The kind of request, as far as its prompt tells: the tools that the model was offered and
-        how the system prompt begins."""
+        """The kind of request, derived from its prompt: the tools offered to the model and the
+        beginning of the system prompt."""
         first = self.session.turns[0]
         tools = sorted(str(tool.get("function", {}).get("name", "")) for tool in first.tools)
         system = "".join(
@@ -172,8 +173,8 @@ def _answer_outcome(
 
 
 def conduct_of(turn: RecordedTurn) -> Conduct:
-    """What an answer itself shows of how the model behaved. What only the product can know, it says
-    by events."""
+    """The model's conduct as far as the answer itself shows it. The product reports the rest by
+    events."""
     answer = turn.messages[-1]
     calls = [call.get("function", {}).get("arguments") for call in answer.get("tool_calls") or ()]
     unread = plain_text(answer.get("content")).count(_CALL_MARKER)

@@ -1,4 +1,4 @@
-"""The jukebox of service.py the other way round: it asks the gateway of a run for sessions.
+"""The jukebox of service.py in the other direction: it asks the gateway of a run for sessions.
 
 ETUDE_TOKEN=.. python examples/by_url/scheduler.py http://127.0.0.1:8100
 """

@@ -1,9 +1,9 @@
-"""Python to read before there are sessions: the source files of the repositories to learn from.
+"""The corpus for mid-training: Python source files of the training repositories.
 
     python corpus.py repositories.txt --sdists data/sdists --out data/corpus.jsonl
 
-A file is kept if it parses, has a function, stands nowhere else, and shares no function with a
-held-out repository.
+A file is kept if it parses, has a function, is not a duplicate, and does not share a function with
+a held-out repository.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sessions import digest_of, functions_in, heldout_functions
 from etude.factory.sources import fetch
 
 LARGEST = 100_000
-"""Characters: what is longer was made by a program, most often."""
+"""Most characters of a file: longer ones are mostly generated."""
 
 
 def documents(files: Mapping[str, bytes], heldout: set[str]) -> Iterator[str]:
     for path in sorted(files):
-        functions = list(functions_in({path: files[path]}))  # none, if it does not parse
+        functions = list(functions_in({path: files[path]}))  # empty if it does not parse
         if not functions or len(files[path]) > LARGEST:
             continue
         if heldout.isdisjoint(map(digest_of, functions)):
@@ -34,7 +34,7 @@ def documents(files: Mapping[str, bytes], heldout: set[str]) -> Iterator[str]:
 
 
 def once(texts: Iterable[str]) -> Iterator[str]:
-    """Without copies, which may differ in layout and comments."""
+    """Drop duplicates, which may differ in layout and comments."""
     seen: set[bytes] = set()
     for text in texts:
         digest = hashlib.blake2b(ast.dump(ast.parse(text)).encode()).digest()

@@ -1,8 +1,8 @@
-"""The source distributions of `repositories.txt`, each with the digest that stands there.
+"""Fetch the source distributions of `repositories.txt` and verify their digests.
 
     python fetch.py repositories.txt data/sdists
 
-Those that are there are not fetched again.
+Existing files are not fetched again.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Line(NamedTuple):
     """A line of the list."""
 
     use: str
-    """`heldout`: tasks to measure with. `fresh`: the same, and no recipe was chosen by them.
-    `train`: tasks and sessions to learn from. `sft`: sessions alone."""
+    """`heldout`: tasks for evaluation. `fresh`: tasks for evaluation by which no recipe was chosen.
+    `train`: tasks and sessions for training. `sft`: sessions alone."""
     filename: str
     sha256: str
     licence: str

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Étude No. 1, from the sources to the figures. What is done is not done again: after a kill, the same command goes on.
+# Étude No. 1, from the sources to the figures. Finished steps are skipped: after a kill, the same command continues.
 #   examples/etude-1/run.sh [model|sdists|corpus|sessions|tasks|sft|rl|measure]...     (all, in this order)
-#   examples/etude-1/run.sh seeds         after sft: rl by the seeds 0, 1 and 2 (SEEDS), and their mean beside sft
-#   examples/etude-1/run.sh ablations     after these: rl with one thing changed, each beside seed SEED
-# SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights by another seed
-# SETS='--set harness.max_turns=8' changes every run but sft-alone, LIMIT_S=600 stops each of rl after ten minutes (README.md)
+#   examples/etude-1/run.sh seeds         after sft: rl with the seeds 0, 1 and 2 (SEEDS), and their mean against sft
+#   examples/etude-1/run.sh ablations     after these: rl with one thing changed, each against seed SEED
+# SEED=1 examples/etude-1/run.sh rl measure: rl from the same weights with another seed
+# SETS='--set harness.max_turns=8' changes every run except sft-alone; LIMIT_S=600 stops each rl run after ten minutes (README.md)
 set -eu
 cd "$(dirname "$0")"
 ETUDE=${ETUDE:-etude}
@@ -13,7 +13,7 @@ MODEL=${MODEL:-../../models/smollm2-135m}
 JOBS=${JOBS:-$(nproc)}
 SEED=${SEED:-0}
 HELDOUT=${HELDOUT:-450} # tasks
-MEASURE=${MEASURE:-heldout} # or fresh: repositories that no recipe was chosen by
+MEASURE=${MEASURE:-heldout} # or fresh: repositories by which no recipe was chosen
 TASKS=${TASKS:-700}     # to train on
 SETS=${SETS:-}
 SFT=data/sft
@@ -22,11 +22,11 @@ PYTHONPATH=$(cd ../.. && pwd)
 export PYTHONPATH
 mkdir -p data/logs
 
-sources() { # the files of a use in repositories.txt
+sources() { # the files with a given use in repositories.txt
     awk -v use="$1" '$1 == use { print "data/sdists/" $2 }' repositories.txt
 }
 
-model() { # SmolLM2's own chat template knows no tools
+model() { # SmolLM2's own chat template does not support tools
     mkdir -p data/model
     for file in config.json generation_config.json tokenizer.json tokenizer_config.json model.safetensors; do
         ln -sf "$(readlink -f "$MODEL/$file")" data/model/
@@ -66,7 +66,7 @@ sft() {
     [ -e "$SFT-model" ] || "$ETUDE" weights export "$SFT" "$SFT-model"
 }
 
-rl() { # [--set KEY=VALUE]...; what every seed begins with was evaluated at the end of sft
+rl() { # [--set KEY=VALUE]...; the weights that every seed starts from were evaluated at the end of sft
     # shellcheck disable=SC2086
     ${LIMIT_S:+timeout --foreground "$LIMIT_S"} "$ETUDE" run rl.toml --dir "$RL" --no-dash --json \
         --set seed="$SEED" --set eval.before=false $SETS "$@" || [ $? = 124 ] # the limit
@@ -93,11 +93,11 @@ seeds() {
     "$ETUDE" compare "$SFT" $runs --json
 }
 
-sft_alone() { # one step, at the rate with which it begins, is as good as none; SETS may name keys of rl, which sft.toml does not have
+sft_alone() { # one midtrain step at the initial learning rate is as good as none; SETS may contain keys of rl, which sft.toml does not have
     (SFT=data/sft-alone SETS="--set stage.midtrain.steps=1 --set eval.before=false" && sft)
 }
 
-ablations() { # each beside the seed that it is a variant of
+ablations() { # each against the seed that it is a variant of
     sft_alone || return
     side_by_side <<END || return
 synchronous --set stage.rl.max_lag=0 --set stage.rl.reorder_window=1
@@ -113,7 +113,7 @@ END
     done
 }
 
-measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 what sessions did
+measure() { # version 0 of sft is the base model, 1 the result of midtrain, 2 that of sft
     "$ETUDE" eval "$SFT" --version 0 --json # one attempt at temperature 0, as after each stage
     "$ETUDE" compare "$SFT@0" "$SFT@2" --json
     "$ETUDE" compare "$SFT@2" "$RL" --json
@@ -122,7 +122,7 @@ measure() { # version 0 of sft is the base, 1 what mid-training made of it, 2 wh
     "$ETUDE" compare "$SFT" "$RL" --json # several at temperature 1
 }
 
-if [ "${1:-}" = variant ]; then # side_by_side asks for it
+if [ "${1:-}" = variant ]; then # called by side_by_side
     shift
     variant "$@" >"data/logs/$1.log" 2>&1 || { tail -n 5 "data/logs/$1.log" >&2; exit 1; }
     exit

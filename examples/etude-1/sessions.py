@@ -1,17 +1,19 @@
-"""Sessions of an expert that knows the bug, to begin with: it reads a function, mends the token
-that was changed, runs the test and submits.
+"""Sessions for imitation of an expert that knows the bug: it reads a function, fixes the changed
+token, runs the test and submits.
 
     python sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions
 
-Functions come from source distributions. In each, tokens are changed as `etude.factory.mutations`
-changes them.
-What the expert is shown is what the harness shows: the prompt is that of `etude.factory.instruct`,
-and `read`, `edit` and `undo` are the harness's own tools, over a working copy in memory. Only what
-a run of the tests prints is made up, from the source of a test that names the function: nothing is
-run here. In half of the sessions the expert first changes other places, one after the other, sees
-the test fail and takes each back; such a change is read and not learnt (`weight` 0), and no more is
-a line that stands in several places, which it then quotes with those before it. Sessions are
-written with their tokens, so that the trainer need not make them.
+Functions come from source distributions. Tokens in them are changed as by
+`etude.factory.mutations`.
+
+The expert sees the same texts as an agent in the harness: the prompt is that of
+`etude.factory.instruct`, and `read`, `edit` and `undo` are the harness's own tools, over a working
+copy in memory. Only the output of test runs is made up, from the source of a test that names the
+function: nothing is executed here. In half of the sessions the expert first changes other lines,
+one after the other, sees the test fail and undoes each change. The model reads such a change but
+does not learn it (`weight` 0). The same holds for an edit that quotes an ambiguous line; the expert
+repeats it with the lines before. Sessions are written with their tokens, so that the trainer does
+not need to tokenize them.
 """
 
 from __future__ import annotations
@@ -59,29 +61,29 @@ PER_REPOSITORY = 400
 @dataclass(frozen=True, slots=True)
 class Function:
     name: str
-    """Qualified."""
+    """Qualified name."""
     first: int
     last: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A function in which one token is another."""
+    """A function with one changed token."""
 
     path: str
     function: Function
     line: int
     before: str
-    """The file as it was."""
+    """The contents of the original file."""
     after: str
 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """A test that could have noticed it."""
+    """A test that could detect the bug."""
 
     name: str
-    """As pytest has it."""
+    """The test id of pytest."""
     line: int
     source: str
 
@@ -95,7 +97,7 @@ def functions_of(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[
 
 
 def bugs_of(path: str, content: bytes, rng: random.Random, seen: set[str]) -> Iterator[list[Bug]]:
-    """For each function of a file that was not seen elsewhere, bugs that it could have."""
+    """Possible bugs of each function in a file, except functions that were seen elsewhere."""
     try:
         before = content.decode()
         tree = ast.parse(before)
@@ -131,7 +133,7 @@ def bugs_of(path: str, content: bytes, rng: random.Random, seen: set[str]) -> It
 
 
 def annotations_of(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Where annotations begin and end: a mistake in them is none that a test could notice."""
+    """The start and end of each annotation: no test could detect a mistake in them."""
     for node in ast.walk(tree):
         for name in ("annotation", "returns"):
             each = getattr(node, name, None)
@@ -141,7 +143,7 @@ def annotations_of(tree: ast.Module) -> Iterator[tuple[tuple[int, int], tuple[in
 
 
 def in_turn(slips: list[tuple[str, int, str]], rng: random.Random) -> Iterator[tuple[int, str]]:
-    """One of each kind after the other, as the factory chooses them."""
+    """Cycle through the kinds, taking one of each, like the factory."""
     rng.shuffle(slips)
     kinds: dict[str, list[tuple[int, str]]] = {}
     for kind, number, text in slips:
@@ -151,7 +153,8 @@ def in_turn(slips: list[tuple[str, int, str]], rng: random.Random) -> Iterator[t
 
 
 def with_token(lines: list[str], token: tokenize.TokenInfo, text: str) -> str:
-    """The file with another text for a token; none: without the spaces behind it, too."""
+    """The file with a token replaced by `text`. If `text` is empty, the spaces after the token are
+    removed too."""
     row, column = token.start
     line = lines[row - 1]
     rest = line[token.end[1] :]
@@ -188,7 +191,7 @@ SLIPS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def slips_of(tokens: list[tokenize.TokenInfo], number: int) -> Iterator[tuple[str, str]]:
-    """What could stand in the place of a token: the kind of mistake, and the text."""
+    """Possible wrong replacements of a token: the kind of mistake, and the text."""
     token, before = tokens[number], tokens[number - 1]
     text = token.string
     behind = tokens[number + 1].string if number + 1 < len(tokens) else ""
@@ -218,14 +221,14 @@ def slips_of(tokens: list[tokenize.TokenInfo], number: int) -> Iterator[tuple[st
 
 
 def ends_a_value(token: tokenize.TokenInfo) -> bool:
-    """Whether an operator behind it has two sides."""
+    """True if an operator after the token is binary."""
     if token.type == tokenize.NAME:
         return not keyword.iskeyword(token.string)
     return token.type == tokenize.NUMBER or token.string in (")", "]", "}")
 
 
 def digest_of(source: str) -> str:
-    """The same for functions that differ in layout and docstrings only."""
+    """A digest that is the same for functions which differ only in layout and docstrings."""
     try:
         tree = ast.parse(re.sub(r"^", " ", source, flags=re.M).join(["if 1:\n", "\n"]))
     except (SyntaxError, ValueError):
@@ -255,7 +258,7 @@ def tests_of(files: Mapping[str, bytes], paths: tuple[str, ...]) -> list[Test]:
 
 
 class Runner:
-    """What pytest prints in the end: made up. A test passes when the file is as it was."""
+    """Made-up output of pytest. A test passes if the file has its original contents."""
 
     def __init__(self, bug: Bug, test: Test, rng: random.Random) -> None:
         self._bug = bug
@@ -305,7 +308,8 @@ class Expert:
         self._messages: list[dict[str, Any]] = []
 
     async def run(self, wrong: list[tuple[int, str]]) -> dict[str, Any]:
-        """`wrong`: changes that are tried first, each a line and what is put there."""
+        """Run the session. `wrong` are changes to try first, each a line number and its new
+        text."""
         bug = self._bug
         sandbox = FakeSandbox({bug.path: bug.after}, Runner(bug, self._test, self._rng))
         first, last = bug.function.first, bug.function.last
@@ -330,13 +334,13 @@ class Expert:
         return {"messages": self._messages, "tools": self._tools.schemas}
 
     async def _put(self, line: int, text: str, weight: int = 1) -> None:
-        """Replace a line, quoted with as many of those before it as make it the only one in the
-        function, which is what was read."""
+        """Replace a line. The edit quotes it with as many of the preceding lines as make the quote
+        unique in the function, which is the part of the file that was read."""
         lines = (await self._sandbox.read(self._bug.path)).splitlines()
         first, last = self._bug.function.first - 1, self._bug.function.last
         read = "\n".join(lines[first:last])
         start = line - 1
-        is_told = self._rng.random() < 0.5  # that it is not the only one
+        is_told = self._rng.random() < 0.5  # that it is ambiguous
         while read.count("\n".join(lines[start:line])) > 1 and start > first:
             start -= 1
         path, old = self._bug.path, "\n".join(lines[start:line])
@@ -391,20 +395,20 @@ async def sessions_of(
             test = rng.choice(naming(tests, bug.function.name) or tests)
             try:
                 session = await Expert(agent, bug, test, rng).run(wrong_edits(bugs, bug, rng))
-            except (ValueError, AssertionError):  # a quotation that stands twice, and the like
+            except (ValueError, AssertionError):  # an ambiguous quote, for example
                 continue
             found.append(session)
     return found
 
 
 def naming(tests: list[Test], function: str) -> list[Test]:
-    """The tests that speak of a function."""
+    """The tests that mention a function."""
     short = re.escape(function.rpartition(".")[2].strip("_")) or "."
     return [test for test in tests if re.search(rf"\b{short}\b", test.source)]
 
 
 def wrong_edits(bugs: list[Bug], bug: Bug, rng: random.Random) -> list[tuple[int, str]]:
-    """Up to three changes of the same function that mend nothing."""
+    """Up to three changes of the same function that do not fix the bug."""
     others = [each for each in bugs if each.line != bug.line]
     count = rng.choice((0, 0, 0, 1, 2, 3))
     chosen = {each.line: each for each in rng.sample(others, min(count, len(others)))}
@@ -428,14 +432,14 @@ def functions_in(files: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def heldout_functions(listed: list[Line], sdists: Path) -> set[str]:
-    """Digests of what must not be learnt from."""
+    """Digests of the functions that must not be learnt."""
     heldout = [sdists / line.filename for line in listed if not line.is_learnt]
     files = (fetch(str(sdist), sdists).files for sdist in heldout)
     return {digest_of(source) for each in files for source in functions_in(each)}
 
 
 def write(job: tuple[Path, Path, Path, set[str], int]) -> tuple[str, int]:
-    """A file for each repository; one that is there is whole."""
+    """Write the sessions of a repository to a file. An existing file is complete."""
     sdist, model, out, seen, seed = job
     place = out / f"{name_of(str(sdist))}.jsonl"
     if not place.exists():

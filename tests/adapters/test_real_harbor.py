@@ -1,4 +1,4 @@
-"""Harbor's own classes read what we write, and write what we read."""
+"""Harbor's own classes read our files, and we read theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An environment of OpenEnv behind the package's own server, played in a recorded session."""
+"""An OpenEnv environment behind that package's own server, played in a recorded session."""
 
 from __future__ import annotations
 

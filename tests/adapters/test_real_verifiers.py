@@ -1,4 +1,4 @@
-"""A taskset of `verifiers` with a tool, played by the package itself, in recorded sessions."""
+"""A taskset of `verifiers` with a tool, played by that package itself in recorded sessions."""
 
 from __future__ import annotations
 

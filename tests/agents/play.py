@@ -1,5 +1,5 @@
-"""A gateway, a worker, and a model that plays an agent's part by what it is shown, behind a real
-tokenizer. Prints the gateway's URL, and at the end of its input what was recorded.
+"""A gateway, a worker, and a scripted model with a real tokenizer that plays along with an agent.
+Prints the gateway's URL and, at the end of its input, the recorded session.
 
     python -m tests.agents.play --call '{"name": "bash", "arguments": {"command": "date > made"}}'
 """
@@ -33,11 +33,11 @@ from tests.serve.conftest import served
 from tests.serve.scripted import FILES, TOKENIZER, answers
 
 CONTEXT = 4_000_000
-"""Agents show much, and the small vocabulary has a token for each letter."""
+"""Large, since agents send long prompts and the small vocabulary has one token per letter."""
 
 
 def logprobs_of(tokens: Iterable[int]) -> list[float]:
-    """As a model has them: each depends on the token and on all that stands before it."""
+    """Fake log-probs that, like a model's, depend on the token and on all tokens before it."""
     digest, found = 0, []
     for token in tokens:
         digest = zlib.crc32(token.to_bytes(4), digest)
@@ -46,7 +46,7 @@ def logprobs_of(tokens: Iterable[int]) -> list[float]:
 
 
 def recomputed(segment: Segment) -> tuple[float, ...]:
-    """The log-probs of a segment, from nothing but its tokens."""
+    """The log-probs of a segment, computed from its tokens alone."""
     found = logprobs_of((*segment.prompt, *segment.tokens))[len(segment.prompt) :]
     return tuple(
         logprob if drawn else 0.0 for logprob, drawn in zip(found, segment.mask, strict=True)
@@ -54,7 +54,8 @@ def recomputed(segment: Segment) -> tuple[float, ...]:
 
 
 class Player(Scripted):
-    """Calls once, then ends. Asked without tools, it gives a title: that is what agents ask for."""
+    """A model that calls a tool once and then ends. It answers requests without tools with a title,
+    since agents send such requests for one."""
 
     tokenizer = TOKENIZER
     max_context = CONTEXT
@@ -84,7 +85,7 @@ class Player(Scripted):
 
 @asynccontextmanager
 async def playing(call: dict[str, Any], end: str) -> AsyncIterator[tuple[str, Player]]:
-    """A gateway's URL, and who plays behind it."""
+    """A gateway's URL, and the model behind it."""
     player = Player(call, end)
     async with playing_with(player) as url:
         yield url, player

@@ -1,8 +1,8 @@
-"""Command-line agents that nobody here wrote complete recorded sessions: `make test-agents`.
+"""Third-party command-line agents complete recorded sessions (`make test-agents`).
 
-Each is told to write a file, and its model plays along: it calls the agent's own tool for that, and
-ends when it is shown the result. What must hold: the tool was run, and the session
-is one unbroken segment of the very tokens that were sampled, with their log-probs.
+Each is asked to write a file, and its scripted model plays along: it calls the agent's own tool for
+that and ends after the result. The tool must have run, and the session must be one unbroken segment
+of exactly the sampled tokens, with their log-probs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ COMMAND = "echo hi > made"
 
 @dataclass(frozen=True)
 class Agent:
-    """How an agent is started, given the session's URL and a home of its own."""
+    """The command and environment of an agent, given the session's URL and a home of its own."""
 
     call: dict[str, Any]
-    """Of its tool that runs a command."""
+    """Call of its tool that runs a command."""
     argv: Callable[[str, Path], list[str]]
     environment: Callable[[str, Path], dict[str, str]]
     end: str = "Done."
-    """What its model says when it is done."""
+    """The last message of its model."""
 
 
 def codex(url: str, home: Path) -> list[str]:
@@ -141,12 +141,12 @@ async def test_an_agent_completes_a_recorded_session(name: str, tmp_path: Path) 
         assert (work / "made").exists(), told.decode()[-3000:]
         assert (work / "made").read_text() == "hi\n"
         segments = await recorded(url, "one")
-    # All that was sampled is recorded, and nothing else counts as sampled.
+    # Exactly the sampled tokens are recorded as sampled.
     sampled = sorted(
         token for s in segments for token, drawn in zip(s.tokens, s.mask, strict=True) if drawn
     )
     assert sampled == sorted(token for tokens in player.said for token in tokens)
-    # What each token was drawn from is what is recorded before it.
+    # The recorded context of each token is the one that it was sampled from.
     assert all(s.logprobs == recomputed(s) for s in segments)
     # The conversation that called is one segment: the call, its result, and the end.
     (main,) = [s for s in segments if "<tool_call>" in TOKENIZER.decode(s.tokens)]

@@ -1,9 +1,9 @@
-"""Our coding harness and mini-swe-agent solve the same 20 tasks through one gateway: `make
-test-agents`.
+"""Our coding harness and mini-swe-agent solve the same 20 tasks through one gateway (`make
+test-agents`).
 
-The model behind it plays both by a script: it is asked what to do in either one's own tools, and
-knows the answer of each task. What must hold: the attempts earn all there is to earn, and what was
-sampled is recorded, token by token.
+A scripted model plays both: it knows the solution of each task, and gives it in the tools of the
+agent that asks. All attempts must earn the full reward, and exactly the sampled tokens must be
+recorded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MINI_ENV = {
 
 
 class Both(Player):
-    """Plays a task by its name in the prompt, in the tools that it is offered."""
+    """A model that solves the task named in the prompt, with the tools that it is offered."""
 
     def __init__(self, tasks: list[Task], solutions: dict[str, dict[str, str]]) -> None:
         super().__init__({"name": "", "arguments": {}}, "")
@@ -84,7 +84,7 @@ class Both(Player):
 
 
 def difference(bad: str, good: str) -> tuple[str, str]:
-    """The lines that differ, with all above, so that they stand once."""
+    """The changed lines with all lines above them, so that the quote is unique."""
     old, new = bad.splitlines(keepends=True), good.splitlines(keepends=True)
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     changed = [block for block in blocks if block[0] != "equal"]
@@ -150,7 +150,7 @@ async def test_both_solve_the_same_tasks_through_one_gateway() -> None:
         assert [task for n, task, reward in rewards if n == name and reward == 1.0] == [
             task.id for task in tasks
         ]
-    # all that was sampled is recorded, and nothing else counts as sampled
+    # exactly the sampled tokens are recorded as sampled
     assert len(player.said) == 2 * COUNT * 3
     assert sorted(token for tokens in sampled.values() for token in tokens) == sorted(
         token for tokens in player.said for token in tokens

@@ -1,4 +1,4 @@
-"""Days of users under virtual time: what they wait for beside RL, to the last pass."""
+"""Days of users under virtual time: their exact waiting times with RL on the same engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def played(arrivals: list[float], *, rl: bool, cost: PassCost = FLAT) -> Day:
 
 
 def test_a_user_has_the_very_next_pass() -> None:
-    """Although RL holds all slots, and more of it waits."""
+    """Even if RL holds all slots and more of its requests wait."""
     alone, beside = (played([10.5], rl=rl).played for rl in (False, True))
     assert alone.ttft_s == [1.0] and alone.turn_s == [4.0] and alone.busy_s == 4.0
     assert beside.ttft_s == [1.5], "the pass that had begun, and its own"
@@ -41,7 +41,8 @@ def test_a_user_has_the_very_next_pass() -> None:
 
 
 def test_a_burst_waits_for_itself_alone() -> None:
-    """Where rollouts make no pass longer, eight users on four places wait as they do without."""
+    """If rollouts do not make passes longer, eight users on four slots wait as long as without
+    RL."""
     alone, beside = (played([10.0] * 8, rl=rl).played for rl in (False, True))
     assert beside.ttft_s == alone.ttft_s == [1.0] * 4 + [5.0] * 4
 

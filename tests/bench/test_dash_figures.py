@@ -1,4 +1,4 @@
-"""The benchmark of the dashboard, small: the real server answers, and every figure is there."""
+"""The benchmark of the dashboard, small: the real server answers, and no figure is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The delta benchmark: every codec gives back what it was given, and the bounds are bounds."""
+"""The delta benchmark: every codec restores its input, and the bounds are bounds."""
 
 from __future__ import annotations
 

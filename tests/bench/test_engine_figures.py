@@ -1,4 +1,4 @@
-"""The engine's benchmark ends, whoever it waits for."""
+"""The engine's benchmark ends, whichever request it waits for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of adapters, cut short: it measures the batches and numbers it is asked for."""
+"""The benchmark of adapters, cut short: it measures the requested batches and numbers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_figures_of_each_batch_with_as_many_adapters_as_it_has_requests(
     for of in speeds - {"b2.base", "b4.base"}:
         base = figures[f"{of[:2]}.base.tokens_per_s"]
         assert figures[f"{of}.share"] == figures[f"{of}.tokens_per_s"] / base
-    # In bf16: of four layers the pairs of q, o, k, v, gate, up and down.
+    # Pairs of q, o, k, v, gate, up and down in each of four layers, in bf16.
     inner = 2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384)
     assert (
         figures["a4.adapter_gib"] == 4 * figures["a1.adapter_gib"] == 4 * 8 * 2 * 4 * inner / 2**30

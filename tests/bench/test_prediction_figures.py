@@ -1,4 +1,4 @@
-"""The parts that a prediction is made of, and what the simulator makes of them."""
+"""The measured parts of a prediction, and the simulator's result from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def group(kept: bool) -> GroupDone:
 
 
 def test_parts_are_what_was_told() -> None:
-    """Of three sessions the first is alone, and two share the cores."""
+    """The first of three sessions runs alone, and the other two share the cores."""
     told: list[tuple[float, Event]] = [
         (2.0, attempt(2.0)),
         (14.0, attempt(4.0, group="g2")),
@@ -76,7 +76,7 @@ def parts_at(at_once: float) -> Parts:
 
 
 def test_a_synchronous_run_takes_the_sum_of_its_parts() -> None:
-    """Nothing overlaps with max_lag = 0; the gateway's look adds up to half a second."""
+    """With max_lag = 0 nothing overlaps; the gateway's polling adds up to half a second."""
     (stage,) = CONFIG.stage
     assert isinstance(stage, RlConfig)
     sessions = stage.groups_per_step * stage.group_size
@@ -85,7 +85,8 @@ def test_a_synchronous_run_takes_the_sum_of_its_parts() -> None:
 
 
 def test_sessions_share_the_cores() -> None:
-    """With a fourth of the sessions at once as when they were measured, each takes a fourth."""
+    """With a quarter of the concurrent sessions of the measurement, each takes a quarter of the
+    time."""
     (stage,) = CONFIG.stage
     assert isinstance(stage, RlConfig)
     sessions = stage.groups_per_step * stage.group_size

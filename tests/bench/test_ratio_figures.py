@@ -1,4 +1,4 @@
-"""The figures of the benchmark of what inference costs, from a played engine."""
+"""The figures of the benchmark of the cost of inference, from a fake engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Event:
 
 
 class Played(Rollouts):
-    """In 10 s of which 5 are prompts, twice as many sessions end as a batch has."""
+    """A fake in which twice as many sessions end as a batch needs, in 10 s with 5 s of prompts."""
 
     def __init__(self) -> None:
         self.layout = Layout(batch=4)

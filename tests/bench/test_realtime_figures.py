@@ -1,4 +1,4 @@
-"""The benches of real-time RL: their parts against what is known by hand."""
+"""The benchmarks of real-time RL: their parts against results computed by hand."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_true_gradient_is_the_slope_of_the_reward() -> None:
 
 
 class From(realtime_show.ShowPolicy):
-    """Shows from a chance of acceptance on."""
+    """A policy that shows suggestions from a given probability of acceptance on."""
 
     def __init__(self, chance: float) -> None:
         super().__init__(5)

@@ -1,5 +1,5 @@
-"""The replay benchmark, cut short: it runs, and replay brings the learner nearer to an engine in
-another precision."""
+"""The replay benchmark, cut short: it runs, and replay brings the learner closer to an engine with
+a different precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of sandboxes, small: every figure is there, and nothing is left."""
+"""The benchmark of sandboxes, small: no figure is missing, and no processes or files are left."""
 
 from __future__ import annotations
 

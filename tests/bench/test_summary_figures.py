@@ -1,4 +1,5 @@
-"""The family of tasks that fits no window, and the figures of trained summaries, by hand."""
+"""The family of tasks that do not fit a window, and the figures of trained summaries, worked by
+hand."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_without_a_summary_the_last_window_does_not_hold_the_answer(
     agent: type[InventoryAgent],
 ) -> None:
     earned = rewards(scripted(agent, empty), count=60)
-    # By chance all goods of a kind lie on the last pages.
+    # Sometimes all goods of a kind happen to be on the last pages.
     assert sum(reward == 1.0 for reward in earned) <= 6
 
 

@@ -1,4 +1,4 @@
-"""The figures of the benchmark beside TRL, worked by hand, and what both sides are given."""
+"""The figures of the benchmark against TRL, worked by hand, and the inputs of both sides."""
 
 from __future__ import annotations
 

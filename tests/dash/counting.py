@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that writes down what was asked for, and what came back."""
+"""A proxy in front of an S3 server that records requests and the sizes of their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Asked:
     kind: str
     """GET, HEAD, PUT, or LIST."""
     key: str
-    """Below the bucket; of a listing its prefix."""
+    """Key below the bucket; for a listing, its prefix."""
     bytes: int
 
 
@@ -26,14 +26,14 @@ class Counter:
     asked: list[Asked] = field(default_factory=list)
 
     def take(self) -> list[Asked]:
-        """What was asked for since the last call."""
+        """The requests since the last call."""
         taken, self.asked = self.asked, []
         return taken
 
 
 @contextlib.contextmanager
 def counted(target: int) -> Iterator[Counter]:
-    """`target`: the server's port on loopback."""
+    """Run the proxy. `target` is the server's port on loopback."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""A run that learns from users, as its store holds it: made by the loop, without weights.
+"""The store of a run that learns from users, written by the loop itself, without weights.
 
 python -m tests.dash.realtime_store STORE
 """
@@ -25,8 +25,8 @@ steps = 3
 
 
 def write_realtime(objects: Objects) -> str:
-    """One update is live, one was refused, a third was in its canary when somebody stopped it. The
-    pseudonym of a user who was deleted."""
+    """Write a run in which one update is live, one was refused, and a third was in its canary when
+    an operator stopped it. Return the pseudonym of a deleted user."""
     world = World(objects, num_users=40, solves=lambda version: 200 if version == 2 else 300)
     world.run.put_config(parse(CONFIG))
     loop = world.loop(per_user=1)

@@ -1,4 +1,5 @@
-"""A store with a bit of all that the dashboard shows, and a browser's worst in every text."""
+"""A store with some of everything that the dashboard shows, and text hostile to browsers
+everywhere."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def step(number: int) -> StepDone:
 
 
 def write_run(run: Run, said: str = ALL_HOSTILE) -> None:
-    """Group 1 is trained on, 2 is dropped but for an attempt that waits, of 3 one has ended."""
+    """Write a run: group 1 is trained on, group 2 is dropped except for one attempt that waits, and
+    one attempt of group 3 has ended."""
     run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 3\nmax_lag = 2\n'))
     for name, data in small_files().items():
         run.put_model_file(name, data)
@@ -179,7 +181,7 @@ def ask(
     headers: dict[str, str] | None = None,
     body: bytes = b"",
 ) -> Answer:
-    """One request, as a server would hand it in. `host` is loopback unless it is given."""
+    """Send one request to the app as a server would. `host` is loopback by default."""
     given = {"host": "127.0.0.1:8765"} | (headers or {})
     bare, _, query = path.partition("?")
     scope = {

@@ -1,4 +1,4 @@
-"""Figures of the dashboard that a small run cannot show."""
+"""Figures of the dashboard that a small run does not have."""
 
 from __future__ import annotations
 

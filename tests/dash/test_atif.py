@@ -1,5 +1,5 @@
 """Sessions in ATIF, field by field as Harbor 0.25 publishes it (`harbor.models.trajectories`):
-required fields, fields that there are, and the rules between them."""
+required fields, optional fields, and the rules between them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TOKEN = "a-token-of-forty-two-letters"
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 TASKS = 8
 WORDS = {1: "def old(): ...", 2: "def new(): ..."}
-"""What each version says."""
+"""Version -> its answer."""
 
 
 def said(number: int, attempt: int, version: int, task: str) -> Trajectory:
@@ -47,7 +47,8 @@ def said(number: int, attempt: int, version: int, task: str) -> Trajectory:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> RecordedRun:
-    """Eight tasks that both versions tried, twice each, and one that only the second did."""
+    """Eight tasks that both versions tried twice each, and one that only the second version
+    tried."""
     run = Run.open(f"file:{tmp_path}/x")
     write_run(run, said="")
     log = RolloutLog(run.objects)
@@ -80,7 +81,7 @@ def choose(app: ASGIApp, pair: str, headers: dict[str, str] = BEARER, **changes:
 
 
 def judged(app: ASGIApp, who: str = "Ada") -> Iterator[dict[str, Any]]:
-    """Every pair, as `who` prefers the second version."""
+    """Every pair, each judged by `who` in favour of the second version."""
     while (pair := shown(app, who)["next"]) is not None:
         better = "left" if WORDS[2] in pair["left"][1]["text"] else "right"
         assert choose(app, pair["pair"], who=who, verdict=better).status == 201

@@ -1,4 +1,4 @@
-"""Why attempts fail, as far as it can be read, and no longer than there is time for it."""
+"""Causes of failed attempts, as far as they can be read within a time limit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The dashboard over a run in a bucket of a real S3 server: it reads what it shows, once, and
-nothing else (`make test-s3`)."""
+"""The dashboard over a run in a bucket of a real S3 server: it reads each object that it shows
+once, and nothing else (`make test-s3`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bucket(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[tuple[str, Counter]]:
-    """A run with much that nobody looks at: groups, a checkpoint, weights."""
+    """A run with many objects that no view shows: groups, a checkpoint, weights."""
     with counted(s3_port) as counter:
         url = f"{reached_by(counter.port, monkeypatch)}/{request.node.name}/x"
         run = Run.open(url)
@@ -53,7 +53,7 @@ def bucket(
 
 
 def read(asked: Sequence[Asked]) -> Counts[str]:
-    """Key -> how often it was read."""
+    """Key -> number of reads."""
     return Counts(each.key.partition("/x/")[2] for each in asked if each.kind == "GET")
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_read_that_is_not_shown(bucket: tuple[str, Counter]) -> None:
 
 
 def idle(url: str, client: Client, counter: Counter) -> None:
-    """While nothing is new, keys are looked at, and what is new is read alone."""
+    """Check that without anything new only keys are listed, and that only new objects are read."""
     time.sleep(FRESH_S)
     client.get(f"{BASE}/overview")
     nothing = counter.take()

@@ -1,4 +1,4 @@
-"""The dashboard's server: every view over a store, and whoever tries to get in."""
+"""The dashboard's server: every view over a store, and attempts at unauthorized access."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ OF_THE_RUN = {
     "steps", "solve", "parts", "regions", "workers", "dropped", "in_flight", "queued", "status",
     "became", "kind", "source", "stage", "flag", "cause", "arguments",
 }  # fmt: skip
-"""Fields that may hold names out of the run."""
+"""Fields whose keys may be names from the run."""
 UNREAD = {"prompt_tokens"}
 
 
@@ -106,7 +106,7 @@ def fields(value: object) -> set[str]:
 
 
 def test_the_page_reads_what_is_answered(app: ASGIApp) -> None:
-    """Every field of every view has the name by which a script asks for it, or is not needed."""
+    """Every field of every view is read by a script under the same name, or is listed as unread."""
     read = set(re.findall(r"\w+", "".join(path.read_text() for path in STATIC.glob("*.js"))))
     told = {path: fields(ask(app, path).json) for path in PATHS}
     assert {path: names - read for path, names in told.items() if names - read - UNREAD} == {}
@@ -187,7 +187,7 @@ def test_a_session_whose_group_is_under_way(app: ASGIApp) -> None:
     assert "is not stored: a group is when" in found["not_stored"]
     tokens = ask(app, "/api/runs/x/sessions/g000003.0/tokens").json
     assert tokens == {"segments": [], "not_stored": found["not_stored"]}
-    # its group is whole, though no row tells of it yet
+    # its group is stored, although it has no row yet
     assert ask(app, "/api/runs/x/sessions/g000002.0").json["session"]["reward"] == 0.0
     assert ask(app, "/api/runs/x/sessions/g000009.0").status == 404
 
@@ -291,7 +291,7 @@ def test_what_has_not_changed_is_not_sent_again(app: ASGIApp) -> None:
     assert (again.status, again.body) == (304, b"")
 
 
-# Text of a model is text.
+# Text of a model is never markup or code.
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -335,7 +335,7 @@ def assert_guarded(answer: Answer) -> None:
     assert not {"access-control-allow-origin", "set-cookie"} & answer.headers.keys()
 
 
-# Other sites, other names.
+# Other sites and other host names.
 
 REBOUND = (
     "evil.example", "evil.example:8765", "127.0.0.1.evil.example", "localhost.evil.example",

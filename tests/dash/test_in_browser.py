@@ -1,7 +1,7 @@
 """The dashboard in a real browser: Debian's Chromium, headless, by Playwright (`make test-dash`).
 
-A real run is made first, with few steps; ETUDE_DASH_RUN names one that is there already. AXE names
-axe-core's script, for the check of accessibility.
+A real run is made first, with few steps; ETUDE_DASH_RUN names an existing one to use instead. AXE
+names axe-core's script, for the check of accessibility.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def link(
     real: Path, hostile: Path, users: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The address that the command prints, with its token."""
+    """The URL that the command prints, with its token."""
     secret = tmp_path_factory.mktemp("token") / "token"
     secret.write_text(TOKEN)
     process = subprocess.Popen(
@@ -134,7 +134,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, link: str) -> Iterator[Any]:
-    """Logged in. Whatever the browser complains of, or a dialog that opens, fails the test."""
+    """A page with the token. Any error in the browser, or a dialog that opens, fails the test."""
     context = browser.new_context(viewport={"width": 1440, "height": 900})
     page = context.new_page()
     page.set_default_timeout(TIMEOUT)
@@ -221,7 +221,7 @@ def test_filters_stand_in_the_address(page: Any, link: str, hostile: Path) -> No
 
 
 def test_what_a_model_says_is_text(page: Any, link: str, hostile: Path) -> None:
-    """In all views of a session; the fixture fails on a dialog, and on a breach of the policy."""
+    """In all views of a session; the fixture fails on a dialog and on a violation of the policy."""
     for path in ("sessions/g000001.1", "sessions/g000001.1?tab=tokens", "groups/g000001"):
         page.goto(f"{base(link)}/runs/{hostile.name}/{path}")
         page.wait_for_selector("main .card")
@@ -237,7 +237,7 @@ def test_what_a_model_says_is_text(page: Any, link: str, hostile: Path) -> None:
 def test_a_file_that_tells_of_errors_and_a_line_without_end(
     page: Any, link: str, hostile: Path
 ) -> None:
-    """As sessions of real repositories have them: a read is not red, a line of dots is folded."""
+    """As in sessions of real repositories: a read is not red, and a line of dots is folded."""
     turn = {"role": "tool", "text": "", "reasoning": "", "calls": [], "call_id": ""}
     call = {"id": "1", "name": "read", "arguments": {"path": "a.py"}}
     answer = "   7\tclass ParseError: pass\n   8\traise ParseError"

@@ -57,7 +57,7 @@ def test_sessions_of_users_are_in_no_group_and_none_is_missing() -> None:
     recorded = RecordedRun("users", Run(objects))
     recorded.refresh()
     assert recorded.missing() == []
-    # there are no weights, and so no model
+    # the store has no weights and therefore no model
     assert all("model/" in each for each in find_damage(Run(objects)))
 
 
@@ -97,7 +97,7 @@ def test_a_run_without_users_has_no_such_page() -> None:
 
 
 def test_what_the_loop_is_at() -> None:
-    """`newest`: the version that is published."""
+    """The state follows from the changes of traffic and the newest published version."""
     start = traffic.start(0, 0.0, 0.0)
     canary = traffic.canary(start, 1, 1.0, 0.5)
     promoted = traffic.promote(canary, 2.0, "", 0.5)

@@ -1,4 +1,4 @@
-"""A session as text for people: who says what, and what is left out."""
+"""A session as text for people: speakers, and the parts that are left out."""
 
 from __future__ import annotations
 

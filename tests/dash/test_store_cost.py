@@ -1,4 +1,4 @@
-"""What a run in a bucket asks of it, a step."""
+"""Requests per step of a run to its bucket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A run from its first event to its last, and what the page and the log say of it meanwhile.
+"""A run from its first event to its last, with the texts of the page and the log after each event.
 
-`story.txt` holds the words as they were. After a change of them, write it again, and read what has
-changed in it:
+`story.txt` contains the expected texts. After a change of them, write it again and review the diff:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/dash/test_story.py
 """
@@ -83,7 +82,7 @@ def evaluation(stage: str, solved: int, version: int) -> Iterator[Event]:
 
 
 def story() -> Iterator[tuple[float, Event]]:
-    """What happens, and after how many seconds."""
+    """Events, each with the number of seconds after the one before."""
     yield 0.0, Launched(resumed=False)
     yield 1.0, FewTasks(split="heldout", wanted=20, given=8)
     yield 0.0, FewTasks(split="novel", wanted=3, given=1)
@@ -162,7 +161,7 @@ def shown(page: Page) -> Iterator[str]:
 
 
 def told() -> Iterator[str]:
-    """After each event what is new on the page, and what is told in a log."""
+    """The new lines of the page and the lines of the log after each event."""
     view, teller, t = RunView(), Teller(), 1000.0
     before = list(shown(describe(view, 2)))
     yield from (f"  {line}" for line in before)

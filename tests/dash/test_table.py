@@ -16,7 +16,7 @@ from etude.dash.table import Filter, RolloutTable, cause_of
 from etude.store.rollouts import RolloutRow
 
 DONE = 4
-"""The last step that is."""
+"""The last step that is done."""
 
 
 def became(row: RolloutRow) -> str:

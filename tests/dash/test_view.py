@@ -1,4 +1,4 @@
-"""What the screen shows, from events written by hand."""
+"""Contents of the screen, from events written by hand."""
 
 from __future__ import annotations
 
@@ -733,7 +733,7 @@ async def test_a_terminal_is_drawn_again_after_a_pause(
         pass
 
     async def pause(seconds: float) -> None:
-        """What happens meanwhile is on the next page."""
+        """Add an event, which must be on the next page."""
         if len(pages) == 2:
             raise Enough
         events.append(StageStarted(stage="rl", steps=4))

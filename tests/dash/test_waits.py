@@ -1,4 +1,4 @@
-"""What unfinished rollouts wait for, from entries and events written by hand."""
+"""Reasons for which unfinished rollouts wait, from entries and events written by hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_dropped_waits_no_more() -> None:
 
 
 def test_sessions_of_users_wait_for_their_users_however_long() -> None:
-    """Between two updates real-time RL has nothing to tell for hours."""
+    """Real-time RL may write no events for hours between two updates."""
     waits, user = Waits(), "0" * 32
     session = f"{user}.1794930978127-{user}"
     waits.enter(1.0, Issued(group=user, task="", samples=(session,), version=0))

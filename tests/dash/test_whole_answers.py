@@ -1,7 +1,7 @@
 """Every answer of the dashboard's server over two recorded runs, field by field.
 
-`answers.json` holds them as they were. After a change of what is answered, write it again, and read
-what has changed in it:
+`answers.json` contains the expected answers. After a change of them, write it again and review the
+diff:
 
     ETUDE_WRITE_ANSWERS=1 python -m pytest tests/dash/test_whole_answers.py
 """
@@ -73,7 +73,7 @@ STATS = MismatchStats(
 
 
 class Clock:
-    """Some seconds go by whenever somebody writes."""
+    """A clock that advances with every read."""
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
@@ -84,7 +84,7 @@ class Clock:
 
 
 def write_more(run: Run) -> None:
-    """What `write_run` has nothing of."""
+    """Write events and records of the kinds that `write_run` does not write."""
     west = RegionStatus(version=1, busy=1.0, running=2, waiting=5, quarantined=True)
     events = run.events("trainer", EVENTS)
     for event in (
@@ -124,7 +124,8 @@ def write_more(run: Run) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Without what is of this machine or of this version; numbers to nine digits."""
+    """A value without the parts that depend on the machine or the version, and with numbers rounded
+    to nine digits."""
     if isinstance(value, dict):
         return {
             name: "..." if name in ("url", "store", "folder") else plain(each)
@@ -166,7 +167,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_every_answer_is_what_it_was(found: dict[str, Any]) -> None:
     if os.environ.get("ETUDE_WRITE_ANSWERS"):
         text = json.dumps(found, indent=1)
-        # what holds no others stands on one line
+        # innermost lists and objects are written on one line
         flat = re.sub(r"[\[{]\n[^\[\]{}]*[\]}]", lambda m: re.sub(r"\n\s*", " ", m[0]), text)
         ANSWERS.write_text(f"{flat}\n")
     expected = json.loads(ANSWERS.read_text())

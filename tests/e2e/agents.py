@@ -1,5 +1,5 @@
-"""An agent whose only limit is on its waiting for the model: what it leaves unfinished, it had to
-wait for."""
+"""An agent that is limited only in its waiting time for the model: an unfinished session must have
+waited."""
 
 from __future__ import annotations
 

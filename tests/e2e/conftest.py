@@ -18,7 +18,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     directory = shared / "policy"
-    # test processes that run side by side make it once
+    # made once by parallel test processes
     with (shared / "policy.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (directory / "model.safetensors").exists():
@@ -28,8 +28,8 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def isolation() -> str:
-    """What is killed and stopped in these tests stands behind walls. Where there can be none they
-    are skipped, unless somebody asks for them without."""
+    """Isolation of the sandboxes. Processes are killed and stopped in these tests, so without
+    namespaces they are skipped, unless ETUDE_ISOLATION asks for another isolation."""
     if (asked := os.environ.get("ETUDE_ISOLATION", "namespaces")) == "namespaces":
         need_namespaces()
     return asked

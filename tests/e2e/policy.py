@@ -48,7 +48,7 @@ def write_policy(directory: Path, run: RunConfig, *, epochs: int = 8) -> None:
         for row in tokenize(session, tokenizer)
     ]
     learner = Learner(init_from_scratch(ModelConfig.from_json(files["config.json"]), seed=0))
-    # Held out is what it learns: it shall know these tasks by heart, not well.
+    # The held-out sessions are the training sessions: the model is to memorize these tasks.
     stage = SftConfig(
         kind="sft",
         name="sft",

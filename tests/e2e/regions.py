@@ -1,5 +1,5 @@
-"""Regions as network namespaces. All that reaches one, or leaves it, goes through a cable and a bad
-link: shaped by the kernel where it knows netem, by a proxy otherwise."""
+"""Regions as network namespaces. All traffic of a region goes through a virtual cable and a bad
+link, which the kernel shapes if it has netem, and a proxy otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NETEM = ("netem", "delay", "150ms", "loss", "1%", "rate", "16mbit")
 
 
 class Region:
-    """A namespace with one worker. We are at `near`, the worker is at `far`."""
+    """A namespace with one worker. `near` is our address, `far` the worker's."""
 
     def __init__(self, number: int, stack: ExitStack) -> None:
         self.name = f"region-{number}"
@@ -100,7 +100,7 @@ class Region:
 
     @property
     def broken(self) -> int:
-        """Connections to the store that broke in mid-transfer."""
+        """Number of connections to the store that broke during a transfer."""
         return sum(link.broken for link in self._links)
 
 

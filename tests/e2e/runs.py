@@ -22,7 +22,7 @@ MODULES = {
 
 
 def one_region(text: str) -> str:
-    """Only rl, longer than six lives take, and with as few processes as there can be."""
+    """Only rl, with enough steps for six restarts, and with as few processes as possible."""
     common, _, _, rl = text.split("[[stage]]")
     return (
         common.replace("[engine]", '[engine]\nregions = ["east"]')
@@ -71,7 +71,7 @@ class Etude:
         return summary
 
     def processes(self) -> dict[int, str]:
-        """pid -> command line of everything that works on the run, the launcher excepted."""
+        """pid -> command line of every process of the run except the launcher."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -84,14 +84,14 @@ class Etude:
         return found
 
     def strike(self, victim: str, launcher: subprocess.Popen[str]) -> str:
-        """Ends one process, and waits until the launcher has ended too; what it said."""
+        """Kill one process and wait until the launcher has ended too. Return its stderr."""
         if victim in MODULES:
             (pid,) = [pid for pid, line in self.processes().items() if MODULES[victim] in line]
             os.kill(pid, signal.SIGKILL)
         else:
             launcher.send_signal(signal.SIGINT if victim == "ctrl-c" else signal.SIGKILL)
         err = launcher.communicate()[1]
-        if victim == "launcher":  # nobody waits for its children any more: the kernel ends them
+        if victim == "launcher":  # the kernel ends its children
             while self.processes():
                 time.sleep(0.01)
         return err

@@ -1,5 +1,5 @@
-"""A worker whose log-probs are not those of its model, planted beside a real run: its region is put
-into quarantine, and the run goes on without it (`make test-hosts`)."""
+"""A worker whose log-probs differ from those of its model joins a real run: its region is put into
+quarantine, and the run goes on without it (`make test-hosts`)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_is_found_and_left_out(
     told = subprocess.run(doctor, capture_output=True, text=True, check=False).stdout
     assert "the region south is in quarantine" in told
     check_books(etude)
-    last = found[0].step + 3  # what was begun before may end in south
+    last = found[0].step + 3  # earlier sessions may still end in south
     regions = {
         span.region
         for step in run.batches()

@@ -1,6 +1,7 @@
-"""Four regions behind bad links (150 ms, lossy, 2 MB/s), the store on a real S3 server: workers are
-killed and stopped, a region is cut off, the gateway is killed. The run goes on, the books balance,
-all serve the same bits, and no session is graded for it (`make test-hosts`, as root)."""
+"""Four regions behind bad links (150 ms, lossy, 2 MB/s), with the store on a real S3 server:
+workers are killed and stopped, a region is cut off, the gateway is killed. The run goes on, the
+ledger balances, all workers serve the same bits, and the faults affect no session's grade
+(`make test-hosts`, as root)."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ FAULTS = 12
 CUT_AT, MEND_AT = 2, 2 + int(CUT_S / EVERY_S)
 GATEWAY_AT = (4, 10)
 RECOVERY_S = float(os.environ.get("ETUDE_RECOVERY_S", "inf"))
-"""After which rollouts must come at half their rate again: 15 on a machine that has little else to
-do."""
+"""Time after a fault within which rollouts must reach half their rate again: 15 on an idle
+machine."""
 
 
 def config(store: str, policy: Path, isolation: str) -> str:
@@ -53,7 +54,7 @@ def config(store: str, policy: Path, isolation: str) -> str:
 
 
 class Central:
-    """Gateway, trainer and controller, near to the store."""
+    """Gateway, trainer and controller, close to the store."""
 
     def __init__(self, store: str, port: int, folder: Path, stack: ExitStack) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -109,7 +110,7 @@ def regions() -> Iterator[list[Region]]:
 
 
 def finished(run: Run) -> list[float]:
-    """When rollouts ended that were graded."""
+    """The times at which rollouts without an error ended."""
     events = run.events("controller", EVENTS).read()[0]
     return [e.t for e in events if isinstance(e.record, AttemptDone) and e.record.error is None]
 
@@ -122,7 +123,7 @@ def wait_for(run: Run, central: Central, count: int) -> None:
 
 
 def strike(central: Central, regions: list[Region], rng: Random) -> list[float]:
-    """A fault every 10 s; when each began."""
+    """Cause a fault every 10 s. Return the time of each."""
     faults, cut = [], regions[-1]
     stopped: Region | None = None
     for number in range(FAULTS):
@@ -189,13 +190,13 @@ def test_the_run_goes_on(
     assert books.issued == books.trained + sum(books.dropped.values()) + books.in_flight
     found = [t for name in run.groups() for t in run.group(name).trajectories]
     print(Counter(t.status for t in found), Counter(t.error for t in found if t.error))
-    # Turns and context cannot be lost to others, as time can.
+    # A fault can make a session lose time, but not turns or context.
     assert {t.status for t in found} <= {"done", "truncated", "failed"}, "graded for lost time"
     assert all((t.reward is None) == (t.status == "failed") for t in found)
 
 
 def same_weights(central: Central, count: int) -> tuple[int, str]:
-    """The version that all serve, and its digest, as soon as all say the same."""
+    """Wait until all workers serve the same version with the same digest, and return both."""
     while True:
         try:
             told = {(each["region"], each["version"], each["root"]) for each in central.weights()}
@@ -210,7 +211,7 @@ def same_weights(central: Central, count: int) -> tuple[int, str]:
 
 
 def report(ends: list[float], faults: list[float], regions: list[Region]) -> None:
-    """What the faults cost, by the times at which rollouts ended."""
+    """Print the cost of the faults, from the times at which rollouts ended."""
     quiet = [t for t in ends if t < faults[0]]
     before = len(quiet) / (quiet[-1] - quiet[0])
     recovered = [

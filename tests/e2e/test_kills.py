@@ -1,4 +1,5 @@
-"""The real processes, really killed: whatever dies, `etude run` goes on, and the books balance."""
+"""The real processes, really killed: whichever dies, `etude run` goes on and the ledger
+balances."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 
 def check_agreement(run: Run) -> None:
-    """Each step was compared with the engines, token by token and region by region."""
+    """Check that each step was compared with the engines, token by token and region by region."""
     metered = [
         event
         for event in run.events("trainer", EVENTS).records()
@@ -41,7 +42,7 @@ def check_agreement(run: Run) -> None:
 
 
 def test_three_stages_in_two_regions_of_which_one_dies(etude: Etude) -> None:
-    """And the gateway with it: both are started again, and sessions go on."""
+    """The gateway dies too: both are restarted, and sessions go on."""
     etude.write(TINY.read_text())
     process = etude.start()
     etude.wait_for_groups(1, process)

@@ -1,5 +1,5 @@
-"""A worker goes from the users to RL and back, while they ask all the time: nobody loses an answer
-(`make test-hosts`)."""
+"""A worker moves from the users to RL and back while users send requests all the time: no answer is
+lost (`make test-hosts`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def gateway_of(store: Store, session: aiohttp.ClientSession) -> AsyncItera
 
 
 class Users:
-    """They ask again and again, each a question that has one answer."""
+    """Users who send requests again and again, each with a deterministic answer."""
 
     def __init__(self, session: aiohttp.ClientSession, gateway: str) -> None:
         self._session, self._url = session, f"{gateway}/v1/completions"
@@ -58,7 +58,7 @@ class Users:
     async def go(self) -> None:
         for task in self._asking:
             task.cancel()
-        for task in self._asking:  # one that was refused an answer says so here
+        for task in self._asking:  # raises if a request was refused
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 

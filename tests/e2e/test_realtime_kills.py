@@ -1,5 +1,5 @@
-"""Real-time RL with its real processes, killed in every state twice; and a user who is deleted:
-`make test-realtime`."""
+"""Real-time RL with its real processes, killed twice in every state; and deletion of a user
+(`make test-realtime`)."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ KILLS = 2
 STATES = {"Collect", "AwaitVersion", "Evaluate", "canary", "promote"}
 ASKING = 4
 FIRST = 2
-"""The version of the first update; the one before it is that of sft."""
+"""The version of the first update; version 1 is that of sft."""
 
 
 def opened(store: Path) -> RealtimeLoop | None:
-    """To look at the store with; None if nothing is there yet."""
+    """A loop for reading the store; None if the store does not exist yet."""
     try:
         run = Run.open(str(store), create=False)
         return open_loop(run, run.config())
@@ -52,7 +52,7 @@ def opened(store: Path) -> RealtimeLoop | None:
 
 
 def state(loop: RealtimeLoop) -> str:
-    """What the loop does now, as anybody can see in the store."""
+    """The current state of the loop, from the store."""
     if loop.traffic.newest() is None:
         return "Start"
     action = loop.next()
@@ -74,7 +74,7 @@ def realtime(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def write_run(folder: Path) -> str:
-    """The files of a run whose updates come quickly; the URL of its gateway."""
+    """Write the files of a run with frequent updates. Return the URL of its gateway."""
     (port,) = free_ports(1)
     _realtime_setup.write_run(folder, seed=0, port=port)
     quick = (folder / "run.toml").read_text()

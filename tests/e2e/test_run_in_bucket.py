@@ -1,5 +1,5 @@
-"""A whole run in a bucket of a real S3 server: started, killed, gone on with, and looked at by
-every command from its URL alone (`make test-s3`)."""
+"""A whole run in a bucket of a real S3 server: started, killed, resumed, and read by every command
+from its URL alone (`make test-s3`)."""
 
 from __future__ import annotations
 

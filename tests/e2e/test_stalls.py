@@ -1,5 +1,5 @@
-"""The real processes, really stopped: each is named, the run goes on where it can and with it when
-it is back, no session is graded for it, and the books balance."""
+"""The real processes, really stopped (SIGSTOP): an alarm names each, the run goes on as far as it
+can and fully once the process is back, no session's grade is affected, and the ledger balances."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.e2e.runs import MODULES, ONE_REGION, TINY, Etude, check_books
 pytestmark = pytest.mark.e2e
 
 STOPPED_S = float(os.environ.get("ETUDE_STOPPED_S", "0"))
-"""How long a process is stopped at least: by default only until it is named."""
+"""Least time for which a process is stopped; by default only until an alarm names it."""
 SILENCE_S = 10.0 if STOPPED_S else 2.0
 LONG = ("steps = 14", "steps = 4000")  # longer than any test
 AGENT = Path(__file__).parent / "agents.py"
@@ -33,7 +33,7 @@ def two_regions() -> str:
 
 
 class Screen:
-    """What a run says, while it runs."""
+    """The output of a run, read while it runs."""
 
     def __init__(self, etude: Etude, config: str) -> None:
         self.etude = etude
@@ -52,7 +52,7 @@ class Screen:
             time.sleep(0.05)
 
     def go_on(self) -> None:
-        """Until more groups are finished than could have been under way."""
+        """Wait until more groups are finished than could have been under way."""
         self.etude.wait_for_groups(len(self.etude.groups()) + 3, self.process)
 
     def end(self) -> None:
@@ -85,7 +85,7 @@ def zygote_of(controller: int) -> int:
 
 @pytest.fixture
 def stopped() -> Iterator[list[int]]:
-    """Processes that are let go on in any case."""
+    """Stopped processes, which are continued at the end in any case."""
     pids: list[int] = []
     yield pids
     for pid in pids:
@@ -129,7 +129,7 @@ def test_whatever_is_stopped_is_named_and_the_run_goes_on(
 
 
 def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int]) -> None:
-    """In one region, so that every request has to wait, and for longer than the agent does."""
+    """In one region, so that every request has to wait for longer than the agent's limit."""
     screen = Screen(
         etude,
         ONE_REGION.replace(*LONG).replace("[harness]", f'[harness]\nagent = "{AGENT}:Impatient"'),

@@ -1,16 +1,18 @@
-"""How many small mistakes the tests catch: `python -m tests.mutants --count 300`, or `make
-mutants`.
+"""Mutation testing: the share of small mistakes that the tests catch.
 
-Three steps. Every test file runs once, traced, which tells the tests that run each line and what
-they take; this is kept in `.mutants/`, by the content of the package and of the test file. Then
-mistakes are drawn at random, a line first and then one of the mistakes that can be made there; a
-line that is drawn stays so while its text does.
-Last, each is made in a copy of the tree, where the tests that run its line are tried, the quickest
-first, until one fails. Results are appended to a file as they come in; the same command goes on
-from there.
+    python -m tests.mutants --count 300        or `make mutants`
 
-`survivors.toml` says why a known survivor survives. A line that no test runs is a survivor at once.
-What was cut short, by `--budget-s` or `--tests-s`, is not decided, and counts for neither side.
+There are three steps. First every test file runs once under a tracer, which finds the tests that
+run each line, and their durations; the result is cached in `.mutants/`, keyed by the contents of
+the package and of the test file. Then mistakes are drawn at random: first a line, then one of the
+possible mistakes in it. A line keeps its place in the draw as long as its text does not change.
+Last, each mistake is made in a copy of the tree, where the tests that run its line are tried, the
+fastest first, until one fails. Results are appended to a file as they come in; the same command
+continues from there.
+
+`survivors.toml` contains the reasons for known survivors. A mistake in a line that no test runs
+survives at once. A mistake whose tests were cut short, by `--budget-s` or `--tests-s`, is undecided
+and counts for neither side.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ PACKAGES = (
     "weights",
     "sandbox",
 )
-# Needs an accelerator or somebody else's server: mistakes are made only in lines that a test
-# without them runs.
+# Files that need an accelerator or a third-party server: mistakes are made only in lines that a
+# test without these runs.
 ELSEWHERE = ("engine/kernels/", "engine/cuda.py", "model/cudnn_attention.py", "serve/vllm.py")
-# Imported once, before the forks that run the tests. Nothing of the package is among it.
+# Modules to import once, before the forks that run the tests. None is of the package itself.
 HEAVY = (
     "torch", "numpy", "pytest", "hypothesis", "pydantic", "aiohttp", "starlette.applications",
     "uvicorn", "uvloop", "msgspec", "tokenizers", "jinja2", "safetensors.torch", "rich.console",
@@ -80,8 +82,8 @@ def test_nothing(none):
 """
 BASETEMP = "--basetemp=tmp/pytest"
 BATCHES = (8, 64)
-"""Files are imported before the first of their tests runs, so the quickest tests go first on their
-own."""
+"""Sizes of the first batches of tests. All files of a batch are imported before its first test
+runs, so the fastest tests go first, in batches of their own."""
 Key = tuple[str, str, str, str]
 
 
@@ -93,8 +95,8 @@ class Result:
     before: str
     after: str
     outcome: str
-    """caught, hangs, survived, not run; or partial, with `tests` passed so far when the time was
-    up or `--tests-s` was spent."""
+    """caught, hangs, survived, not run; or partial, with the number `tests` of those that had
+    passed when the time was up or `--tests-s` was spent."""
     tests: int = 0
     by: str = ""
     seconds: float = 0.0
@@ -112,7 +114,7 @@ class Result:
 
 
 def trace(slots: Slots, selected: Sequence[str], until: float) -> Coverage | None:
-    """The tests of every line; None when the time was too short, and the next call goes on."""
+    """Find the tests of every line. None if the time was too short; the next call continues."""
     cache = ROOT / ".mutants"
     cache.mkdir(exist_ok=True)
     kept = {name: cache / f"{_digest(name)}.json.gz" for name in selected}
@@ -145,7 +147,7 @@ def trace(slots: Slots, selected: Sequence[str], until: float) -> Coverage | Non
 
         return work, done
 
-    # What takes longest begins first: whole runs, then long files.
+    # The longest jobs begin first: whole runs, then long files.
     order = sorted(missing, key=lambda name: ("/e2e/" not in name, -(ROOT / name).stat().st_size))
     slots.run(map(job, order), until)
     if not all(path.exists() for path in kept.values()):
@@ -169,7 +171,7 @@ def _digest(test: str) -> str:
 
 
 def _warm() -> None:
-    """What every fork would do first, once: import what the package needs, and pytest's own
+    """Do once what every fork would do first: import the package's dependencies and pytest's own
     plugins."""
     for name in HEAVY:
         with suppress(ImportError):
@@ -190,7 +192,7 @@ def _pytest(*arguments: str, plugin: object) -> int:
     return int(pytest.main([*quiet, *arguments], plugins=[plugin] if plugin else []))
 
 
-# Mistakes, and what becomes of them.
+# Mistakes and their outcomes.
 
 
 def draw(only: Sequence[str], count: int, seed: int, coverage: Coverage) -> list[Mutant]:
@@ -216,8 +218,8 @@ def draw(only: Sequence[str], count: int, seed: int, coverage: Coverage) -> list
 def shuffled(
     places: Mapping[tuple[str, int], list[Mutant]], sources: Mapping[str, bytes], seed: int
 ) -> Iterator[Mutant]:
-    """One mistake of every line, in a random order that hangs on the line's text alone: a change
-    elsewhere leaves the draw as it was, so that what a test catches once stays caught."""
+    """One mistake of every line, in a random order that depends only on the line's text: a change
+    elsewhere does not change the draw, so that a caught mistake stays caught."""
     seen: Counter[tuple[str, bytes]] = Counter()
     ranked = []
     for file, line in sorted(places):
@@ -236,8 +238,8 @@ def trial(
     stop: int,
     report: Callable[[Result], None],
 ) -> Job:
-    """A job: a mistake made in a copy, and the tests that run its line: those that have passed
-    before and those from `stop` on are left out."""
+    """A job that makes a mistake in a copy and runs the tests of its line, except those that have
+    passed before and those from `stop` on."""
     began = time.monotonic()
     left = list(tests)[passed:stop]
     through = "survived" if stop >= len(tests) else "partial"
@@ -247,8 +249,8 @@ def trial(
 
         path = copy / mutant.file
         path.write_bytes(mutant.apply(path.read_bytes()))
-        # A time that no other text of this file had, so that no compiled form of it is taken for
-        # this one's.
+        # A modification time that no other contents of this file had, so that Python does not use
+        # their cached bytecode.
         os.utime(path, (1, 1 + time.time_ns() // 1000 % (1 << 30)))
         progress = os.open(copy / "tmp" / "progress", os.O_WRONLY | os.O_CREAT)
         rest = left
@@ -272,7 +274,7 @@ def trial(
         outcome = {0: through, -signal.SIGALRM: "hangs", -signal.SIGKILL: "partial"}.get(
             code, "caught"
         )
-        if code in (5, 99):  # 4 is a conftest.py that cannot be imported: caught
+        if code in (5, 99):  # 4, a conftest.py that cannot be imported, counts as caught
             sys.exit((copy / "tmp" / "log").read_text())
         number = passed + max(0, len(seen) - (code != 0))
         by = seen[-1] if seen and outcome in ("caught", "hangs") else ""
@@ -299,8 +301,8 @@ def _result(mutant: Mutant, outcome: str, **more: Any) -> Result:
 
 
 def summary(drawn: int, results: Sequence[Result], reasons: dict[Key, str]) -> str:
-    """What no test has noticed, and how many of the `drawn` that are. A mistake that has not met
-    all of its tests yet is not decided, and no part of the share."""
+    """A report of the mistakes that no test has caught, with their share of the `drawn` ones. A
+    mistake whose tests have not all been tried is undecided and not part of the share."""
     caught = sum(result.caught for result in results)
     open_ = [result for result in results if result.outcome == "partial"]
     lost = [result for result in results if result.outcome in ("survived", "not run")]
@@ -371,7 +373,7 @@ def options() -> argparse.Namespace:
 def main() -> int:
     args = options()
     until = time.monotonic() + args.budget_s
-    # as conftest.py has it, but before anything is imported
+    # as in conftest.py, but before anything is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -448,7 +450,7 @@ def _read(path: Path) -> dict[Key, Result]:
 
 
 if __name__ == "__main__":
-    # also of a job in the background, which a shell lets ignore Ctrl-C
+    # also for a background job, for which the shell ignores Ctrl-C
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:

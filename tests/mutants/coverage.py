@@ -1,5 +1,5 @@
-"""Which tests may notice a mistake: those that run its line, and of what is computed when a module
-is imported those that read it."""
+"""The tests that may catch a mistake: those that run its line and, for a value that is computed
+when a module is imported, those that read it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from tests.mutants.mutate import Mutant
 from tests.mutants.slots import ROOT
 
-# Runs behind walls that no tracer passes: as often as a sandbox is started, that is where `STARTS`
-# is run.
+# Files that run inside sandboxes, where no tracer can follow. They run whenever a sandbox is
+# started, that is, whenever `STARTS` runs.
 WALLED = (
     "sandbox/zygote.py",
     "sandbox/spares.py",
@@ -31,12 +31,12 @@ WALLED = (
 STARTS = "sandbox/namespaces.py"
 
 Lines = Mapping[str, set[int]]
-"""By file, below etude/."""
+"""File, relative to etude/ -> line numbers."""
 
 
 @dataclass
 class Coverage:
-    """Of each test file: its tests, and the lines by context and file (see `lines`)."""
+    """For each test file, its tests, and the lines by context and file (see `lines`)."""
 
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -46,7 +46,7 @@ class Coverage:
         return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
 
     def tests_for(self, mutant: Mutant) -> dict[str, float]:
-        """The tests that may notice a mutant, the quickest first, with what each takes in
+        """The tests that may catch a mutant, the fastest first, with the duration of each in
         seconds."""
         file = mutant.file.removeprefix("etude/")
         span = {file: set(range(mutant.first, mutant.last + 1))}
@@ -75,7 +75,7 @@ class Coverage:
 
 
 def readers(mutant: Mutant, sources: Mapping[str, str]) -> Lines:
-    """The lines that name what a statement at the top of a module, or of a class, gives a value."""
+    """The lines that use a name assigned by a statement at the top of a module or a class."""
     tree = ast.parse(sources[mutant.file.removeprefix("etude/")])
     names = {
         target.id
@@ -95,7 +95,7 @@ def readers(mutant: Mutant, sources: Mapping[str, str]) -> Lines:
 
 
 def _contexts(run: Mapping[str, Any], lines: Lines) -> set[str]:
-    """Those that run one of these lines."""
+    """The contexts that run one of these lines."""
     return {
         context
         for context, of in run["lines"].items()
@@ -104,5 +104,5 @@ def _contexts(run: Mapping[str, Any], lines: Lines) -> set[str]:
 
 
 def _contexts_in(run: Mapping[str, Any], file: str) -> set[str]:
-    """Those that run something in a file, beside importing it."""
+    """The contexts that run any line of a file, except importing it."""
     return {context for context, of in run["lines"].items() if file in of} - {"import"}

@@ -1,11 +1,11 @@
-"""Which test runs which line of the package, in pytest's process and in every Python that it
-starts.
+"""Tracing of the lines of the package that each test runs, in pytest's process and in every Python
+process that it starts.
 
-What runs belongs to a *context*: a test, a fixture that several tests share, or, before the first
-test, the import of the test's file. The number of the current one lies in a shared page, so that a
-server which a test started an hour ago notices when another test asks it something. Each process
-appends a line that it sees first in a context to one file at once, because many of them end by
-SIGKILL.
+Each line that runs is attributed to a *context*: a test, a fixture that several tests share or,
+before the first test, the import of the test's file. The number of the current context is in a
+shared memory page, so that a server which an earlier test started notices when another test sends
+it a request. Each process appends every line that is new in a context to one file at once, because
+many of them end by SIGKILL.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Tracer:
     if sys.version_info >= (3, 12):
 
         def _monitor(self) -> None:
-            """What `sys.settrace` tells, of the package's code alone: nothing else is slower."""
+            """Trace like `sys.settrace`, but only the package's code: other code is not slowed
+            down."""
             watch, event = sys.monitoring, sys.monitoring.events
             tool, entered = watch.COVERAGE_ID, event.PY_START | event.PY_RESUME
             watch.use_tool_id(tool, "lines")
@@ -107,17 +108,17 @@ class Tracer:
 
 
 def follow() -> None:
-    """Called when any Python starts below the tests (see `HOOK`)."""
+    """Start tracing in a Python process below the tests (see `HOOK`)."""
     if folder := os.environ.get(FOLDER):
         Tracer(Path(folder), str(Path(__file__).parents[2]) + os.sep + "etude" + os.sep).start()
 
 
 HOOK = "from tests.mutants.lines import follow\n\nfollow()\n"
-"""A `sitecustomize.py` that comes first on the path of every child."""
+"""Contents of the `sitecustomize.py` that comes first on the path of every child."""
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What a traced run of pytest has left: the tests, and the lines by context and file."""
+    """Read the results of a traced run of pytest: the tests, and the lines by context and file."""
     run = json.loads((folder / "tests.json").read_text())
     lines: dict[str, dict[str, set[int]]] = {name: {} for name in run["names"]}
     for context, file, line in _seen(folder):

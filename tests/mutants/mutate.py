@@ -1,10 +1,9 @@
-"""Small, plausible mistakes in a Python source: what a hurried change drops, swaps or misses by
-one.
+"""Small, plausible mistakes in a Python source: things that a hurried change drops, swaps or misses
+by one.
 
-A mutant replaces one piece of the text. What is only said to people is left alone (docstrings,
-messages, logs, help), and so is what no run of the program reads (annotations), what guards our own
-invariants (`assert`), and how many seconds something may take (names that end in `_s`, or begin
-with `timeout`): no test measures time. How far JSON is indented is for people, too.
+A mutant replaces one piece of the text. Text for people is left alone (docstrings, messages, logs,
+help, the indentation of JSON). So are annotations, which no run of the program reads, assertions,
+and durations (names that end in `_s` or begin with `timeout`), since no test measures time.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ BINARY = {
     ast.Add: (r"\+", "-"), ast.Sub: ("-", "+"), ast.Mult: (r"\*", "/"), ast.Div: ("/", "*"),
     ast.FloorDiv: ("//", "*"), ast.Mod: ("%", "//"),
 }  # fmt: skip
-# Calls whose first argument, and methods whose object, would do for someone who forgot why they are
-# there.
+# Calls that could be replaced by their first argument, and methods by their object, by somebody who
+# forgot why they are needed.
 WRAPPERS = {"abs", "shield", "sorted", "reversed", "quote", "ceil"}
 CLEANERS = {
     "clone",
@@ -39,8 +38,8 @@ CLEANERS = {
     "float",
     "contiguous",
 }
-# Without these a class or a function is another thing altogether, and the first import or call says
-# so.
+# Decorators without which a class or a function is so different that the first import or call
+# fails.
 FORMS = {
     "dataclass", "property", "cached_property", "staticmethod", "classmethod", "abstractmethod",
     "overload", "jit", "contextmanager", "asynccontextmanager", "runtime_checkable", "final",
@@ -70,7 +69,7 @@ WORDING = {
     "errors",
     "indent",
 }
-# Of what is described to people as JSON.
+# Keys of texts for people in JSON.
 PROSE = {"description", "title", "summary"}
 UNREAD = {"__repr__", "__str__", "__rich__", "__rich_console__"}
 
@@ -79,21 +78,21 @@ UNREAD = {"__repr__", "__str__", "__rich__", "__rich_console__"}
 class Mutant:
     file: str
     function: str
-    """Dotted, classes included; empty at the top of a module."""
+    """Dotted name, including classes; empty at the top of a module."""
     first: int
     last: int
-    """Lines of which one is run when the mistake can show: the statement, or the body of the
-    function it is about."""
+    """Range of lines, one of which runs if the mistake can have an effect: the statement, or the
+    body of the function that it belongs to."""
     imported: bool
-    """Those lines are run when the module is imported, rather than when something is called."""
+    """True if these lines run when the module is imported, rather than when something is called."""
     line: int
     start: int
     end: int
     text: str
-    """What stands between the bytes `start` and `end` of the file, if this mistake is made."""
+    """Replacement for the bytes `start` to `end` of the file."""
     before: str
     after: str
-    """The lines that differ, as one, for people and for the list of known survivors."""
+    """The changed lines joined to one, for people and for the list of known survivors."""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
@@ -104,8 +103,8 @@ class Mutant:
 
 
 def mutants(file: str, source: bytes) -> list[Mutant]:
-    """Every mistake in a file, also the few that do not compile; trying all of them here would take
-    a minute."""
+    """Every mistake in a file, including the few that do not compile: compiling all of them here
+    would take a minute."""
     return list(_Finder(file, source).module())
 
 
@@ -183,7 +182,8 @@ class _Finder:
     def whole(
         self, node: ast.stmt, here: _Scope, in_function: bool, last: bool
     ) -> Iterator[Mutant]:
-        """A statement left out, a condition forced, a resource not held."""
+        """Mistakes of a whole statement: dropping it, forcing its condition, not holding its
+        resource."""
         early = (
             isinstance(node, ast.Return) and not last or isinstance(node, ast.Raise | ast.Delete)
         )
@@ -347,7 +347,7 @@ class _Finder:
         )  # fmt: skip
 
     def at(self, node: ast.AST) -> tuple[int, int]:
-        """The bytes from and to which a node stands."""
+        """The byte range of a node."""
         return (
             self.starts[node.lineno - 1] + node.col_offset,  # type: ignore[attr-defined]
             self.starts[node.end_lineno - 1] + node.end_col_offset,  # type: ignore[attr-defined]
@@ -364,7 +364,7 @@ class _Finder:
 
 
 def _unread(node: ast.stmt) -> bool:
-    """Nothing that the program does depends on it."""
+    """True if the behaviour of the program does not depend on the statement."""
     if (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
@@ -396,7 +396,7 @@ def _speaks(node: ast.AST) -> bool:
 
 
 def _read(node: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement itself: no blocks, no annotations, no messages."""
+    """The expressions of a statement itself, without blocks, annotations and messages."""
     if isinstance(node, ast.Raise):
         return
     for name, field in ast.iter_fields(node):
@@ -409,8 +409,8 @@ def _read(node: ast.stmt) -> Iterator[ast.AST]:
 
 
 def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
-    """Numbers that are given to a name in seconds, or to a generator as its seed: any other would
-    do as well. And what `zip` is told, which is an assertion."""
+    """Arbitrary numbers: durations in seconds, and seeds of random generators. Also the argument
+    `strict` of `zip`, which is an assertion."""
     pairs: list[tuple[str | None, ast.AST | None]] = []
     match node:
         case (
@@ -440,7 +440,7 @@ def _arbitrary(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_free(name: str) -> bool:
-    """Seconds, and how far text for people is indented."""
+    """True for names of durations, and of the indentation of text for people."""
     return name.endswith("_s") or name.startswith("timeout") or name == "indent"
 
 

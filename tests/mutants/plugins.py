@@ -1,5 +1,5 @@
-"""What pytest is told: in the traced run, whose lines these are; under a mistake, which tests to
-run in which order."""
+"""Plugins of pytest. In the traced run one records the current context; under a mistake the other
+chooses and orders the tests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 
 
 class Contexts:
-    """Says what runs now (see `lines`), and notes how each test ended, what it took and what it
-    shares with others."""
+    """Publishes the current context (see `lines`), and records the outcome and duration of each
+    test and the fixtures that it shares with others."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,8 +61,8 @@ class Contexts:
 
 
 class Chosen:
-    """Runs the tests named, in that order; each gets its time, and says on `progress` how it
-    ended."""
+    """Runs the named tests in the given order, each with a time limit, and writes their progress to
+    the file descriptor `progress`."""
 
     def __init__(self, limits_s: dict[str, float], progress: int) -> None:
         self._limits_s = limits_s
@@ -75,7 +75,6 @@ class Chosen:
         )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        # The signal's default action ends the process, also one that hangs where no handler would
-        # be run.
+        # The signal's default action ends the process, even if it hangs where no handler could run.
         signal.setitimer(signal.ITIMER_REAL, self._limits_s[nodeid])
         os.write(self._progress, f"{nodeid}\n".encode())

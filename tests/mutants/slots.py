@@ -1,5 +1,5 @@
-"""Copies of the tree in which forks of this process work side by side, and of which nothing is left
-running."""
+"""Copies of the tree in which forks of this process work in parallel, without leaving processes
+behind."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ ROOT = Path(__file__).parents[2]
 PR_SET_CHILD_SUBREAPER = 36
 
 Job = tuple[Callable[[Path], int], Callable[[Path, int], None]]
-"""What a process does in a copy of the tree, and what is done here when it has ended with an exit
-status."""
+"""The work of a process in a copy of the tree, and a callback here for its exit status."""
 
 
 class Slots:
-    """Copies of the tree, each with at most one process of ours at work in it."""
+    """Copies of the tree, each used by at most one of our processes at a time."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self._free = [folder / str(index) for index in range(number)]
@@ -44,7 +43,7 @@ class Slots:
             self._wait()
 
     def run(self, jobs: Iterable[Job], until: float) -> None:
-        """All of them, or until then: what still runs is ended by SIGKILL."""
+        """Run all jobs. Jobs that still run at the time `until` are ended by SIGKILL."""
         for work, done in jobs:
             while not self._free:
                 self._wait(until)
@@ -65,7 +64,7 @@ class Slots:
             return
         code = 99
         try:
-            os.setsid()  # Ctrl-C is for the parent, which ends this process and counts nothing
+            os.setsid()  # Ctrl-C is for the parent, which ends this process and drops its result
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             log = os.open(copy / "tmp" / "log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
@@ -74,13 +73,13 @@ class Slots:
             os.chdir(copy)
             sys.path[:0] = [str(copy)]
             os.environ.update(PYTHONPATH=f"{copy / 'hook'}:{copy}", TMPDIR=str(copy / "tmp"))
-            tempfile.tempdir = None  # looked up by now, and kept
+            tempfile.tempdir = None  # drop the cached value
             code = work(copy)
         finally:
             os._exit(code)
 
     def _wait(self, until: float = float("inf")) -> None:
-        """Until a process has ended; past `until` all are made to."""
+        """Wait until a process has ended; after `until` kill them all."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in self._busy:
@@ -96,7 +95,7 @@ class Slots:
                 time.sleep(0.02)
 
     def _end_orphans(self) -> None:
-        """What a test has left running is a child of ours now."""
+        """Kill processes that a test has left running, which are now children of this one."""
         while orphans := [pid for pid in _children() if pid not in self._busy]:
             for pid in orphans:
                 with suppress(ProcessLookupError):

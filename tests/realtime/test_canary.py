@@ -1,4 +1,4 @@
-"""The canary: exact false alarms under peeking, and what it decides about users of either arm."""
+"""The canary: exact false-alarm rates under peeking, and its decisions on users of both arms."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAN = CanaryPlan(metrics=(KEPT,))
 
 
 def crossing_chance(radius: list[float]) -> float:
-    """Exactly: how likely the mean of so many fair coins is ever further from a half than the
-    radius at that number, if it is looked at after each."""
+    """The exact probability that the mean of fair coin flips, looked at after each flip, is ever
+    further from one half than the radius for that number of flips."""
     steps = len(radius)
     chance = np.zeros(steps + 1)
     chance[0] = 1.0
@@ -64,7 +64,7 @@ def users(
     seed: int = 0,
     past: bool = False,
 ) -> list[UserOutcomes]:
-    """Users of both arms who keep this share of edits on average, each more or less."""
+    """Users of both arms, who keep this share of edits on average but differ individually."""
     draw = np.random.default_rng(seed)
     found = []
     for place in range(2 * number):
@@ -178,7 +178,7 @@ def test_the_order_of_users_changes_nothing() -> None:
 
 def test_false_alarms_are_rare_however_often_it_is_looked_at() -> None:
     """Sessions come in one by one, users differ, and every canary is looked at 15 times. Of 40
-    without a difference at most 0.8 are expected to be called worse."""
+    canaries without a difference at most 0.8 are expected to be called worse."""
     draw = np.random.default_rng(3)
     alarms = naive = 0
     for _ in range(40):
@@ -207,7 +207,8 @@ def test_false_alarms_are_rare_however_often_it_is_looked_at() -> None:
 
 
 def test_all_false_alarms_together_are_as_rare_as_stated() -> None:
-    """Of two metrics at two looks, the only stage of the ramp and the watch: each has a quarter."""
+    """With two metrics and two stages (the only one of the ramp, and the watch), each pair gets a
+    quarter of the false alarms."""
     other = replace(KEPT, name="other")
     plan = CanaryPlan(
         metrics=(KEPT, other), ramp=(0.5, 1.0), confidence=0.95, false_alarms=4 * 0.05

@@ -1,4 +1,4 @@
-"""Caps on what a few users can do."""
+"""Caps on the influence of a few users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sessions are trained on, and why the others are not."""
+"""The choice of sessions to train on, and the reasons for dropping the others."""
 
 from __future__ import annotations
 
@@ -159,10 +159,10 @@ def row_of(sample: str, *advantages: float) -> Row:
 def test_a_mixture_is_the_weighted_sum_of_two_steps(
     users: list[int], simulated: list[int], share: float
 ) -> None:
-    """Where a step is a mean over tokens, however many there are of either kind."""
+    """For a loss that is a mean over tokens, with any number of tokens of either kind."""
 
     def step(batch: Batch, start: str = "") -> float:
-        """Of a policy all of whose tokens have the same gradient."""
+        """The step of a policy whose tokens all have the same gradient."""
         tokens = sum(sum(row.mask) for row in batch.rows)
         return sum(sum(r.advantages) for r in batch.rows if r.sample.startswith(start)) / tokens
 

@@ -1,4 +1,4 @@
-"""Baselines for one rollout a prompt: unbiased by enumeration, and what each learns."""
+"""Baselines for one rollout per prompt: unbiased, by enumeration, and able to learn."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ SMALL_WINDOW = {
 
 @pytest.mark.parametrize("name", BASELINE)
 def test_the_expected_gradient_is_the_true_one(name: str) -> None:
-    """Over all ways in which four sessions can choose between two answers: no sampling, no
-    tolerance but rounding."""
+    """Summed over all ways in which four sessions can choose between two answers: without sampling,
+    and with no tolerance except rounding."""
     chances = [0.3, 0.6, 0.5, 0.8]
     earned = [(0.0, 1.0), (-1.0, 0.5), (0.25, 0.0), (1.0, 0.75)]
     true = [c * (1 - c) * (b - a) for c, (a, b) in zip(chances, earned, strict=True)]
@@ -73,7 +73,7 @@ def test_no_reward_of_the_own_session_counts(name: str, rewards: list[float], ot
 
 @pytest.mark.parametrize("name", SMALL_WINDOW)
 def test_only_the_newest_samples_count(name: str) -> None:
-    """So a baseline can be rebuilt from them."""
+    """A baseline can therefore be rebuilt from them."""
     old, fresh = SMALL_WINDOW[name](), SMALL_WINDOW[name]()
     for number in range(12):
         old.observe(sample(number), number / 12)

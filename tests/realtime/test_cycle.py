@@ -1,4 +1,4 @@
-"""What users did in either arm, from figures of their sessions."""
+"""Users' outcomes in both arms, from the figures of their sessions."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SEEN = [
     figures("b", 10.0, 7),
     figures("b", 12.0, 7, kept=0.5),
     figures("a", 11.0, 5),
-    figures("a", 11.5, 5, 7),  # changed over in its midst
+    figures("a", 11.5, 5, 7),  # changed versions midway
     figures("a", 9.0, 7),  # before the stage
-    figures("a", 13.0, 7),  # behind it
-    figures("a", 11.0, 4),  # of neither
+    figures("a", 13.0, 7),  # after it
+    figures("a", 11.0, 4),  # of neither version
     figures("c", 12.0, 7),
 ]
 STAGE = {"new": 7, "old": 5, "first_seen": 3.0, "since": 10.0, "until": 12.0}

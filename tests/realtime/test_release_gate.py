@@ -1,4 +1,4 @@
-"""The gate: what is shown, what is refused, and how often it errs."""
+"""The gate: its figures, its refusals, and its error rates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def everywhere(found: Outcomes) -> Mapping[str, Outcomes]:
 
 
 def test_the_bound_by_hand() -> None:
-    # 98 tasks and two made up; 10 lost and 4 gained become 11 and 5.
+    # 98 tasks and two fictitious ones; 10 lost and 4 gained become 11 and 5.
     loss = 6 / 100
     variance = ((11 + 5) - 100 * loss**2) / 99
     by_hand = loss + 1.6449 * math.sqrt(variance / 100)
@@ -75,8 +75,8 @@ def test_a_gain_in_one_suite_does_not_pay_for_a_loss_in_another() -> None:
 def test_a_candidate_worse_by_the_margin_passes_as_rarely_as_stated(
     lost: float, gained: float
 ) -> None:
-    """Exactly, over all numbers of tasks lost and gained. The bound is the normal one, so that it
-    is a little off for few tasks."""
+    """Exact, by summing over all numbers of tasks lost and gained. The bound is a normal
+    approximation, so it is a little off for few tasks."""
     tasks, passes = 60, 0.0
     for losses in range(tasks + 1):
         for gains in range(tasks + 1 - losses):

@@ -1,4 +1,4 @@
-"""What answers were worth to users, whatever the order in which they say it."""
+"""The worth of answers from users' feedback, independent of its order."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_what_became_of_an_answer_is_told_by_the_newest_word() -> None:
 
 
 def test_alike_requests_have_the_same_context() -> None:
-    """The tools, in any order, and how the system prompt begins."""
+    """The context is the tools, in any order, and the beginning of the system prompt."""
     (turn,) = session(1)
 
     def context(system: str, tools: str, asked: str = "go") -> str:

@@ -1,4 +1,4 @@
-"""Simulated users: the same from the same seed, and as unlike each other as they are said to be."""
+"""Simulated users: reproducible from their seed, and as diverse as specified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What models learnt from users elsewhere, and what users did to models: none of it is paid."""
+"""Reward hacks that models learnt from users elsewhere, and attacks of users on models: none of
+them pays."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ LIKED = 1.0
 
 @pytest.mark.parametrize("said", [None, -0.5, LIKED])
 def test_broken_tool_calls_do_not_escape_judgement(said: float | None) -> None:
-    """Composer broke its tool calls on hard requests, since such sessions were left out."""
+    """Composer broke its tool calls on hard requests, since such sessions were excluded."""
     assert judged(said, Conduct(broken_tool_calls=1)) == WORST
 
 
 @pytest.mark.parametrize("said", [None, LIKED])
 def test_questions_do_not_avoid_the_edit(said: float | None) -> None:
-    """Composer asked to have it explained rather than make an edit that might be undone."""
+    """Composer asked for clarification to avoid edits that might be undone."""
     asked = Conduct(edit_requested=True, edited=False, questions=2)
     found = judged(said, asked)
     assert found is not None and found < 0
@@ -35,7 +36,7 @@ def test_an_answer_to_a_question_needs_no_edit() -> None:
 
 
 def test_short_obvious_suggestions_do_not_pay() -> None:
-    """Even if they are accepted nine times of ten, and whole lines every other time."""
+    """Even if they are accepted nine times out of ten, and whole lines only every other time."""
     rejected = STRENGTHS["rejected"]
 
     def worth(chance: float, chars: int) -> float:
@@ -58,7 +59,7 @@ def test_suppressed_lints_are_not_paid() -> None:
 
 
 def test_the_users_own_edit_is_not_undone() -> None:
-    """A model that puts back what was just deleted is accepted by mistake, at times."""
+    """Suggestions that restore text which was just deleted are sometimes accepted by mistake."""
     assert judged(LIKED, Conduct(reverted_chars=12)) == WORST
 
 

@@ -1,10 +1,10 @@
-// Requests to the server, and data that stays fresh while somebody looks.
+// Requests to the server, and data that is refreshed while the page is visible.
 
 import { useEffect, useRef, useState } from "/vendor/preact.js";
 
 const TOKEN = "etude-token";
 
-// The token comes behind the # of the link that `etude dash` prints, which no server sees.
+// The token comes in the fragment (#) of the link that `etude dash` prints, which no server sees.
 const given = new URLSearchParams(location.hash.slice(1)).get("token");
 if (given) {
   sessionStorage.setItem(TOKEN, given);
@@ -49,7 +49,7 @@ export async function post(path, value) {
   });
 }
 
-// A link could not carry the token, so the file is fetched and handed to the browser.
+// A download link cannot carry the token, so the file is fetched and passed to the browser.
 export async function download(path, name) {
   const response = await request(path);
   const url = URL.createObjectURL(await response.blob());
@@ -62,7 +62,7 @@ export async function download(path, name) {
 
 const EVERY_MS = 1000;
 
-// {data, error}: what the server says of each path, asked again while the page is seen.
+// {data, error}: the server's answer for each path, polled while the page is visible.
 export function useAll(paths, every = EVERY_MS) {
   const [state, setState] = useState({ key: "", data: [], error: null });
   const tags = useRef({});

@@ -1,4 +1,4 @@
-// The page: which view stands under which path, navigation, theme and keys.
+// The page: views by path, navigation, theme and keys.
 
 import { html, render, useEffect, useState } from "/vendor/preact.js";
 import { hasToken, setToken, useData } from "/api.js";
@@ -125,7 +125,7 @@ function App() {
   const chosen = at.runs.filter((name) => names.includes(name));
   const runs = chosen.length ? chosen : names.slice(0, at.runs.length ? 0 : 1);
 
-  // only a run that learns from users has something to tell of it
+  // only a run that learns from users has this view
   const learns = all.some((run) => runs.includes(run.name) && run.realtime);
   const views = VIEWS.filter(([path]) => path !== "realtime" || learns);
 

@@ -1,4 +1,4 @@
-// Charts by uPlot: lines over steps, with a legend that tells the values under the cursor.
+// Charts by uPlot: lines over steps, with a legend that shows the values under the cursor.
 
 import { html, useEffect, useRef, useState } from "/vendor/preact.js";
 import { Card, short } from "/ui.js";
@@ -11,7 +11,7 @@ export const colour = (n) =>
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// On a scale of powers, what is far below the rest is drawn at the bottom.
+// On a logarithmic scale, values far below the others are drawn at the bottom.
 function usable(y, log) {
   if (!log) return y.map((value) => value ?? null);
   const floor = Math.max(...y.map((value) => value ?? 0)) / 1e5;
@@ -20,10 +20,10 @@ function usable(y, log) {
 
 const powers = (u, marks) => marks.map((v) => (v && Number.isInteger(Math.round(1e6 * Math.log10(v)) / 1e6) ? v.toExponential(0) : ""));
 
-// One step alone stands in the middle.
+// A single step is drawn in the middle.
 const spread = (u, low, high) => (low === high ? [low - 1, high + 1] : [low, high]);
 
-// Lines of one colour are told apart by these; the last is that of all further ones.
+// Dash patterns of the lines of one colour; all further lines share the last.
 const STROKES = [{ name: "", dash: undefined }, { name: "dashed", dash: [6, 4] }, { name: "dotted", dash: [2, 3] }];
 const strokeOf = (n = 0) => STROKES[Math.min(n, STROKES.length - 1)];
 
@@ -112,7 +112,7 @@ export function Chart({ title, note, series, log = false, unit = short, range, s
   </${Card}>`;
 }
 
-// rows: [{name, value, tone, onPick}], the largest is full.
+// rows: [{name, value, tone, onPick}]; the bar of the largest value has the full width.
 export function Bars({ rows, unit = short }) {
   const most = Math.max(1e-9, ...rows.map((row) => row.value));
   return html`<div class="bars">

@@ -1,4 +1,4 @@
-// Code and diffs in colours. Every piece is a text node: nothing here makes markup of text.
+// Code and diffs in colours. Every piece is a text node: text is never turned into markup.
 
 import { html, useState } from "/vendor/preact.js";
 
@@ -43,7 +43,7 @@ const FOLD_CHARS = 2400;
 const FOLD_LINE = 400;
 const foldLine = (line) => (line.length > FOLD_LINE ? `${line.slice(0, FOLD_LINE)} …` : line);
 
-// Text as it is; what is long shows its first lines until somebody wants all of it.
+// Verbatim text; of a long one only the first lines, until all of it is requested.
 export function Text({ text, lines = FOLD_LINES }) {
   const [open, setOpen] = useState(false);
   const all = text.split("\n");
@@ -53,8 +53,8 @@ export function Text({ text, lines = FOLD_LINES }) {
     ${long && html`<button type="button" class="more" onClick=${() => setOpen(!open)}>${open ? "less" : `all of it: ${all.length.toLocaleString()} lines, ${text.length.toLocaleString()} characters`}</button>`}`;
 }
 
-// What the calls of a session changed, line by line, where its tools tell: a `read` that numbers its
-// lines, and edits of numbered lines. Null if they do not.
+// The changes of a session's calls, line by line. Null if its tools do not show them: this needs a
+// `read` that numbers its lines, and edits of numbered lines.
 export function changes(turns) {
   const numbered = /^(\d+) ?(.*)$/;
   let first = null;

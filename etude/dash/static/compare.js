@@ -1,4 +1,4 @@
-// Two versions at the same tasks, side by side without their names: which is better?
+// Blind comparison of two versions at the same tasks, side by side without their names.
 
 import { html, useRef, useState } from "/vendor/preact.js";
 import { post, runPath, useData } from "/api.js";
@@ -39,7 +39,7 @@ export function Compare({ run, query, writes }) {
   const { data, error } = useData(runPath(run, `compare?${asked}`), 0);
   const set = (change) => go(place(run, "compare", { ...query, ...change }), { replace: true });
 
-  // What was read before stays while a name is typed; nothing is judged by it.
+  // The previous answer stays visible while a name is typed; judging is disabled meanwhile.
   const shown = useRef(null);
   if (data) shown.current = data;
   const found = shown.current;

@@ -1,4 +1,4 @@
-// What every unfinished rollout waits for, and for how long.
+// Unfinished rollouts: what each waits for, and for how long.
 
 import { html } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";

@@ -1,4 +1,4 @@
-// Why rollouts did not solve their tasks, the largest cause first.
+// Causes of unsolved rollouts, the most frequent first.
 
 import { html } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";

@@ -1,4 +1,4 @@
-// All attempts at one task: two of them side by side, at first the best and the worst.
+// All attempts at one task: two of them side by side, initially the best and the worst.
 
 import { html } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";

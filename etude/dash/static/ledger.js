@@ -1,4 +1,4 @@
-// What became of every sample that was ever issued, and whether what is trained on is like what was sent.
+// Fates of all samples ever issued, and a comparison of the trained samples with the dispatched ones.
 
 import { html } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";

@@ -1,4 +1,4 @@
-// Real-time RL: what users are answered by, what was decided and why, what updates were made of.
+// Real-time RL: the versions that answer users, the decisions with their reasons, and the updates.
 
 import { html } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";

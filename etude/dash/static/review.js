@@ -1,4 +1,4 @@
-// Flagged sessions, what people say of them, and how good the detectors are by that.
+// Flagged sessions, the verdicts of people on them, and the detectors' precision and recall by these.
 
 import { html, useState } from "/vendor/preact.js";
 import { post, runPath, useData } from "/api.js";

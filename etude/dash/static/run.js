@@ -1,4 +1,4 @@
-// One run or several over each other: what goes on, what is wrong, and the curves.
+// One run, or several in the same charts: state, alarms and curves.
 
 import { html } from "/vendor/preact.js";
 import { runPath, useAll } from "/api.js";
@@ -99,7 +99,7 @@ function PastAlarms({ run }) {
   </details>`;
 }
 
-// The curves of all runs in one chart: one colour a run, its second curve dashed, further ones dotted.
+// The curves of all runs in one chart: one colour per run, its second curve dashed, others dotted.
 function curves(found, order, names, of = (run) => run.steps) {
   const many = found.length > 1;
   return found.flatMap((run) =>
@@ -113,7 +113,7 @@ function curves(found, order, names, of = (run) => run.steps) {
   );
 }
 
-// The same of curves that each run has its own of: `of` gives [label, x, y] of each, the main one first.
+// The same for curves that differ between runs: `of` returns [label, x, y] of each, the main one first.
 function ownCurves(found, order, of) {
   const many = found.length > 1;
   return found

@@ -1,4 +1,4 @@
-// One session as a person reads it: what was said and done, what it changed, what it was worth.
+// One session as a person reads it: messages and calls, changes, and score.
 
 import { html } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";
@@ -17,11 +17,11 @@ const brief = (given) =>
     .join(", ")
     .replace(/\s+/g, " ");
 
-// what a numbered line of a file says of errors is none
+// "error" in a numbered line of a file is not an error
 const ofFile = /^\s*\d+\t.*$/gm;
 const wrong = (text) => /^(error|traceback|fatal|failed)\b|\b\w*(Error|Exception):/im.test(text.slice(0, 600).replace(ofFile, ""));
 
-// A call folded, with the answer of its tool.
+// A collapsible call with the answer of its tool.
 function Call({ call, answer, open }) {
   const diff = editDiff(call.arguments);
   const first = answer ? answer.text.split("\n", 1)[0] : "";
@@ -34,7 +34,7 @@ function Call({ call, answer, open }) {
   </details>`;
 }
 
-// The answers of a turn's calls: by their ids, otherwise in their order.
+// The answers to a turn's calls: by their ids, otherwise in order.
 function paired(turns) {
   const answers = turns.map(() => []);
   const taken = new Set();

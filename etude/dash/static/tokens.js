@@ -1,4 +1,4 @@
-// The tokens of a session: how likely each was, where the trainer disagrees, and which weights said it.
+// The tokens of a session: their probabilities, the trainer's disagreement, and their weight versions.
 
 import { html, useState } from "/vendor/preact.js";
 import { runPath, useData } from "/api.js";
@@ -9,7 +9,7 @@ const HEATS = 10;
 
 const unroll = (spans) => spans.flatMap(([value, count]) => Array(count).fill(value));
 
-// 0 for a certain token, 9 for one in a thousand or less.
+// 0 for a certain token, 9 for a probability of 0.001 or less.
 const surprise = (logprob) => Math.min(HEATS - 1, Math.floor((-logprob / Math.log(1000)) * HEATS));
 // The same for a difference of log-probs, on a scale of decades from 0.0001 to 1.
 const distance = (d) => (d < 1e-4 ? 0 : Math.min(HEATS - 1, Math.floor(((Math.log10(d) + 4) / 4) * HEATS)));

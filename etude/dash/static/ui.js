@@ -1,8 +1,8 @@
-// Small parts that all views use. All text goes through Preact, which never makes markup of it.
+// Small components that all views use. All text goes through Preact, which never turns it into markup.
 
 import { html, useEffect, useLayoutEffect, useState } from "/vendor/preact.js";
 
-// Places: a path, and what is asked of it.
+// Locations: a path and its query.
 
 export function go(path, { replace = false } = {}) {
   history[replace ? "replaceState" : "pushState"](null, "", path);
@@ -63,7 +63,7 @@ export function clock(seconds) {
 
 export const moment = (t) => (t ? new Date(1000 * t).toLocaleString() : "–");
 
-// Parts.
+// Components.
 
 export function Card({ title, note, children, className = "" }) {
   return html`<section class=${`card ${className}`}>
@@ -84,7 +84,7 @@ export function Reward({ value }) {
   return html`<span class="reward"><span class=${`meter ${tone}`}><i style=${{ width: `${100 * share}%` }}></i></span>${short(value, 2)}</span>`;
 }
 
-// What became of a rollout, in the words of `etude sessions`.
+// The fate of a rollout, in the words of `etude sessions`.
 export function Became({ run, row, ...rest }) {
   if (row.step == null) return row.became;
   const told = row.became === "trained" ? `step ${row.step}` : `in step ${row.step}, not done yet`;
@@ -123,7 +123,7 @@ export function Alarms({ alarms = [], advice, missing = [] }) {
   </div>`;
 }
 
-// Keys: {key: handler}, unless somebody is typing.
+// Keyboard shortcuts: {key: handler}, disabled while the user types.
 export function useKeys(keys) {
   useLayoutEffect(() => {
     const press = (event) => {
@@ -139,7 +139,7 @@ export function useKeys(keys) {
   });
 }
 
-// A value that follows `value` when it has rested for a moment.
+// A debounced copy of `value`.
 export function useRested(value, ms = 200) {
   const [rested, setRested] = useState(value);
   useEffect(() => {
