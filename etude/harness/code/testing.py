@@ -120,4 +120,4 @@ def _ends(said: str) -> str:
     """As much as is kept of any output, half of it of its beginning: a program may print without
     an end."""
     half = KEPT_BYTES // 2
-    return said if len(said) <= 2 * half else said[:half] + said[-half:]
+    return said if len(said) <= KEPT_BYTES else said[:half] + said[-half:]
