@@ -260,9 +260,13 @@ class Production:
                 session.known.clear()
         self._model.conversations.forget(user)
         deleted = await asyncio.to_thread(self._store.delete_user, user)
-        if user in self._said and self._said[user].granted:
-            del self._said[user]  # as in the store: who comes back is asked anew
+        self._forget_consent(user)
         return respond(UserDeleted(deleted))
+
+    def _forget_consent(self, user: str) -> None:
+        """As the store does: who comes back is asked anew, but a refusal stays."""
+        if user in self._said and self._said[user].granted:
+            del self._said[user]
 
     async def openapi(self, http: HttpRequest) -> Response:
         return respond(production_document())
@@ -287,12 +291,17 @@ class Production:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        """Learns what was said to other gateways, or to this one before."""
+        """Learns what was said to other gateways, or to this one before, and who was deleted
+        elsewhere."""
         now = self._store.now()
         heard = await asyncio.to_thread(self._store.consents, self._heard - CLOCK_SKEW_S)
+        tombstones = await asyncio.to_thread(self._store.tombstones)
         self._heard = now  # only now: what could not be read is asked for again
         for subject, word in heard.items():
             self._said[subject] = word.newer(self._said.get(subject))
+        for user, tombstone in tombstones.items():
+            if user in self._said and self._said[user].time <= tombstone.time:
+                self._forget_consent(user)
 
     def forget_idle(self) -> None:
         limit = self._store.now() - self._config.session_idle_minutes * 60
