@@ -113,6 +113,13 @@ async def test_lines_are_counted_as_grep_and_tracebacks_count_them(call: Session
     assert await call.sandbox.read("pages.py") == text.replace("c = 3", "c = 4")
 
 
+async def test_ends_of_lines_of_other_systems_are_no_part_of_a_line(call: Session) -> None:
+    for end in ("\r\n", "\r"):
+        await call.sandbox.write("old.txt", f"one{end}two{end}")
+        assert await call("grep", pattern="^[ot].*o$", path="old.txt") == "old.txt:2:two"
+        assert await call("read", path="old.txt", start=2) == "     2\ttwo"
+
+
 async def test_grep_waits_for_no_pipe(call: Session) -> None:
     await call("terminal", command="mkdir pipes; mkfifo pipes/a; echo found > pipes/b")
     assert await call("grep", pattern="found", path="pipes") == "pipes/b:1:found"

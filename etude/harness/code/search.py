@@ -80,7 +80,7 @@ for path in found:
         continue
     if b"\0" in data[:8192]:
         continue
-    text = data.decode(errors="replace").split("\n")
+    text = re.split(r"\r\n?|\n", data.decode(errors="replace"))
     hits = [n for n, line in enumerate(text) if wanted.search(line)]
     shown = -1
     for hit in hits:
