@@ -81,7 +81,7 @@ for path in found:
     if b"\0" in data[:8192]:
         continue
     text = re.split(r"\r\n?|\n", data.decode(errors="replace"))
-    hits = [n for n, line in enumerate(text) if wanted.search(line)]
+    hits = dict.fromkeys(n for n, line in enumerate(text) if wanted.search(line))
     shown = -1
     for hit in hits:
         for n in range(max(hit - context, shown + 1, 0), min(hit + context + 1, len(text))):
