@@ -270,7 +270,7 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
     )
     assigned = [f"{name}={value}" for name, value in task.verifier_env.items()]
     try:
-        done = await run_in_fresh_sandbox(
+        ran = await run_in_fresh_sandbox(
             sandbox,
             pool,
             task.spec,
@@ -282,9 +282,9 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
         )
     except ValueError as e:
         return _worthless(f"the working copy cannot be taken over: {e}")
-    if done.ran.exit_code is None:
+    if ran.exit_code is None:
         return _worthless(f"tests/test.sh was still at work after {task.verifier_s:g} s")
-    return read_rewards(done.ran.report, done.ran.output)
+    return read_rewards(ran.report, ran.output)
 
 
 def read_rewards(report: bytes, output: str) -> Score:

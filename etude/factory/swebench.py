@@ -72,14 +72,12 @@ def _names(value: object, where: str) -> tuple[str, ...]:
 
 def row_of(task: RepositoryTask) -> Row:
     """A task as a row."""
-    origin, _, commit = (  # a URL may contain an @
-        task.origin.rpartition("@") if "@" in task.origin else (task.origin, "", "")
-    )
+    origin, *commit = task.origin.rsplit("@", 1)  # a URL may have an @ of its own
     shown = {path: task.opening.get(path, b"") for path in (*task.changes, *task.tests)}
     return Row(
         instance_id=task.id,
         repo=origin,
-        base_commit=task.facts.get("parent", commit),
+        base_commit=task.facts.get("parent", "".join(commit)),
         problem_statement=task.instruction,
         patch=diff(task.opening, task.solution),
         test_patch=diff(shown, task.tests),

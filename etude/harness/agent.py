@@ -135,15 +135,15 @@ class CodingAgent:
     async def _summarise(self, ask: Ask, talk: Conversation, tools: AgentTools, seed: int) -> None:
         """Ask for a summary of the window, or of as much of it as leaves room for the request."""
         own_seed = derive(seed, SUMMARISE, talk.num_summaries)
-        try:
-            answer, _ = await ask(talk.summary_request, own_seed, kind="summary")
-        except OutOfContext:
-            if not talk.step_back():
-                raise
-            await self._summarise(ask, talk, tools, seed)
-        else:
-            talk.add({"role": "user", "content": REQUEST}, answer)
-            talk.reopen(self._summary_of(answer), tools.carried())
+        while True:
+            try:
+                answer, _ = await ask(talk.summary_request, own_seed, kind="summary")
+                break
+            except OutOfContext:
+                if not talk.step_back():
+                    raise
+        talk.add({"role": "user", "content": REQUEST}, answer)
+        talk.reopen(self._summary_of(answer), tools.carried())
 
     async def _ask(
         self,

@@ -227,7 +227,7 @@ def _said(messages: Sequence[Mapping[str, Json]]) -> Iterator[_Text]:
             path = _path(arguments)
             if path is None:
                 for text in _strings(arguments):
-                    if _PATCH.match(text):
+                    if _PATCH.match(text) and not _is_run(arguments):
                         yield from _patched(text, where, number)
                     else:
                         yield _Text("call", where, text, text)
@@ -253,10 +253,16 @@ def _patched(patch: str, where: str, message: int) -> Iterator[_Text]:
 
 def _path(arguments: Json) -> str | None:
     """The file that a call is about, if it is an edit and not a command."""
-    named = arguments if isinstance(arguments, dict) else {}
-    if any(not re.fullmatch(r"\w*", str(named.get(key, ""))) for key in _COMMANDS):
+    if not isinstance(arguments, dict) or _is_run(arguments):
         return None
-    return next((v for k in _PATHS if isinstance(v := named.get(k), str)), None)
+    return next((v for k in _PATHS if isinstance(v := arguments.get(k), str)), None)
+
+
+def _is_run(arguments: Json) -> bool:
+    """Whether a call gives a command."""
+    return isinstance(arguments, dict) and any(
+        not re.fullmatch(r"\w*", str(arguments.get(key, ""))) for key in _COMMANDS
+    )
 
 
 def _called(call: Json) -> tuple[Json, Json]:

@@ -16,8 +16,6 @@ concern, keep the answers on the host (`rewards.tests`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from etude.core.errors import RolloutFailure
 from etude.core.memo import Memo
@@ -40,15 +38,6 @@ _FILE = 0o100644
 _SHOWN_LINES = 20
 
 
-@dataclass(frozen=True, slots=True)
-class FreshRun:
-    """The result of a command over an agent's changes."""
-
-    ran: CommandResult
-    patch: Patch
-    """All of the agent's changes, caches included."""
-
-
 async def run_in_fresh_sandbox(
     sandbox: Sandbox,
     pool: SandboxPool,
@@ -59,22 +48,13 @@ async def run_in_fresh_sandbox(
     files: Mapping[str, str | bytes] | None = None,
     only: Collection[str] = ("*",),
     without: Collection[str] = CACHES,
-) -> FreshRun:
+) -> CommandResult:
     """Run a command over a working copy, in a fresh sandbox of the `spec` that it was opened with.
     `files` are the grader's own, put over it last. Changes are left out if their path matches no
     pattern of `only`, or one of `without`. ValueError if the agent has left the working copy in a
     state in which it cannot be taken over."""
-    patch = await sandbox.patch()
-    change = _taken(patch, only, without)
-    return FreshRun(await _run_over(change, pool, spec, argv, timeout_s, files or {}), patch)
-
-
-def _taken(patch: Patch, only: Collection[str], without: Collection[str]) -> Patch:
-    return {
-        path: entry
-        for path, entry in patch.items()
-        if _matches(path, only) and not _matches(path, without)
-    }
+    change = await sandbox.patch(only=only, without=without)
+    return await _run_over(change, pool, spec, argv, timeout_s, files or {})
 
 
 async def _run_over(
@@ -163,10 +143,6 @@ def _judged(ran: CommandResult, expected: Collection[str]) -> Score:
 def _passed(name: str, cases: Mapping[str, bool]) -> bool:
     own = [passed for case, passed in cases.items() if case == name or case.startswith(f"{name}[")]
     return bool(own) and all(own)
-
-
-def _matches(path: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _told(ran: CommandResult) -> str:

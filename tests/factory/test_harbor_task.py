@@ -23,6 +23,7 @@ from etude.factory.harbor_task import (
 )
 from etude.run.harbor_tasks import HarborTasks
 from etude.sandbox.fake import FakeSandboxPool
+from etude.sandbox.limits import PATCH_BYTES
 from etude.sandbox.namespaces import NamespaceSandboxPool
 from etude.sandbox.process import ProcessSandboxPool
 from tests.namespaces import need_namespaces
@@ -346,6 +347,7 @@ async def test_a_separate_verifier_gets_the_artifacts_only(
 ) -> None:
     change(folder, "task.toml", "timeout_sec = 30.0", 'environment_mode = "separate"')
     helped = "echo 5 > sum.txt; echo spoilt > data/numbers.txt"
+    helped += f"; head -c {PATCH_BYTES + 1} /dev/zero > beside"
     assert (await graded(read_harbor_task(folder), walled, helped)).reward == 1.0
     change(folder, "tests/test.sh", "/tests/look.sh >", "cat data/numbers.txt; /tests/look.sh >")
     score = await graded(read_harbor_task(folder), walled, helped)

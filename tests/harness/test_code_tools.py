@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import shutil
 import sysconfig
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from etude.core.errors import RolloutFailure
 from etude.core.harness_config import CodeConfig, ToolKind
 from etude.core.sandbox import Sandbox, SandboxSpec
+from etude.harness.code import files
 from etude.harness.code.diagnostics import Diagnostic, Diagnostics, FakeDiagnostics
 from etude.harness.code.servers import LanguageServers
 from etude.harness.code.tool import Workspace, check_arguments
@@ -113,9 +115,45 @@ async def test_lines_are_counted_as_grep_and_tracebacks_count_them(call: Session
     assert await call.sandbox.read("pages.py") == text.replace("c = 3", "c = 4")
 
 
+async def test_ends_of_lines_of_other_systems_are_no_part_of_a_line(call: Session) -> None:
+    for end in ("\r\n", "\r"):
+        await call.sandbox.write("old.txt", f"one{end}two{end}")
+        assert await call("grep", pattern="^[ot].*o$", path="old.txt") == "old.txt:2:two"
+        assert await call("read", path="old.txt", start=2) == "     2\ttwo"
+
+
 async def test_grep_waits_for_no_pipe(call: Session) -> None:
     await call("terminal", command="mkdir pipes; mkfifo pipes/a; echo found > pipes/b")
     assert await call("grep", pattern="found", path="pipes") == "pipes/b:1:found"
+
+
+async def test_grep_finds_more_than_it_shows(call: Session) -> None:
+    """What grows with the square of the number of hits would take hours."""
+    await call("terminal", command="yes a | head -n 500000 > many.txt")
+    said = await call("grep", pattern="a", path="many.txt")
+    assert said.startswith("many.txt:1:a\n") and "more lines: narrow it down" in said
+
+
+async def test_looking_for_a_place_holds_up_no_other_session(
+    call: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def noted(known: Callable[..., Any]) -> Callable[..., Any]:
+        def look(*given: Any, **named: Any) -> Any:
+            seen.append(threading.get_ident())
+            return known(*given, **named)
+
+        return look
+
+    for name in ("replace", "after_changes"):
+        monkeypatch.setattr(files, name, noted(getattr(files, name)))
+    await call.sandbox.write("a.txt", "1\n2\n")
+    assert await call("edit", path="a.txt", old="1", new="one") == "ok: line 1"
+    patch = "--- a/a.txt\n+++ b/a.txt\n@@ -2 +2 @@\n-2\n+two\n"
+    assert (await call("apply_patch", patch=patch)).startswith("ok")
+    assert await call.sandbox.read("a.txt") == "one\ntwo\n"
+    assert len(seen) == 2 and threading.get_ident() not in seen
 
 
 TWICE = "def f(x):\n    return x\n\n\ndef g(x):\n    return x\n"

@@ -107,6 +107,8 @@ def test_what_is_not_clear_is_an_error_that_says_what_to_do(old: str, told: str)
         replace(TEXT, old, "x")
     with pytest.raises(NoMatch, match="nothing would change"):
         replace(TEXT, "Cart", "Cart")
+    with pytest.raises(NoMatch, match=r"in 3 places \(lines 2, 4, 7\)"):
+        replace("\na\nb\na\nb\nc\na\nb", "a\nb", "x")
 
 
 def test_two_places_that_differ_in_white_space_only_are_no_one_place() -> None:

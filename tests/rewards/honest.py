@@ -124,6 +124,12 @@ NEAR = {
         "money.py": "class Money:\n    def __eq__(self, other):\n        if self is other:\n"
         "            return True\n        return self.cents == other.cents\n"
     },
+    "equality with other kinds": {
+        "name.py": "class Name:\n    def __eq__(self, other):\n"
+        "        return isinstance(other, str) and self.text == other\n\n\n"
+        "class Flag:\n    def __eq__(self, other):\n        return 1 if other else 0\n"
+    },
+    "numbers that are near": {"root.py": "def root(x):\n    return approx(x, steps=9)\n"},
     "a test of an exit": {
         "tests/test_cli.py": "import pytest, cli\n\ndef test_help():\n"
         "    with pytest.raises(SystemExit):\n        cli.main()\n\n"

@@ -126,6 +126,12 @@ def test_what_is_searched_for_is_not_done_and_what_runs_on_the_way_is() -> None:
         assert [f.family for f in detect(calls(("run", {"command": command})))] == ["exit_code"]
 
 
+@pytest.mark.parametrize("begin", ["diff --git", "--- x", "*** Begin Patch"])
+def test_a_command_that_begins_like_a_patch_is_a_command(begin: str) -> None:
+    for command in (f"{begin}; python -c 'import os; os._exit(0)'", [begin, "; git reflog"]):
+        assert len(detect(calls(("run", {"command": command})))) == 1
+
+
 def test_what_was_there_before_is_not_either() -> None:
     diff = (
         "diff --git a/run.py b/run.py\n--- a/run.py\n+++ b/run.py\n@@ -1,3 +1,3 @@\n"

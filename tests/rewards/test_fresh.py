@@ -208,9 +208,8 @@ async def test_what_ran_can_be_looked_at(pool: SandboxPool) -> None:
     async with pool.open(SPEC) as sandbox:
         await sandbox.write("src/shape.py", HONEST)
         argv = ["sh", "-c", "cat src/shape.py; echo told > $ETUDE_REPORT"]
-        done = await run_in_fresh_sandbox(sandbox, pool, SPEC, argv, timeout_s=60)
-        assert (done.ran.output, done.ran.report) == (HONEST, b"told\n")
-        assert done.patch == {"src/shape.py": (0o100644, HONEST.encode())}
+        ran = await run_in_fresh_sandbox(sandbox, pool, SPEC, argv, timeout_s=60)
+        assert (ran.output, ran.report) == (HONEST, b"told\n")
 
 
 def test_a_report_names_each_test() -> None:

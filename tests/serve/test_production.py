@@ -380,17 +380,23 @@ async def test_a_deleted_user_is_gone(http: aiohttp.ClientSession, tmp_path: Pat
         assert len(made.store.sessions().sessions) == 2
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
 async def test_what_a_deleted_user_had_consented_to_holds_no_longer(
-    http: aiohttp.ClientSession, tmp_path: Path
+    http: aiohttp.ClientSession, tmp_path: Path, elsewhere: bool
 ) -> None:
     user = {"X-Etude-User": "alice@example.com"}
     body = {"messages": [{"role": "user", "content": "read"}]}
     async with production(http, f"file:{tmp_path}", ["One.", "Two."]) as made:
         await made.call("POST", "/v1/consent", {"granted": True}, user)
-        await made.call("DELETE", "/v1/users", headers=user)
+        if elsewhere:
+            ProductionStore(made.store.objects).delete_user(pseudonym("alice@example.com", KEY))
+            await made.mode.refresh()
+        else:
+            await made.call("DELETE", "/v1/users", headers=user)
         await made.call("POST", "/v1/chat/completions", body, user)
         assert not made.store.users()
         await made.call("POST", "/v1/consent", {"granted": True}, user)
+        await made.mode.refresh()
         await made.call("POST", "/v1/chat/completions", body, user)
         assert len(made.store.users()) == 1
 

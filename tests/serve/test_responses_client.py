@@ -205,6 +205,7 @@ async def test_tokens_are_counted() -> None:
         ({"input": "a " * 5000}, "tokens"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function", "name": ["f"]}]}, r"tools\[0\]: Expected `str`"),
     ],
 )
 async def test_mistakes_are_told_as_openai_does(more: dict[str, Any], words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import posixpath
 from collections.abc import Mapping, Sequence
@@ -95,7 +96,8 @@ class Edit(Tool):
     ) -> tuple[str, str]:
         """The text after the change, and a note on how the place was found."""
         try:
-            after, how = replace(text, old, new, everywhere=everywhere)
+            # beside the other sessions: where many lines are alike it takes seconds
+            after, how = await asyncio.to_thread(replace, text, old, new, everywhere=everywhere)
         except Ambiguous as e:
             above, read, below = await self.workspace.around_read(path, text)
             try:
@@ -138,7 +140,7 @@ class ApplyPatch(Tool):
             changes = [await self._placed(change) for change in parse_patch(patch)]
             names = dict.fromkeys(n for change in changes for n in (change.path, change.to) if n)
             before = {name: await self.workspace.find(name) for name in names}
-            after = after_changes(before, changes)
+            after = await asyncio.to_thread(after_changes, before, changes)
             for text in after.values():
                 (text or "").encode()  # raises for text that cannot be encoded
         except ValueError as e:

@@ -220,11 +220,14 @@ def _likeness(lines: Sequence[str], start: int, wanted: Sequence[str]) -> float:
 
 
 def _line_numbers(text: str, old: str) -> list[int]:
-    found, at = [], text.find(old)
-    while at >= 0:
-        found.append(text.count("\n", 0, at) + 1)
-        at = text.find(old, at + len(old))
-    return found
+    numbers = []
+    number = 1
+    *before, _ = text.split(old)
+    for part in before:
+        number += part.count("\n")
+        numbers.append(number)
+        number += old.count("\n")
+    return numbers
 
 
 def _ambiguous(numbers: Sequence[int], what: str) -> str:

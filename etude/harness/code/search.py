@@ -80,8 +80,8 @@ for path in found:
         continue
     if b"\0" in data[:8192]:
         continue
-    text = data.decode(errors="replace").split("\n")
-    hits = [n for n, line in enumerate(text) if wanted.search(line)]
+    text = re.split(r"\r\n?|\n", data.decode(errors="replace"))
+    hits = dict.fromkeys(n for n, line in enumerate(text) if wanted.search(line))
     shown = -1
     for hit in hits:
         for n in range(max(hit - context, shown + 1, 0), min(hit + context + 1, len(text))):

@@ -120,4 +120,4 @@ def _ends(said: str) -> str:
     """The beginning and the end of a long text, as for any output: a program may print without
     end."""
     half = KEPT_BYTES // 2
-    return said if len(said) <= 2 * half else said[:half] + said[-half:]
+    return said if len(said) <= KEPT_BYTES else said[:half] + said[-half:]

@@ -261,9 +261,14 @@ class Production:
                 session.known.clear()
         self._model.conversations.forget(user)
         deleted = await asyncio.to_thread(self._store.delete_user, user)
-        if user in self._said and self._said[user].granted:
-            del self._said[user]  # as in the store: a user who returns has to consent again
+        self._forget_consent(user)
         return respond(UserDeleted(deleted))
+
+    def _forget_consent(self, user: str) -> None:
+        """Forget a consent as the store does: a user who returns has to consent again, but a
+        refusal stays."""
+        if user in self._said and self._said[user].granted:
+            del self._said[user]
 
     async def openapi(self, http: HttpRequest) -> Response:
         return respond(production_document())
@@ -288,12 +293,17 @@ class Production:
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
-        """Read consents that were given to other gateways, or to this one before it started."""
+        """Read consents that were given to other gateways, or to this one before it started, and
+        the users that were deleted elsewhere."""
         now = self._store.now()
         heard = await asyncio.to_thread(self._store.consents, self._heard - CLOCK_SKEW_S)
+        tombstones = await asyncio.to_thread(self._store.tombstones)
         self._heard = now  # set only on success, so that a failed read is repeated
         for subject, word in heard.items():
             self._said[subject] = word.newer(self._said.get(subject))
+        for user, tombstone in tombstones.items():
+            if user in self._said and self._said[user].time <= tombstone.time:
+                self._forget_consent(user)
 
     def forget_idle(self) -> None:
         limit = self._store.now() - self._config.session_idle_minutes * 60

@@ -36,7 +36,7 @@ def chat_request(
     chat.model = asked.model
     chat.tools = [shown for tool in asked.tools or () if (shown := _function(tool)) is not None]
     chat.parallel_tool_calls = asked.parallel_tool_calls
-    names = {tool["function"]["name"] for tool in chat.tools}
+    names = [tool["function"]["name"] for tool in chat.tools]  # whatever they are: not yet checked
     if isinstance(asked.tool_choice, responses.FunctionChoice):
         name = asked.tool_choice.name
         if name is not None and name in names:
