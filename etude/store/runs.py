@@ -85,8 +85,7 @@ class Run:
     def check_config(self, config: RunConfig) -> None:
         """A run is one experiment: once there is work in it, only what `core.changes` allows may
         differ from what it was started with. What is lost of its ledger is told here, too."""
-        if (lost := self.ledger.lost()) is not None:
-            raise lost
+        self.ledger.check_whole()
         if not (self.checkpoints() or self.ledger.end()):
             return
         otherwise = "choose another --dir, or begin anew with --fresh, which removes this one"
