@@ -94,8 +94,7 @@ class Run:
                 f"{self.place} holds a run that has lost its config.json, and nothing else "
                 f"says what it was started with: bring the file back from a copy, {otherwise}"
             )
-        reached = [int(name.partition(".")[0]) for name in self.checkpoints()] + self.batches()
-        version = max(reached, default=0)
+        version = max(0, self.saved_version(), *self.batches())
         if refused := refused_changes(self.config(), config, version=version):
             changes = "".join(f"\n  {change}" for change in refused)
             raise EtudeError(
@@ -288,6 +287,10 @@ class Run:
         return [
             name.removesuffix(f"/{_MANIFEST}") for name in names if name.endswith(f"/{_MANIFEST}")
         ]
+
+    def saved_version(self) -> int:
+        """Of the newest checkpoint; -1 if there is none."""
+        return max((int(name.partition(".")[0]) for name in self.checkpoints()), default=-1)
 
     def checkpoint_bytes(self, name: str) -> int:
         return self.objects.size(f"checkpoints/{name}")
