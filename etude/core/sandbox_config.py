@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, model_validator
 
 from etude.core.sandbox import TIERS, Limits, Tier
-from etude.core.schema import Config, Count, Place, Positive
+from etude.core.schema import Config, Count, Place, Positive, of_form
 
 _NESTED = dict.fromkeys(("container", "e2b", "kubernetes"), "namespaces")
 """Isolations that are no tier of their own -> the tier of the sandbox in there."""
@@ -56,7 +56,7 @@ class SandboxConfig(Config):
     network_log: Annotated[str | None, Place.PATH] = None
     """File for a line of JSON about each request that sandboxes make to hosts of their task's
     `network`. Without a list of hosts a task has no network."""
-    mirrors: dict[str, Annotated[str, Field(pattern=r"^[^:]+:\d+$")]] = {}
+    mirrors: dict[str, Annotated[str, of_form(r"[^:]+:\d+", "HOST:PORT")]] = {}
     """Hosts in place of which a server of your own is asked, such as a package index frozen at a
     date: `{"pypi.org" = "10.0.0.5:443"}`. The one way to a private address."""
     cpus: Positive | None = None

@@ -146,7 +146,12 @@ def test_a_model_from_a_directory() -> None:
             "stage.sft: there is nothing to imitate: give demonstrations, or the path",
         ),
         ("demonstrations = 100", "path = 3", "stage.sft.path = 3: input should be a valid string"),
-        ('"demo"', '"../x"', "name = '../x': string should match pattern"),
+        ('"demo"', '"../x"', "name: '../x' must be letters, digits and any of . _ -"),
+        (
+            "[model]",
+            '[tasks]\nenvironment = "mine.py"\n[model]',
+            r"tasks.environment: 'mine.py' must be code by name, FILE.py:NAME or",
+        ),
         ("seed = 3", 'seed = "3"', "seed = '3': input should be a valid integer"),
         ("seed = 3", "seed = true", "seed = True: input should be a valid integer"),
         (
