@@ -341,9 +341,10 @@ class Run:
 
 
 def runs_below(place: str) -> str:
-    """Those of a project's folder, in which `etude run` was started, in words; empty if there are
-    none."""
-    found = sorted(path.parent for path in Path(place).glob("runs/*/config.json"))
+    """Those of a project's folder, in which `etude run` was started, or of its folder `runs`, in
+    words; empty if there are none."""
+    folder = Path(place) if Path(place).name == "runs" else Path(place, "runs")
+    found = sorted(path.parent for path in folder.glob("*/config.json"))
     return f" (there is {', '.join(map(str, found))})" if found else ""
 
 
