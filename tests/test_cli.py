@@ -193,7 +193,7 @@ def test_a_model_to_serve_that_is_not_there(
     ],
 )
 def test_a_run_that_is_not_there(etude: Etude, tmp_path: Path, command: str) -> None:
-    """Also a project's folder instead of one of its runs."""
+    """Also a project's folder, or its folder of runs, instead of one of the runs."""
     config = parse(TINY.read_text())
     Run.open(f"file:{tmp_path}/x").put_config(config)
 
@@ -204,8 +204,9 @@ def test_a_run_that_is_not_there(etude: Etude, tmp_path: Path, command: str) -> 
     (tmp_path / "project").mkdir()
     refused(call("project"), "project holds no run: check the path, or")
     Run.open(f"file:{tmp_path}/project/runs/mine").put_config(config)
-    named = "project holds no run: check the path (there is project/runs/mine), or"
-    refused(call("project"), named)
+    for folder in ("project", "project/runs"):
+        named = f"{folder} holds no run: check the path (there is project/runs/mine), or"
+        refused(call(folder), named)
 
 
 def test_a_project_to_serve_names_its_runs(

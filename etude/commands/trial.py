@@ -400,8 +400,11 @@ async def _refusals(environment: Environment, config: RunConfig) -> list[str]:
 
 
 def _temperature(config: RunConfig) -> float:
+    """That of a rollout in training. It is never 0, so that of a session that was sampled at 0 it
+    can be said that its agent asked for that."""
     stages = [stage for stage in config.stage if isinstance(stage, RolloutStageConfig)]
-    return stages[0].temperature if stages else config.eval.temperature
+    default: float = RolloutStageConfig.model_fields["temperature"].default
+    return stages[0].temperature if stages else default
 
 
 def _described(config: RunConfig, script: Sequence[object] | None) -> str:

@@ -456,9 +456,10 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
         case "value_error":
             what = str(error["ctx"]["error"])
             return f"{path}: {what}" if path else what
-        case "tuple_type" if isinstance(given, dict):
+        case "tuple_type" if _table(loc):
             table = ".".join(part for part in loc if isinstance(part, str) and part not in STAGES)
-            return f"{path}: write [[{table}]], not [{table}]: there may be several"
+            written = f"[{table}]" if isinstance(given, dict) else f"{table} = {given!r}"
+            return f"{path}: write [[{table}]], not {written}: there may be several"
         case "tuple_type":
             example = f", such as [{given!r}]" if isinstance(given, str) else ""
             return f"{path} = {given!r}: it must be a list{example}"
@@ -480,14 +481,14 @@ def _hint(key: str, table: type[BaseModel], tree: dict[str, Any]) -> str:
     return f"valid keys are {', '.join(keys)}"
 
 
-def _table(loc: tuple[str | int, ...]) -> type[BaseModel]:
+def _table(loc: tuple[str | int, ...]) -> Any:
     """The model that holds the keys at this place: the top level, a section, ("stage", number,
-    kind), or a table within these."""
-    table: type[BaseModel]
-    table, rest = (STAGES[str(loc[2])], loc[3:]) if loc[:1] == ("stage",) else (RunConfig, loc)
+    kind), or a table within these. None for a plain value."""
+    is_in_stage = loc[:1] == ("stage",) and len(loc) > 2
+    table, rest = (STAGES[str(loc[2])], loc[3:]) if is_in_stage else (RunConfig, loc)
     for key in rest:
         # the index of a list, or a name chosen in the file, has no field of its own
-        if isinstance(key, str) and key in table.model_fields:
+        if table and isinstance(key, str) and key in table.model_fields:
             table = _model_in(table.model_fields[key].annotation)
     return table
 

@@ -15,6 +15,7 @@ from etude.core.schema import (
     Place,
     Positive,
     Reference,
+    of_form,
 )
 
 CODING_AGENT = "etude.harness.agent:CodingAgent"
@@ -27,7 +28,13 @@ TOOL_KINDS: tuple[ToolKind, ...] = get_args(ToolKind)
 SERVERS = "/opt/servers"
 """The directory where sandboxes show the programs of the installation, among them language
 servers."""
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
+ToolName = Annotated[
+    str,
+    of_form(
+        r"[A-Za-z_][A-Za-z0-9_-]{0,63}",
+        "at most 64 letters, digits and any of _ -, with a letter or _ first",
+    ),
+]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 

@@ -6,10 +6,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from etude.core.schema import Config, Count, Place, Positive, Url
+from etude.core.schema import Config, Count, Place, Positive, Url, of_form
 
 TIME = r"([01]\d|2[0-3]):[0-5]\d"
-Hours = Annotated[str, Field(pattern=rf"^{TIME}-{TIME}$")]
+Hours = Annotated[str, of_form(rf"{TIME}-{TIME}", "hours of a day, such as 20:00-06:00")]
 
 
 class LendConfig(Config):

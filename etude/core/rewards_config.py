@@ -7,10 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from etude.core.expression import Expression
-from etude.core.schema import Config, Count, NonNegative, Positive, Url
+from etude.core.schema import Config, Count, NonNegative, Positive, Url, of_form
 from etude.core.types import DETECTOR_PART, ENVIRONMENT_PART
 
-PartName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+PartName = Annotated[
+    str, of_form(r"[A-Za-z_][A-Za-z0-9_]*", "letters, digits and _, with no digit first")
+]
 
 
 class JudgeConfig(Config):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, model_validator
 
 from etude.core.sandbox import TIERS, Limits, Tier
-from etude.core.schema import Config, Count, Place, Positive
+from etude.core.schema import Config, Count, Place, Positive, of_form
 
 _NESTED = dict.fromkeys(("container", "e2b", "kubernetes"), "namespaces")
 """Isolations that are not tiers themselves -> the tier of the sandbox within them."""
@@ -57,7 +57,7 @@ class SandboxConfig(Config):
     network_log: Annotated[str | None, Place.PATH] = None
     """File that gets a line of JSON for each request that sandboxes make to hosts of their task's
     `network`. Without a list of hosts a task has no network."""
-    mirrors: dict[str, Annotated[str, Field(pattern=r"^[^:]+:\d+$")]] = {}
+    mirrors: dict[str, Annotated[str, of_form(r"[^:]+:\d+", "HOST:PORT")]] = {}
     """Hosts whose requests go to a server of your own instead, such as a package index frozen at a
     date: `{"pypi.org" = "10.0.0.5:443"}`. This is the only way to a private address."""
     cpus: Positive | None = None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from enum import Enum, auto
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 
 class Place(Enum):
@@ -19,13 +20,38 @@ class Place(Enum):
     """`file.py:name`, or a name that is looked up elsewhere."""
 
 
+def of_form(pattern: str, form: str) -> AfterValidator:
+    """A check of a whole text. `form`: the pattern in words, for whoever has written another."""
+
+    def check(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise ValueError(f"{text!r} must be {form}")
+        return text
+
+    return AfterValidator(check)
+
+
 Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+Name = Annotated[
+    str,
+    of_form(
+        r"[A-Za-z0-9][A-Za-z0-9._-]*",
+        "letters, digits and any of . _ -, with a letter or a digit first",
+    ),
+]
 """Part of a key in the store: letters, digits, `.`, `_` and `-`."""
-Reference = Annotated[str, Field(pattern=r"^.+:\w+$"), Place.CODE]
+CODE_BY_NAME = "code by name, FILE.py:NAME or MODULE:NAME"
+Reference = Annotated[str, of_form(r".+:\w+", CODE_BY_NAME), Place.CODE]
 """Code by name: `file.py:name` or `module:name`."""
-Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
-StoreUrl = Annotated[str, Field(pattern=r"^((s3|gs|az)://[^\s/]+(/\S+)?|file:/\S+)$")]
+URL = r"https?://[^\s/]+(/\S*)?"
+Url = Annotated[str, of_form(URL, "a URL, http://.. or https://..")]
+StoreUrl = Annotated[
+    str,
+    of_form(
+        r"(s3|gs|az)://[^\s/]+(/\S+)?|file:/\S+",
+        "s3://BUCKET/FOLDER (or gs://, az://), or file:/FOLDER",
+    ),
+]
 """A bucket and the folder in it, or `file:` with an absolute path."""
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from etude.core.sandbox import VENVS
-from etude.core.schema import Config, Count, CountOrZero, Place, Positive
+from etude.core.schema import (
+    CODE_BY_NAME,
+    URL,
+    Config,
+    Count,
+    CountOrZero,
+    Place,
+    Positive,
+    of_form,
+)
 
 PULL = "pull"
 """The environment is any client that asks the gateway for sessions."""
 CODE_REPAIR = "etude.run.environment:CodeRepair"
 TASK_FOLDER = "etude.run.task_folder:TaskFolder"
-URL = r"https?://[^\s/]+(/\S*)?"
-EnvironmentReference = Annotated[str, Field(pattern=rf"^({PULL}|{URL}|.+:\w+)$"), Place.CODE]
+EnvironmentReference = Annotated[
+    str,
+    of_form(rf"{PULL}|{URL}|.+:\w+", f"{CODE_BY_NAME}, the URL of a service, or {PULL}"),
+    Place.CODE,
+]
 """Code by name, the URL of a service, or `pull`."""
 
 

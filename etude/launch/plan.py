@@ -18,8 +18,7 @@ from etude.core.types import EVAL_SPLITS, Json
 from etude.launch.check import Findings
 from etude.launch.devices import described_placement, placed
 from etude.launch.place import RunPlace
-from etude.run.audit import evaluated_versions, is_finished
-from etude.run.evaluate import report_name
+from etude.run.audit import is_finished, wanted_reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +33,12 @@ class Standing:
     @classmethod
     def of(cls, place: RunPlace, config: RunConfig) -> Standing | None:
         """The standing of a run; None if nothing has been done yet."""
-        if (run := place.find()) is None:
+        run = place.find()
+        if run is None or (version := run.saved_version()) < 0:
             return None
-        if not (saved := run.checkpoints()):
-            return None
-        splits = [split for split in EVAL_SPLITS if getattr(config.tasks, split)]
-        versions = evaluated_versions(config)
-        wanted = {report_name(version, split) for version in versions for split in splits}
+        wanted = wanted_reports(config)
         left = len(wanted - set(run.evals())) / max(1, len(wanted))
-        return cls(int(saved[-1].partition(".")[0]), left, is_finished(run, config))
+        return cls(version, left, is_finished(run, config))
 
 
 def plan(

@@ -22,7 +22,7 @@ from etude.core.ledger import (
 from etude.core.lineage import estimator_of, stage_spans
 from etude.core.sampling import expand_spans
 from etude.core.stages import RolloutStageConfig
-from etude.core.types import Batch, Group
+from etude.core.types import EVAL_SPLITS, Batch, Group
 from etude.core.updates import is_of_user, step_of_simulated, steps_back
 from etude.run.evaluate import report_name
 from etude.run.journal import drops, group_of
@@ -93,6 +93,13 @@ def evaluated_versions(config: RunConfig) -> list[int]:
     return start + [span.end for span in stage_spans(config.stage)]
 
 
+def wanted_reports(config: RunConfig) -> set[str]:
+    """The names of the evaluations that a run ends with."""
+    splits = [split for split in EVAL_SPLITS if getattr(config.tasks, split)]
+    versions = evaluated_versions(config)
+    return {report_name(version, split) for version in versions for split in splits}
+
+
 def is_finished(run: Run, config: RunConfig) -> bool:
     """True if nothing is left to do. A controller that was killed after its last step must still
     drop the samples that were open; samples of users are always open."""
@@ -107,10 +114,9 @@ def _is_over(run: Run, config: RunConfig) -> bool:
     stages = stage_spans(config.stage)
     newest = find_newest(run.objects)
     last = stages[-1]
-    splits = [split for split in ("heldout", "novel") if getattr(config.tasks, split)]
-    versions = evaluated_versions(config)
-    wanted = {report_name(version, split) for version in versions for split in splits}
-    if newest is None or newest.version < last.end or not wanted <= set(run.evals()):
+    if newest is None or newest.version < last.end:
+        return False
+    if not wanted_reports(config) <= set(run.evals()):
         return False
     return (
         not isinstance(last.stage, RolloutStageConfig)
@@ -281,8 +287,7 @@ def _check_versions(
             f"the ledger says that step {trained} is trained, and the newest published version is "
             f"{newest}"
         )
-    checkpoints = run.checkpoints()
-    kept = int(checkpoints[-1].partition(".")[0]) if checkpoints else -1
+    kept = run.saved_version()
     if lost := [step for step in range(kept + 1, newest + 1) if not run.has_batch(step)]:
         yield (
             f"version {newest} is published, the newest checkpoint is of version {kept}, and there "

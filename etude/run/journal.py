@@ -239,10 +239,9 @@ def _check_batches(run: Run, entries: Iterable[Entry]) -> None:
     """Refuse to resume without a batch that the trainer still needs, since it would wait forever.
     The checkpoints tell which batches are needed; a power cut may have destroyed the newest batch
     and left its entry."""
-    saved = [int(name.partition(".")[0]) for name in run.checkpoints()]
-    reached = max(saved, default=0)
+    saved = run.saved_version()
     for entry in entries:
-        if isinstance(entry, Batched) and entry.step > reached and not run.has_batch(entry.step):
+        if isinstance(entry, Batched) and entry.step > saved and not run.has_batch(entry.step):
             raise EtudeError(
                 f"{run.objects.url}: the batch of step {entry.step} is not there, and the ledger "
                 f"says that it was made: bring batches/{entry.step:06d} back from a copy, or begin "

@@ -68,6 +68,7 @@ class Log(Generic[R]):
         with self._writing:
             while self._take():
                 if self._number is None:
+                    self.check_whole()
                     self._number = self.end()
                 self._write(self._key(self._number))
                 self._number, self._segment = self._number + 1, None
@@ -99,27 +100,30 @@ class Log(Generic[R]):
 
     def records(self) -> list[R]:
         """All records so far, in order, without their times; an error if some of them are lost."""
-        return [stamped.record for stamped in self._whole()[0]]
+        self.check_whole()
+        return [stamped.record for stamped in self.read()[0]]
 
     def resume(self) -> list[R]:
         """All records so far. This writer continues right after them; its next append detects
         another writer that has done so."""
-        records, self._number = self._whole()
+        self.check_whole()
+        records, self._number = self.read()
         return [stamped.record for stamped in records]
 
-    def _whole(self) -> tuple[list[Stamped[R]], int]:
+    def check_whole(self) -> None:
+        """Raise the error of `lost`, if there is one."""
         if (lost := self.lost()) is not None:
             raise lost
-        return self.read()
 
     def lost(self) -> Damaged | None:
         """The error for a missing segment, after which nothing is read; None if none is missing."""
         key = find_gap(self._objects, self.name, self._key)
         if key is None:
             return None
+        otherwise = "" if self._durable else f", or delete the folder {self.name}/"
         return Damaged(
             f"{self._objects.url}: {key} is not there, and later ones are: bring it back from a "
-            f"copy"
+            f"copy{otherwise}"
         )
 
     def end(self, start: int = 0) -> int:

@@ -18,7 +18,7 @@ from etude.store.objects import Objects
 NEWS = "production/news"
 KEPT_S = 7200.0
 """Older entries are swept."""
-ALL_S = 3600.0
+LIST_ALL_S = 3600.0
 """The interval at which a reader lists all users, because some news may be missing."""
 CLOCK_SKEW_S = 300.0
 """The largest difference between the clocks of two writers."""
@@ -33,7 +33,7 @@ class News:
         self._objects = objects
         self._now = now
         self._read_until = 0.0
-        self._all_until = 0.0
+        self._listed_all = 0.0
         """The time when all users were listed last."""
         self._seen: set[str] = set()
 
@@ -48,8 +48,8 @@ class News:
         since, now = self._read_until, self._now()
         listed = self._keys(max(since, now - KEPT_S) - CLOCK_SKEW_S, now + CLOCK_SKEW_S)
         new, self._seen, self._read_until = listed - self._seen, listed, now
-        if not 0 <= now - self._all_until <= ALL_S:  # a clock may be set back, too
-            self._all_until = now
+        if not 0 <= now - self._listed_all <= LIST_ALL_S:  # a clock may be put back, too
+            self._listed_all = now
             return None
         return {match[1] for key in new if (match := _ENTRY.fullmatch(key))}
 

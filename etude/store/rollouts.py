@@ -144,6 +144,7 @@ class RolloutLog:
         if not rows:
             return
         if self._number is None:
+            self._check_whole()
             self._number = self._end()
         key, data = _key(self._number), encode_rows(rows)
         if not self._objects.create(key, data) and self._objects.get(key) != data:

@@ -87,8 +87,7 @@ class Run:
         """Check that a config may continue the run. A run is one experiment: once there is work in
         it, only the settings that `core.changes` allows may differ from those that it was started
         with. A damaged ledger is reported here, too."""
-        if (lost := self.ledger.lost()) is not None:
-            raise lost
+        self.ledger.check_whole()
         if not (self.checkpoints() or self.ledger.end()):
             return
         otherwise = "choose another --dir, or begin anew with --fresh, which removes this one"
@@ -97,8 +96,7 @@ class Run:
                 f"{self.place} holds a run that has lost its config.json, and nothing else "
                 f"says what it was started with: bring the file back from a copy, {otherwise}"
             )
-        reached = [int(name.partition(".")[0]) for name in self.checkpoints()] + self.batches()
-        version = max(reached, default=0)
+        version = max(0, self.saved_version(), *self.batches())
         if refused := refused_changes(self.config(), config, version=version):
             changes = "".join(f"\n  {change}" for change in refused)
             raise EtudeError(
@@ -295,6 +293,10 @@ class Run:
             name.removesuffix(f"/{_MANIFEST}") for name in names if name.endswith(f"/{_MANIFEST}")
         ]
 
+    def saved_version(self) -> int:
+        """Of the newest checkpoint; -1 if there is none."""
+        return max((int(name.partition(".")[0]) for name in self.checkpoints()), default=-1)
+
     def checkpoint_bytes(self, name: str) -> int:
         return self.objects.size(f"checkpoints/{name}")
 
@@ -345,9 +347,10 @@ class Run:
 
 
 def runs_below(place: str) -> str:
-    """The runs of a project's folder, where `etude run` was started, as text; empty if there are
-    none."""
-    found = sorted(path.parent for path in Path(place).glob("runs/*/config.json"))
+    """The runs of a project's folder, where `etude run` was started, or of its folder `runs`, as
+    text; empty if there are none."""
+    folder = Path(place) if Path(place).name == "runs" else Path(place, "runs")
+    found = sorted(path.parent for path in folder.glob("*/config.json"))
     return f" (there is {', '.join(map(str, found))})" if found else ""
 
 

@@ -58,12 +58,14 @@ class Mistaken(Environment):
 
 
 class Agent:
-    def __init__(self, http, **settings):
+    def __init__(self, http, *, temperature, **settings):
         self.http = http
+        self.temperature = temperature
 
     async def run(self, task, sandbox, *, base_url, api_key, seed):
         headers = {"Authorization": f"Bearer {api_key}"}
         body = {"model": "etude", "messages": task.opening, "max_tokens": 4}
+        body["temperature"] = self.temperature
         url = f"{base_url}/chat/completions"
         async with self.http.post(url, json=body, headers=headers) as response:
             if response.status != 200:
@@ -184,6 +186,9 @@ def test_a_session_with_a_model_is_recorded(
     assert re.search(r"answer 1: [1-4] tokens in ", found["screen"])
     found = tried(capsys, "--set", f"model.path={model}", "--set", "model.max_context=4", code=1)
     assert "context of 4" in found["by_name"][SESSION]["error"]
+    (project / "run.toml").write_text(RUN.replace('kind = "rl"', 'kind = "midtrain"'))
+    found = tried(capsys, "--set", f"model.path={model}", "--set", "model.max_context=64")
+    assert not any("temperature" in line for line in found["look"]), "the agent has set none"
 
 
 def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

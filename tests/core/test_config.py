@@ -146,7 +146,12 @@ def test_a_model_from_a_directory() -> None:
             "stage.sft: there is nothing to imitate: give demonstrations, or the path",
         ),
         ("demonstrations = 100", "path = 3", "stage.sft.path = 3: input should be a valid string"),
-        ('"demo"', '"../x"', "name = '../x': string should match pattern"),
+        ('"demo"', '"../x"', "name: '../x' must be letters, digits and any of . _ -"),
+        (
+            "[model]",
+            '[tasks]\nenvironment = "mine.py"\n[model]',
+            r"tasks.environment: 'mine.py' must be code by name, FILE.py:NAME or",
+        ),
         ("seed = 3", 'seed = "3"', "seed = '3': input should be a valid integer"),
         ("seed = 3", "seed = true", "seed = True: input should be a valid integer"),
         (
@@ -326,7 +331,7 @@ def test_no_stage_at_all() -> None:
     with pytest.raises(EtudeError, match="stage is missing: a run has at least one"):
         parse('name = "x"')
     for text in ("stage = 3", "stage = 3\nlr = 1"):
-        with pytest.raises(EtudeError, match="stage = 3: it must be a list"):
+        with pytest.raises(EtudeError, match=r"stage: write \[\[stage\]\], not stage = 3: there"):
             parse(f'name = "x"\n{text}')
     with pytest.raises(EtudeError, match=r"has the stages \(none\)"):
         parse('name = "x"\nstage = 3', ["stage.rl.steps=1"])
@@ -337,6 +342,8 @@ def test_a_table_that_should_be_a_list_of_tables() -> None:
         parse('name = "x"\n[stage]\nkind = "rl"')
     with pytest.raises(EtudeError, match=r"sources: write \[\[stage.sources\]\], not"):
         parse('name = "x"\n[[stage]]\nkind = "midtrain"\nsteps = 1\n[stage.sources]\npath = "a"')
+    with pytest.raises(EtudeError, match="engine.regions = {'a': 1}: it must be a list$"):
+        parse(GOOD, ["engine.regions={a = 1}"])
 
 
 def test_every_mistake_is_told_at_once() -> None:

@@ -147,9 +147,10 @@ def test_records_that_are_lost_are_told_to_whoever_goes_on_from_them(place: int)
     assert [n.text for n in notes(objects).resume()] == ["a", "b", "c"]
     objects.delete(f"notes/000000000{place}.jsonl")
     log = notes(objects)
-    for reads in (log.records, log.resume):
+    for goes_on in (log.records, log.resume, lambda: log.append(Note("d"))):
         with pytest.raises(EtudeError, match=rf"notes/000000000{place}.jsonl is not there, and la"):
-            reads()
+            goes_on()
+    assert not objects.exists(f"notes/000000000{place}.jsonl"), "the place of what is lost"
 
 
 class Busy(Objects):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from etude.store.news import ALL_S, CLOCK_SKEW_S, KEPT_S, NEWS, News
+from etude.store.news import CLOCK_SKEW_S, KEPT_S, LIST_ALL_S, NEWS, News
 from etude.store.objects import Objects
 from tests.store.test_production_store import Clock
 
@@ -57,12 +57,12 @@ def test_what_writers_with_other_clocks_tell_is_read(
         assert news.read() == set()
 
 
-@pytest.mark.parametrize("every_s", [5.0, ALL_S, 2 * KEPT_S])
+@pytest.mark.parametrize("every_s", [5.0, LIST_ALL_S, 2 * KEPT_S])
 def test_a_reader_lists_all_users_every_hour(clock: Clock, news: News, every_s: float) -> None:
     """However often it reads, because some news may be missing: that of a writer that died, or
     swept news."""
     assert news.read() is None
-    for _ in range(int(ALL_S // every_s)):
+    for _ in range(int(LIST_ALL_S // every_s)):
         clock.now += every_s
         news.tell(ALICE)
         assert news.read() == {ALICE}
@@ -74,7 +74,7 @@ def test_a_reader_lists_all_users_every_hour(clock: Clock, news: News, every_s: 
 
 def test_a_clock_that_is_put_back_hides_nothing(clock: Clock, news: News) -> None:
     news.read()
-    clock.now -= 10 * ALL_S
+    clock.now -= 10 * LIST_ALL_S
     news.tell(ALICE)
     assert news.read() is None
     news.tell(BOB)

@@ -146,10 +146,10 @@ def test_a_file_that_is_lost_is_told() -> None:
     assert RolloutLog(objects).lost() is None
     objects.delete("rollouts/0000000001.parquet")
     log, reader = RolloutLog(objects), RolloutReader(objects)
-    for reads in (log.rows, log.groups):
+    for goes_on in (log.rows, log.groups, lambda: log.append(group_rows(GROUP))):
         with pytest.raises(
             EtudeError, match=r"rollouts/0000000001\.parquet is not there, and later"
         ):
-            reads()
+            goes_on()
     assert len(reader.new()) == len(GROUP.trajectories) and reader.new() == []
     assert len(reader.damaged) == 1
