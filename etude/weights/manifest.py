@@ -165,23 +165,23 @@ class Chain:
         return self.follow(head) if head and head.version > after else None
 
     def lineage(self) -> dict[int, int]:
-        """Version -> the epoch that it counts in, of all that are kept, oldest version first."""
+        """Version -> the epoch that it counts in, of all from the oldest that is kept, oldest
+        first."""
         spans, listed = self._walk(over_damage=True).spans(), self._listed()
         found: dict[int, int] = {}
-        for epoch, versions in reversed(spans):
-            if not versions:
-                continue
-            # What was deleted is older than all that is kept. A listing may miss the oldest that
-            # is.
-            oldest = min(
-                (version for version in listed[epoch] if version in versions), default=versions.stop
-            )
-            while oldest > versions.start and self.exists(manifest_key(epoch, oldest - 1)):
-                oldest -= 1
+        for epoch, versions in spans:
+            oldest = versions.start
+            if not found:
+                # What was deleted is older than all that is kept. A listing may miss the oldest
+                # that is.
+                oldest = min(
+                    (version for version in listed[epoch] if version in versions),
+                    default=versions.stop,
+                )
+                while oldest > versions.start and self.exists(manifest_key(epoch, oldest - 1)):
+                    oldest -= 1
             found |= dict.fromkeys(range(oldest, versions.stop), epoch)
-            if oldest > versions.start:
-                break
-        return dict(sorted(found.items()))
+        return found
 
     def find(self, version: int) -> tuple[VersionRef, Manifest]:
         """The version of that number. Raises `Missing`, or `VersionGone` if newer ones are kept
