@@ -26,6 +26,8 @@ from etude.weights.records import hash_of
 LOCK_S = 20.0
 """For how long one waits for what another process downloads."""
 POLL_S = 0.02
+UNFINISHED_S = 3600.0
+"""A file that has been half-written for so long was left by a process that was killed."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -100,9 +102,14 @@ class HostCache:
         files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # others shrink it too
+                found = path.stat()
                 if re.fullmatch("[0-9a-f]{64}", path.name):
-                    found = path.stat()
                     files.append((found.st_mtime, found.st_size, path))
+                elif (
+                    re.fullmatch(r"[0-9a-f]{64}\..*\.part", path.name)
+                    and found.st_mtime < time.time() - UNFINISHED_S
+                ):
+                    path.unlink()
         excess = max(room, sum(size for _, size, _ in files) - self._max_bytes)
         for _, size, path in sorted(files)[:-1]:
             if excess > 0:

@@ -76,6 +76,15 @@ def test_on_a_full_disk_the_oldest_make_room_and_what_does_not_fit_is_not_kept(
     assert kept == {hash_of(texts[-1])}
 
 
+def test_what_a_killed_process_left_half_written_goes_after_a_while(tmp_path: Path) -> None:
+    old, young = (tmp_path / f"{hash_of(text)}.1.2.part" for text in (b"old", b"young"))
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    HostCache(tmp_path).get(hash_of(b"more"), lambda: b"more")
+    assert not old.exists() and young.exists()
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
