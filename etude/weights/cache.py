@@ -56,8 +56,9 @@ class HostCache:
 
     def get(self, hash: str, download: Callable[[], bytes]) -> bytes:
         path = self._folder / hash
-        with self._explained(), (self._folder / f"{hash}.lock").open("w") as lock:
-            self._wait_for(lock)
+        with self._explained(), contextlib.ExitStack() as locked:
+            with _passing_over_full_disk():
+                self._wait_for(locked.enter_context((self._folder / f"{hash}.lock").open("w")))
             with contextlib.suppress(FileNotFoundError):
                 data = path.read_bytes()
                 if hash_of(data) == hash:
@@ -76,7 +77,7 @@ class HostCache:
             if e.errno not in DISK_FULL:
                 raise
             self._shrink(room=len(data))
-            with contextlib.suppress(OSError):
+            with _passing_over_full_disk():
                 _write(path, data)
 
     def _wait_for(self, lock: IO[str]) -> None:
@@ -116,6 +117,15 @@ class HostCache:
                 path.unlink(missing_ok=True)
                 path.with_suffix(".lock").unlink(missing_ok=True)
                 excess -= size
+
+
+@contextlib.contextmanager
+def _passing_over_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in DISK_FULL:
+            raise
 
 
 def _write(path: Path, data: bytes) -> None:
