@@ -145,11 +145,17 @@ def verify(url: str, console: Console) -> int:
     damaged."""
     chain = open_chain(url)
     follower, damaged = Follower(chain), 0
-    for version, epoch in chain.lineage().items():
+    lineage = chain.lineage()
+    oldest = min(lineage)
+    for version, epoch in lineage.items():
         try:
             link, manifest = chain.at(epoch, version)
         except Missing:
-            continue  # deleted after it was listed
+            if not chain.exists(manifest_key(lineage[oldest], oldest)):
+                continue  # deleted after it was listed; the oldest goes first
+            told = "its manifest is not there"
+            is_right = False
+            lost = [manifest_key(epoch, version)]
         except Corrupt as e:
             told = str(e)
             is_right = False

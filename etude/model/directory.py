@@ -32,13 +32,16 @@ def weight_files(path: Path) -> list[str]:
     this directory."""
     if not (path / INDEX).is_file():
         return [SINGLE_FILE]
-    index = json.loads((path / INDEX).read_bytes())
-    where = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(where, dict) or not all(map(_is_inside, where.values())):
+    try:
+        names = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
+        is_sound = all(map(_is_inside, names))
+    except (ValueError, TypeError, KeyError, AttributeError):  # no JSON, or of another shape
+        is_sound = False
+    if not is_sound:
         raise ValueError(
             f"{INDEX} does not say which files of the directory hold the tensors: fetch it again"
         )
-    return sorted(set(where.values()))
+    return sorted(names)
 
 
 def _is_inside(name: object) -> bool:

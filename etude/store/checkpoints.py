@@ -24,7 +24,7 @@ from pathlib import Path
 from etude import __version__
 from etude.core.errors import EtudeError
 from etude.core.types import Json
-from etude.store.codec import from_json, to_json
+from etude.store.codec import Damaged, from_json, to_json
 from etude.store.objects import Missing
 from etude.store.runs import Run
 
@@ -32,6 +32,7 @@ KEEP_CHECKPOINTS = 2
 PARTS_TIMEOUT_S = 600.0
 """The longest wait of rank 0 for the parts of the others."""
 POLL_S = 0.05
+GO_BACK = "remove that checkpoint, and the run goes on from the one before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +75,12 @@ def version_name(version: int, step: int = 0) -> str:
 
 
 def read(run: Run, name: str) -> Checkpoint:
-    return from_json(run.checkpoint(name), Checkpoint, _where(run, name))
+    try:
+        data = run.checkpoint(name)
+    except Damaged as e:
+        key = f"checkpoints/{name}/manifest.json"
+        raise Damaged(f"{_where(run, name)}: {key} is damaged: {GO_BACK}") from e
+    return from_json(data, Checkpoint, _where(run, name))
 
 
 def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
@@ -89,8 +95,7 @@ def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
         damage = "gone"
     raise EtudeError(
         f"{_where(run, checkpoint.name)}: checkpoints/{checkpoint.name}/{part}, the part of rank "
-        f"{rank}, is {damage}: "
-        f"remove that checkpoint, and the run goes on from the one before"
+        f"{rank}, is {damage}: {GO_BACK}"
     )
 
 

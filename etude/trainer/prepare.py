@@ -84,15 +84,15 @@ def check_stage_files(config: RunConfig) -> None:
             check_file(stage.loss, f"stage.{stage.name}.loss")
         if isinstance(stage, DistillConfig):
             model_directory(stage.teacher, f"stage.{stage.name}.teacher")
-        patterns = [stage.path] if isinstance(stage, SftConfig | DpoConfig) else []
-        if isinstance(stage, MidtrainConfig):
-            patterns = [
-                stage.heldout_path,
-                *(source.path for source in stage.sources if source.path != BUILT_IN),
-            ]
-        for path in (path for pattern in patterns if pattern for path in sources.files(pattern)):
-            if isinstance(stage, SftConfig | DpoConfig):
+        if isinstance(stage, SftConfig | DpoConfig) and stage.path is not None:
+            for path in sources.files(stage.path):
                 next(sources.records(path), None)  # the rest is read when the stage begins
+        if isinstance(stage, MidtrainConfig):
+            for source in stage.sources:
+                if source.path != BUILT_IN:
+                    sources.files(source.path)
+            if stage.heldout_path is not None:
+                sources.files(stage.heldout_path)
 
 
 def check_training(config: RunConfig, *, resumed: bool) -> None:

@@ -26,6 +26,8 @@ from etude.weights.records import hash_of
 LOCK_S = 20.0
 """The longest wait for a download by another process."""
 POLL_S = 0.02
+UNFINISHED_S = 3600.0
+"""A file that has been half-written for so long was left by a process that was killed."""
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -54,8 +56,9 @@ class HostCache:
 
     def get(self, hash: str, download: Callable[[], bytes]) -> bytes:
         path = self._folder / hash
-        with self._explained(), (self._folder / f"{hash}.lock").open("w") as lock:
-            self._wait_for(lock)
+        with self._explained(), contextlib.ExitStack() as locked:
+            with _passing_over_full_disk():
+                self._wait_for(locked.enter_context((self._folder / f"{hash}.lock").open("w")))
             with contextlib.suppress(FileNotFoundError):
                 data = path.read_bytes()
                 if hash_of(data) == hash:
@@ -74,7 +77,7 @@ class HostCache:
             if e.errno not in DISK_FULL:
                 raise
             self._shrink(room=len(data))
-            with contextlib.suppress(OSError):
+            with _passing_over_full_disk():
                 _write(path, data)
 
     def _wait_for(self, lock: IO[str]) -> None:
@@ -100,15 +103,29 @@ class HostCache:
         files = []
         for path in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # other processes shrink it too
+                found = path.stat()
                 if re.fullmatch("[0-9a-f]{64}", path.name):
-                    found = path.stat()
                     files.append((found.st_mtime, found.st_size, path))
+                elif (
+                    re.fullmatch(r"[0-9a-f]{64}\..*\.part", path.name)
+                    and found.st_mtime < time.time() - UNFINISHED_S
+                ):
+                    path.unlink()
         excess = max(room, sum(size for _, size, _ in files) - self._max_bytes)
         for _, size, path in sorted(files)[:-1]:
             if excess > 0:
                 path.unlink(missing_ok=True)
                 path.with_suffix(".lock").unlink(missing_ok=True)
                 excess -= size
+
+
+@contextlib.contextmanager
+def _passing_over_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as e:
+        if e.errno not in DISK_FULL:
+            raise
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from etude.core.types import Manifest, Route, VersionRef
 from etude.store.codec import to_json
 from etude.weights.manifest import Chain
 from etude.weights.records import owner_of, shard_key
+from etude.weights.routes import RouteStep
 from etude.weights.signing import Corrupt
 
 SKEW_S = 120.0
@@ -118,8 +119,9 @@ def find_garbage(chain: Chain, *, keep: int, served: Collection[int] = (), now: 
 
 
 def _floor(chain: Chain, lineage: dict[int, int], *, wanted: int, now: float) -> int:
-    """The oldest version to keep: one that is stored whole, with all shards, and not newer than
-    `wanted` or anything else that is needed."""
+    """The oldest version to keep. It is not newer than `wanted` or anything else that is needed,
+    and all wanted versions can be built from the kept objects. If an object that they need is lost,
+    everything is kept."""
     for lease in chain.leases().values():
         if isinstance(lease, Corrupt):
             raise lease  # its writer may need any version
@@ -128,18 +130,27 @@ def _floor(chain: Chain, lineage: dict[int, int], *, wanted: int, now: float) ->
     for version in [v for v in lineage if v >= wanted]:
         base = chain.at(lineage[version], version)[1].adapter_of
         wanted = wanted if base is None else min(wanted, base.version)
-    for version in sorted((v for v in lineage if v <= wanted), reverse=True):
+    there = set(chain.keys("weights/shards"))
+    steps: list[RouteStep] = []
+    for version in sorted(lineage, reverse=True):
         link, manifest = chain.at(lineage[version], version)
-        whole = [r for r in (manifest.route, *chain.extra_routes(link)) if r.base is None]
-        # a snapshot that lost a shard is not a reason to delete the deltas that the version is
-        # built from
-        if any(_named(link, manifest, route) <= _there(chain, link) for route in whole):
+        steps += [
+            RouteStep(link, route)
+            for route in (manifest.route, *chain.extra_routes(link))
+            if _named(link, manifest, route) <= there
+        ]
+        if version <= wanted and _buildable(steps) >= {v for v in lineage if v >= wanted}:
             return version
     return min(lineage)
 
 
-def _there(chain: Chain, link: VersionRef) -> set[str]:
-    return set(chain.keys(f"weights/shards/{link.epoch:06d}/{link.version:06d}"))
+def _buildable(steps: Sequence[RouteStep]) -> set[int]:
+    """The versions that these steps, newest first, lead to from nothing."""
+    built: dict[VersionRef | None, int] = {None: -1}
+    for step in reversed(steps):
+        if step.route.base in built:
+            built[step.target] = step.target.version
+    return set(built.values())
 
 
 def _named(link: VersionRef, manifest: Manifest, *routes: Route) -> set[str]:
@@ -151,7 +162,7 @@ def _shards(chain: Chain, link: VersionRef, manifest: Manifest) -> set[str]:
     further = chain.check_extra_routes(link).values()
     # it may be restored, and then needs the shards that it names
     if any(isinstance(route, Corrupt) for route in further):
-        return _there(chain, link)
+        return set(chain.keys(f"weights/shards/{link.epoch:06d}/{link.version:06d}"))
     return _named(
         link, manifest, manifest.route, *(route for route in further if isinstance(route, Route))
     )

@@ -166,23 +166,22 @@ class Chain:
         return self.follow(head) if head and head.version > after else None
 
     def lineage(self) -> dict[int, int]:
-        """Version -> its epoch, for all kept versions, oldest first."""
+        """Version -> its epoch, for all versions from the oldest kept one on, oldest first."""
         spans, listed = self._walk(over_damage=True).spans(), self._listed()
         found: dict[int, int] = {}
-        for epoch, versions in reversed(spans):
-            if not versions:
-                continue
-            # Deleted versions are older than all kept ones. A listing may miss the oldest kept
-            # ones.
-            oldest = min(
-                (version for version in listed[epoch] if version in versions), default=versions.stop
-            )
-            while oldest > versions.start and self.exists(manifest_key(epoch, oldest - 1)):
-                oldest -= 1
+        for epoch, versions in spans:
+            oldest = versions.start
+            if not found:
+                # Deleted versions are older than all kept ones. A listing may miss the oldest kept
+                # ones.
+                oldest = min(
+                    (version for version in listed[epoch] if version in versions),
+                    default=versions.stop,
+                )
+                while oldest > versions.start and self.exists(manifest_key(epoch, oldest - 1)):
+                    oldest -= 1
             found |= dict.fromkeys(range(oldest, versions.stop), epoch)
-            if oldest > versions.start:
-                break
-        return dict(sorted(found.items()))
+        return found
 
     def find(self, version: int) -> tuple[VersionRef, Manifest]:
         """The version of this number. Raises `Missing`, or `VersionGone` if only newer ones are

@@ -15,6 +15,7 @@ from etude.core.traffic import start
 from etude.store.objects import Objects
 from etude.store.realtime import TrafficLog
 from etude.store.runs import Run
+from etude.weights.compact import compact
 from etude.weights.follow import Follower
 from etude.weights.manifest import Chain
 from etude.weights.publish import Publisher, SnapshotPolicy
@@ -101,15 +102,44 @@ def test_gc(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "was deleted by `etude weights gc`" in capsys.readouterr().err
 
 
-def test_gc_keeps_what_a_version_is_built_from_without_a_damaged_snapshot(url: str) -> None:
+@pytest.mark.parametrize("version", [5, 6])
+def test_gc_keeps_what_a_version_is_built_from_where_an_object_is_lost(
+    url: str, version: int
+) -> None:
+    """The snapshot of version 5; or the step from 5 to 6, where another one leads from 3 to 6."""
     objects = Objects.open(url)
-    link, _ = Chain(objects).find(5)
-    (snapshot,) = Chain(objects).extra_routes(link)
-    objects.delete(shard_key(1, 5, snapshot.shards[0].hash))
+    compact(Chain(objects), skip=3)
+    link, manifest = Chain(objects).find(version)
+    lost = manifest.route
+    if version == 5:
+        (lost,) = Chain(objects).extra_routes(link)
+    objects.delete(shard_key(1, version, lost.shards[0].hash))
     for _ in range(2):
         assert main(["weights", "gc", url, "--keep", "2", "--grace", "0"]) == 0
     built = Follower(Chain(objects)).fetch(7)
     assert torch.equal(built["model.layers.0.up_proj.weight"], weights(7))
+
+
+def test_a_manifest_that_is_lost_is_told_and_nothing_is_deleted(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = Objects.open(url)
+    publisher = Publisher(Chain(objects))
+    for version in (8, 9):
+        publisher.publish(version, {"norm.weight": torch.ones(3)}, stage="rl", step=version)
+    publisher.close()
+    for lost in (manifest_key(1, 5), manifest_key(2, 8)):
+        data = objects.get(lost)
+        objects.delete(lost)
+        there = objects.list("weights")
+        assert main(["weights", "verify", url]) == 1
+        assert f"its manifest is not there\n  restore {lost}\n" in capsys.readouterr().out
+        for _ in range(2):
+            assert main(["weights", "gc", url, "--keep", "3", "--grace", "0"]) == 2
+        assert f"cannot read {lost} " in capsys.readouterr().err
+        assert objects.list("weights") == there
+        objects.put(lost, data)
+    assert main(["weights", "verify", url]) == 0
 
 
 def test_gc_keeps_what_the_pools_of_users_serve(url: str) -> None:

@@ -156,6 +156,16 @@ def test_a_damaged_part_is_named(run: Run) -> None:
         read_part(run, found, 0)
 
 
+def test_a_damaged_manifest_costs_its_checkpoint_alone(run: Run) -> None:
+    saver = CheckpointWriter(run)
+    saver.save(SAVED, b"tensors")
+    saver.wait()
+    key = f"checkpoints/{SAVED.name}/manifest.json"
+    run.objects.put(key, b"")
+    with pytest.raises(EtudeError, match=f"{key} is damaged: remove that checkpoint, and"):
+        read(run, SAVED.name)
+
+
 def test_the_lineage_is_shown(tmp_path: Path) -> None:
     run, console = Run.open(f"file:{tmp_path}"), Console(record=True, width=200)
     run.put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))

@@ -215,6 +215,12 @@ def test_a_file_that_is_no_json_lines_is_found_before_the_first_stage(
         check_stage_files(config)
 
 
+def test_an_empty_path_is_refused_too() -> None:
+    text = 'name = "a"\n[[stage]]\nkind = "sft"\ndemonstrations = 2\npath = ""\n'
+    with pytest.raises(EtudeError, match="no such file"):
+        check_stage_files(parse(text))
+
+
 def test_no_file_is_asked_for_where_none_is_needed() -> None:
     kinds: dict[str, Any] = {
         "midtrain": "steps = 1",

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,30 @@ def test_on_a_full_disk_the_oldest_make_room_and_what_does_not_fit_is_not_kept(
     assert cache.get(hash_of(large), lambda: large) == large
     kept = {path.name for path in tmp_path.iterdir() if path.suffix != ".lock"}
     assert kept == {hash_of(texts[-1])}
+
+
+def test_a_disk_that_takes_no_more_files_has_no_locks_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def open_existing(path: Path, mode: str = "r", *options: Any, **named: Any) -> Any:
+        if "w" in mode and not path.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, mode, *options, **named)
+
+    monkeypatch.setattr(Path, "open", open_existing)
+    assert HostCache(tmp_path).get(hash_of(b"data"), lambda: b"data") == b"data"
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_half_written_goes_after_a_while(tmp_path: Path) -> None:
+    old, young = (tmp_path / f"{hash_of(text)}.1.2.part" for text in (b"old", b"young"))
+    for path in (old, young):
+        path.write_bytes(b"half")
+    os.utime(old, (0, 0))
+    HostCache(tmp_path).get(hash_of(b"more"), lambda: b"more")
+    assert not old.exists() and young.exists()
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
