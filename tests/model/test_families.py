@@ -369,8 +369,9 @@ def test_replayed_experts_are_used(model_type: str) -> None:
     replay = Routing(other.short())
     changed = run(replay)
     assert torch.equal(replay.chosen().view(ids.shape), other)
-    assert torch.equal(changed[:, :20], plain[:, :20])
-    assert not torch.isclose(changed[:, 20], plain[:, 20]).all()
+    # Other experts have other numbers of rows, and products may round them differently.
+    torch.testing.assert_close(changed[:, :20], plain[:, :20])
+    assert not torch.isclose(changed[:, 20], plain[:, 20], rtol=1e-2).all()
 
 
 def test_only_the_experts_that_were_used_learn_and_the_router_always_does() -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import tarfile
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,14 +136,13 @@ async def test_a_few_machines_are_made_at_once() -> None:
     ],
 )
 def test_an_engine_that_holds_no_sandbox(
-    monkeypatch: pytest.MonkeyPatch, answer: tuple[int | None, str], why: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: tuple[int | None, str], why: str
 ) -> None:
     Engine(monkeypatch, run=answer)
-    homes = [container.Machines("container").home.parent]
-    before = set(homes[0].iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EtudeError, match=why):
         ContainerSandboxPool(clients=("a",))
-    assert set(homes[0].iterdir()) <= before, "nothing is left"
+    assert not [*tmp_path.iterdir()], "nothing is left"
 
 
 def test_an_image_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
