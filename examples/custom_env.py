@@ -1,5 +1,5 @@
-"""The smallest environment and the smallest agent: a model that knows nothing learns to say vowels,
-in a minute.
+"""The smallest environment and the smallest agent: a model with fresh weights learns to answer in
+vowels, in a minute.
 
 etude try examples/custom_env.toml             what nothing, a good song and a session earn
 etude run examples/custom_env.toml             the reward rises from 0.5 to nearly 1
@@ -18,7 +18,7 @@ from etude.core.types import Attempt, Part, Score, Task, Transcript
 
 
 class Vowels:
-    """An Environment: the tasks, their sandboxes, and the reward."""
+    """An Environment: its tasks, their sandboxes, and the score of an attempt."""
 
     def __init__(self, pool: SandboxPool, *, counts: Mapping[str, int], seed: int) -> None:
         self.pool = pool
@@ -43,7 +43,7 @@ class Vowels:
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         song = await sandbox.read("song.txt")
         vowels = sum(letter in "aeiou" for letter in song.lower())
-        # A song with at least half vowels is solved (reward 1); below that, every vowel counts.
+        # A song with half vowels is solved (reward 1); below that, every vowel counts.
         reward = min(1.0, 2 * vowels / max(1, len(song)))
         return Score(reward, parts=(Part("vowels", vowels, evidence=song),))
 
@@ -67,7 +67,7 @@ class Singer:
         url = f"{base_url}/chat/completions"
         async with self.http.post(url, json=body, headers=headers) as response:
             if response.status != 200:
-                raise RuntimeError(await response.text())  # says which field is wrong, and why
+                raise RuntimeError(await response.text())  # names the wrong field
             answer = (await response.json())["choices"][0]["message"]
         await sandbox.write("song.txt", answer["content"] or "")
         return Transcript(messages=[*messages, answer], finished=True)

@@ -1,4 +1,4 @@
-"""A custom policy loss: negative advantages count less than positive ones."""
+"""A custom policy loss: negative advantages count for less than positive ones."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from etude.train.loss import Clip, LossInputs, PolicyLoss
 
 
 def gentle(tokens: LossInputs, clip: Clip) -> Tensor:
-    """Plain policy gradient with negative advantages scaled by 0.2: a small policy that is pushed
-    away from its own samples drifts into unexplored regions."""
+    """Plain policy gradient with negative advantages scaled to a fifth: a small policy that is
+    pushed away from its own samples drifts into regions that it has never explored."""
     adv_N = torch.where(tokens.adv_N < 0, 0.2 * tokens.adv_N, tokens.adv_N)
     return -adv_N * tokens.logp_N
 
