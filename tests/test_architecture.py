@@ -482,6 +482,18 @@ def test_every_module_says_what_it_is() -> None:
     assert all((PACKAGE / name / "__init__.py").exists() for name in packages())
 
 
+def test_docstrings_open_with_a_noun_phrase_or_an_imperative() -> None:
+    """A clause such as "What is left of ..." makes the reader wait for its noun."""
+    clauses = re.compile(r"(?:What|Who|Whoever|Whose|Whatever|Which|Where|Whether|How)\b")
+    opened = []
+    for path in sorted([*PACKAGE.rglob("*.py"), *(ROOT / "tests").rglob("*.py")]):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text))) if clauses.match(text.strip()):
+                    opened.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text.splitlines()[0]}")
+    assert not opened, "\n".join(opened)
+
+
 def test_what_is_not_code_is_packaged() -> None:
     """A wheel contains only files that setuptools finds by the patterns in package-data."""
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -514,10 +526,23 @@ def test_the_tree_in_the_documents_is_the_tree(document: str) -> None:
     sorted(str(p.relative_to(ROOT)) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]),
 )
 def test_links_lead_somewhere(document: str) -> None:
-    text = (ROOT / document).read_text()
-    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
-    dead = [link for link in links if not ((ROOT / document).parent / link).exists()]
+    page = ROOT / document
+    dead = []
+    for path, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
+        target = page.parent / path if path else page
+        if "://" in path or path.startswith("mailto:"):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(f"{path}#{anchor}")
     assert not dead
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [title.replace("`", "").lower() for title in re.findall(r"^#+ (.+)$", text, re.M)]
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
 
 
 def test_pages_call_no_key_by_a_name_that_it_had_before() -> None:

@@ -1,9 +1,9 @@
 """vLLM's side of the benchmark `engine`, run by the Python of `.venv-vllm`.
 
-    python -m etude.bench._vllm_engine MODEL DTYPE < rounds.json
+    python -m etude.bench._vllm_engine MODEL DTYPE SECONDS.json < rounds.json
 
-Standard input is a list of rounds, each a list of prompts as token ids; the last line of standard
-output is the list of seconds that vLLM's offline engine took to answer them, `NEW` tokens a prompt.
+Standard input is a list of rounds, each a list of prompts as token ids. The file gets the list of
+seconds that vLLM's offline engine takes to answer each round, `NEW` tokens a prompt.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from pathlib import Path
 
 NEW = 64
 
@@ -18,7 +19,7 @@ NEW = 64
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    model, dtype = sys.argv[1:]
+    model, dtype, out = sys.argv[1:]
     rounds = json.load(sys.stdin)
     engine = LLM(
         model=model,
@@ -36,7 +37,7 @@ def main() -> None:
         )
         seconds.append(time.perf_counter() - began)
         assert all(len(answer.outputs[0].token_ids) == NEW for answer in answers)
-    print(json.dumps(seconds), flush=True)
+    Path(out).write_text(json.dumps(seconds))
 
 
 if __name__ == "__main__":

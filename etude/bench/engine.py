@@ -6,10 +6,10 @@ models/smollm2-135m if `make model` was run, else random weights), prompts of 40
 ones, for 1 and 16 requests at a time:
 
     smollm2.bN.tokens_per_s                new tokens a second, all requests together, the time for
-                                           prompts included
+                                           prompts included, and that for loading left out
     smollm2.bN.transformers_tokens_per_s   the same of `generate`
-    smollm2.bN.vllm_tokens_per_s           the same of vLLM's offline engine, on all cores; where
-                                           .venv-vllm has it (`make bench-vllm`)
+    smollm2.bN.vllm_tokens_per_s           the same of vLLM's offline engine in bf16, on all cores;
+                                           where .venv-vllm has it (`make bench-vllm`)
     smollm2.bN.threads                     that gave the first figure; each side has the number of
                                            threads it likes best
     smollm2.ttft_cached_share              time to the first token behind 1,000 tokens that an
@@ -104,10 +104,11 @@ def on_cpu(directory: Path) -> dict[str, float]:
 def in_format(directory: Path, dtype: torch.dtype) -> dict[str, float]:
     ours = build_model(*read_directory(directory)).to(dtype).requires_grad_(False)
     theirs = peer(directory, dtype)
-    vllm = vllm_rates(directory, dtype) if VLLM_PYTHON.exists() else {}
+    has_vllm = dtype == torch.bfloat16 and VLLM_PYTHON.exists()
+    vllm = vllm_rates(directory) if has_vllm else {}
     figures: dict[str, float] = {}
     for batch in BATCHES:
-        rates = {n: rate(n, batch, lambda prompts: answer(ours, prompts)) for n in thread_counts()}
+        rates = {n: rate(n, batch, answers_of(ours, batch)) for n in thread_counts()}
         found = {"tokens_per_s": max(rates.values()), "threads": max(rates, key=rates.__getitem__)}
         found |= their_rate(theirs, batch)
         found |= {"vllm_tokens_per_s": vllm[batch]} if vllm else {}
@@ -134,13 +135,26 @@ def their_rate(model: Any, batch: int) -> dict[str, float]:
     return {"transformers_tokens_per_s_at_most": batch * NEW / PATIENCE_S}
 
 
-def vllm_rates(directory: Path, dtype: torch.dtype) -> dict[int, float]:
-    """New tokens a second by the number of requests, measured as in `rate`."""
+def vllm_rates(directory: Path) -> dict[int, float]:
+    """New tokens a second in bf16 by the number of requests, measured as in `rate`. vLLM compiles
+    for minutes first."""
     rounds = [random_tokens(n, batch, PROMPT) for batch in BATCHES for n in range(1 + REPEATS)]
-    name = str(dtype).removeprefix("torch.")
-    argv = [str(VLLM_PYTHON), "-m", "etude.bench._vllm_engine", str(directory.absolute()), name]
-    # The package's directory, so that the other Python finds this benchmark.
-    own = {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory(prefix="etude-bench-") as scratch:
+        out = Path(scratch) / "seconds.json"
+        run_vllm(str(directory.absolute()), "bfloat16", str(out), rounds=rounds)
+        seconds = iter(json.loads(out.read_text()))
+    measured = {batch: [next(seconds) for _ in range(1 + REPEATS)] for batch in BATCHES}
+    return {batch: batch * NEW / min(taken[1:]) for batch, taken in measured.items()}
+
+
+def run_vllm(*arguments: str, rounds: list[list[list[int]]]) -> None:
+    argv = [str(VLLM_PYTHON), "-m", "etude.bench._vllm_engine", *arguments]
+    own = {
+        "PYTHONPATH": str(Path(__file__).parents[2]),  # so that the other Python finds this package
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
     done = subprocess.run(
         argv,
         env=os.environ | own,
@@ -150,10 +164,8 @@ def vllm_rates(directory: Path, dtype: torch.dtype) -> dict[int, float]:
         check=False,
     )
     if done.returncode:
-        raise EtudeError(f"vLLM ended with code {done.returncode}: {done.stderr[-2000:]}")
-    seconds = iter(json.loads(done.stdout.splitlines()[-1]))
-    measured = {batch: [next(seconds) for _ in range(1 + REPEATS)] for batch in BATCHES}
-    return {batch: batch * NEW / min(taken[1:]) for batch, taken in measured.items()}
+        said = done.stdout + done.stderr
+        raise EtudeError(f"vLLM ended with code {done.returncode}: {said[-4000:]}")
 
 
 def rate(
@@ -198,12 +210,18 @@ def random_tokens(seed: int, rows: int, length: int) -> list[list[int]]:
     return tokens
 
 
-def answer(model: Transformer, prompts: list[list[int]]) -> None:
-    engine = Engine(model, max_num_seqs=max(2, len(prompts)))
-    for number, prompt in enumerate(prompts):
-        engine.add(Request(prompt=tuple(prompt), max_tokens=NEW, seed=0), str(number))
-    while not engine.idle:
-        engine.step()
+def answers_of(model: Transformer, batch: int) -> Callable[[list[list[int]]], None]:
+    """Return a function that answers so many prompts at a time, with an engine and a prefix cache
+    of its own. Making the engine rearranges the weights; that is loading, not answering."""
+    engine = Engine(model, max_num_seqs=max(2, batch))
+
+    def answer(prompts: list[list[int]]) -> None:
+        for number, prompt in enumerate(prompts):
+            engine.add(Request(prompt=tuple(prompt), max_tokens=NEW, seed=0), str(number))
+        while not engine.idle:
+            engine.step()
+
+    return answer
 
 
 def ttft_cached_share(model: Transformer) -> float:

@@ -259,7 +259,7 @@ def _path(arguments: Json) -> str | None:
 
 
 def _is_run(arguments: Json) -> bool:
-    """Whether a call gives a command."""
+    """True if a call contains a command."""
     return isinstance(arguments, dict) and any(
         not re.fullmatch(r"\w*", str(arguments.get(key, ""))) for key in _COMMANDS
     )

@@ -157,7 +157,7 @@ def run_steps(
         microbatch_tokens = 0  # row after row
     if trainer.version == 0 and trainer.config.model.path is None:
         # no stage came before: the engines need the starting weights
-        trainer.finish_version(0, step=0)
+        trainer.publish_start()
     reporter = StepReporter(trainer.learner, trainer.emit)
     for step in range(trainer.version + 1, span.end + 1):
         batch = trainer.read_batch(step, span)

@@ -312,8 +312,11 @@ class TrainerState:
         return self.version == 0 and self.step == 0
 
     def publish_start(self) -> None:
-        """Publish the weights before any training, as version 0. Later states must not be saved
-        before that, since the first weights could then no longer be published."""
+        """Publish the weights before any training, as version 0, unless an earlier life has. Later
+        states must not be saved before that, since the first weights could then no longer be
+        published."""
+        if self.published >= 0:
+            return
         self.finish_version(0, step=0)
         self.saver.wait()
         self.publisher.wait()

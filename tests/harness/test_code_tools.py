@@ -128,7 +128,7 @@ async def test_grep_waits_for_no_pipe(call: Session) -> None:
 
 
 async def test_grep_finds_more_than_it_shows(call: Session) -> None:
-    """What grows with the square of the number of hits would take hours."""
+    """A search whose time grows with the square of its hits would take hours."""
     await call("terminal", command="yes a | head -n 500000 > many.txt")
     said = await call("grep", pattern="a", path="many.txt")
     assert said.startswith("many.txt:1:a\n") and "more lines: narrow it down" in said
