@@ -78,6 +78,7 @@ LATER = {
     ("Launched", "folder"),
     ("Launched", "store"),
     ("StageStarted", "done"),
+    ("StageStarted", "repeated"),
     ("StageStarted", "groups_per_step"),
     ("BatchReady", "lag"),
     ("FitStep", "metrics"),

@@ -104,7 +104,9 @@ class FleetMachine(RuleBasedStateMachine):
                 return
         self.fleet.raise_floor(self.published)
         assert self.fleet.floor >= before, "a promise is never taken back"
-        wanted = [worker for worker in self.fleet.workers if not worker.draining]
+        able = [worker for worker in self.fleet.workers if not worker.draining]
+        # workers that have just started are not waited for while others have weights
+        wanted = [worker for worker in able if worker.version >= 0] or able
         ready = [worker for worker in wanted if worker.version >= self.published]
         assert len(ready) * 2 >= len(wanted), "who is left behind is a minority"
         assert ready or not wanted
