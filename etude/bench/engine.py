@@ -148,6 +148,7 @@ def vllm_rates(directory: Path) -> dict[int, float]:
 
 
 def run_vllm(*arguments: str, rounds: list[list[list[int]]]) -> None:
+    print("vLLM first compiles, which may take minutes", file=sys.stderr, flush=True)
     argv = [str(VLLM_PYTHON), "-m", "etude.bench._vllm_engine", *arguments]
     own = {
         "PYTHONPATH": str(Path(__file__).parents[2]),  # so that the other Python finds this package
