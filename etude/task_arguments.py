@@ -39,7 +39,14 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="SOURCE",
-        help="more sources, none of whose tasks are trained on",
+        help="more sources, for evaluation only: none of their tasks are trained on",
+    )
+    build.add_argument(
+        "--novel",
+        nargs="+",
+        default=[],
+        metavar="SOURCE",
+        help="more sources for evaluation, to be kept for the final one (etude eval --split novel)",
     )
     check = add("check", "prove every task again: the solution passes, an empty change fails")
     check.add_argument("--repeat", type=at_least_one, default=5, help="so often (default: 5)")

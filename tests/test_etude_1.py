@@ -132,7 +132,7 @@ def test_no_repository_is_on_two_sides_and_none_to_measure_with_is_learnt(
     listed = list(importlib.import_module("fetch").read_list(HERE / "repositories.txt"))
     assert len({line.package for line in listed}) == len(listed)
     learnt = {line.use: line.is_learnt for line in listed}
-    assert learnt == {"heldout": False, "fresh": False, "train": True, "sft": True}
+    assert learnt == {"heldout": False, "novel": False, "train": True, "sft": True}
 
 
 def test_both_parts_have_the_same_tasks_and_harness() -> None:

@@ -22,7 +22,7 @@ from etude.factory.candidates import KINDS
 from etude.factory.harbor import is_ours, read_task
 from etude.factory.harbor_task import read_harbor_task, read_provided
 from etude.factory.swebench import diff
-from etude.run.task_folder import heldout_ids
+from etude.run.task_folder import split_ids
 
 
 def build(
@@ -32,6 +32,7 @@ def build(
     limit: int | None,
     kinds: Sequence[str] | None,
     heldout: Sequence[str],
+    novel: Sequence[str],
     jobs: int | None,
     json: bool,
     console: Console,
@@ -40,6 +41,7 @@ def build(
         limit=limit,
         kinds=kinds or KINDS,
         heldout=heldout,
+        novel=novel,
         jobs=jobs or len(os.sched_getaffinity(0)),
     )
     with showing_progress(console) as tell:
@@ -83,12 +85,14 @@ def print_build(status: Status, out: Path, console: Console) -> None:
 def _splits(folder: Path) -> dict[str, int]:
     """Number of tasks per split, of those that `etude.run.task_folder:TaskFolder` reads."""
     found = [read_task(place) for place in checking.task_folders(folder) if is_ours(place)]
-    heldout = len(heldout_ids(found, checking.heldout_repositories(folder)))
-    return {"train": len(found) - heldout, "heldout": heldout}
+    return {split: len(ids) for split, ids in split_ids(found, folder).items()}
 
 
 def _print_splits(splits: dict[str, int], console: Console) -> None:
-    console.print(f"{splits['train']} to train on, {splits['heldout']} held out", highlight=False)
+    novel = f", {splits['novel']} novel" if splits["novel"] else ""
+    console.print(
+        f"{splits['train']} to train on, {splits['heldout']} held out{novel}", highlight=False
+    )
     if sum(splits.values()) == 1:
         console.print("one task cannot be divided: set tasks.heldout = 0", highlight=False)
 

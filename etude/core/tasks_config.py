@@ -54,7 +54,8 @@ class TasksConfig(Config):
     heldout: CountOrZero = 400
     """Tasks for evaluation; they share no program with the training tasks. 0: none."""
     novel: CountOrZero = 200
-    """Tasks for evaluation from templates that are never trained on."""
+    """Tasks for evaluation of a kind that is never trained on: other templates, or the repositories
+    that `etude tasks build --novel` was given."""
     timeout_s: Positive = 600.0
     """Time to open the sandbox of an attempt, or to wait for room at a service, and again to score
     it, not counting the time that a Harbor task gives its verifier."""

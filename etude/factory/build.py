@@ -21,7 +21,7 @@ from typing import Any
 from etude.core.errors import EtudeError, RolloutFailure
 from etude.core.sandbox import VENVS
 from etude.factory.candidates import KINDS, Draft, Drafts
-from etude.factory.check import hold_out, task_folders
+from etude.factory.check import set_aside, task_folders
 from etude.factory.harbor import read_task, write_task
 from etude.factory.install import Installer, PipInstaller
 from etude.factory.leaks import windows_of_folder
@@ -46,6 +46,8 @@ class Options:
     kinds: Collection[str] = KINDS
     heldout: Sequence[str] = ()
     """More sources, with tasks that are never trained on."""
+    novel: Sequence[str] = ()
+    """The same, for tasks that no recipe is chosen by either."""
     jobs: int = 2
     """Sandboxes that work at the same time."""
     repetitions: int = REPETITIONS
@@ -136,7 +138,7 @@ async def build(
 ) -> Status:
     """Build tasks in a folder, or continue to. `changed` is called after every step."""
     check_kinds(options.kinds)
-    sources = [*sources, *options.heldout]
+    sources = [*sources, *options.heldout, *options.novel]
     rows = rows_of(sources)
     sources = [each for each in sources if not each.endswith(".jsonl")] + list(rows)
     check_names(sources)
@@ -145,7 +147,10 @@ async def build(
     status = Status(sources=len(sources), limit=options.limit or PER_SOURCE * len(sources))
     log = BuildLog(folder / "build.jsonl")
     folder.mkdir(parents=True, exist_ok=True)
-    hold_out(folder, map(name_of, options.heldout))
+    set_aside(
+        folder,
+        {"heldout": map(name_of, options.heldout), "novel": map(name_of, options.novel)},
+    )
     for left in (folder / "venvs").glob("*.*"):  # left by a build that was killed
         shutil.rmtree(left)
     async with open_workshop(folder, options) as workshop:

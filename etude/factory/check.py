@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from etude.core.sandbox import SandboxPool
 from etude.factory.harbor import is_ours, read_task
 from etude.factory.prove import Rejected, check_both_ends
 
-_HELDOUT = "heldout.txt"
-"""The names of repositories, one per line."""
+SETS_ASIDE = ("heldout", "novel")
+"""Splits that can consist of whole repositories. The folder lists their names in SPLIT.txt."""
 
 
 def task_folders(folder: Path) -> list[Path]:
@@ -29,16 +29,20 @@ def task_folders(folder: Path) -> list[Path]:
     return found
 
 
-def hold_out(folder: Path, repositories: Iterable[str]) -> None:
-    """Note in a folder that no tasks of these repositories are trained on."""
-    if names := sorted({*heldout_repositories(folder), *repositories}):
-        (folder / _HELDOUT).write_text("".join(f"{name}\n" for name in names))
+def set_aside(folder: Path, repositories: Mapping[str, Iterable[str]]) -> None:
+    """Note in a folder which repositories belong to which of `SETS_ASIDE`. EtudeError if one would
+    belong to two."""
+    lists = {split: {*repositories_of(folder, split), *repositories[split]} for split in SETS_ASIDE}
+    if both := sorted(set.intersection(*lists.values())):
+        raise EtudeError(f"{both[0]} cannot be both held out and novel in {folder}")
+    for split, names in lists.items():
+        if names:
+            (folder / f"{split}.txt").write_text("".join(f"{name}\n" for name in sorted(names)))
 
 
-def heldout_repositories(folder: Path) -> frozenset[str]:
-    """The repositories that are held out entirely; if there are none, files are held out
-    instead."""
-    place = folder / _HELDOUT
+def repositories_of(folder: Path, split: str) -> frozenset[str]:
+    """The repositories that belong entirely to a split."""
+    place = folder / f"{split}.txt"
     return frozenset(place.read_text().split()) if place.is_file() else frozenset()
 
 

@@ -233,9 +233,7 @@ def results(reports: Sequence[Report], ends: Collection[int] | None = None) -> R
     table.add_column("")
     table.add_column("version", justify="right")
     for split in splits:
-        table.add_column(
-            {"heldout": "held-out", "novel": "novel templates"}.get(split, split), no_wrap=True
-        )
+        table.add_column("held-out" if split == "heldout" else split, no_wrap=True)
     found = {
         (each.version, each.split): share(each.solved, each.total, each.low, each.high)
         for each in reports

@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.core.memo import Memo
 from etude.core.sandbox import CommandResult, Sandbox, SandboxPool
 from etude.core.types import Attempt, Score, Task
-from etude.factory.check import heldout_repositories, task_folders
+from etude.factory.check import repositories_of, task_folders
 from etude.factory.grade import grade
 from etude.factory.harbor import read_task
 from etude.factory.task import RepositoryTask
@@ -40,8 +40,7 @@ class TaskFolder:
         self._counts = counts
         found = map(read_task, task_folders(Path(path)))
         self._tasks: dict[str, RepositoryTask] = {task.id: task for task in found}
-        repositories = heldout_repositories(Path(path))
-        self._heldout = heldout_ids(self._tasks.values(), repositories)
+        self._ids = split_ids(self._tasks.values(), Path(path))
         # the tasks were proven, so the same change gets the same grade each time
         self._graded: Memo[Score] = Memo(REMEMBERED)
         self.test_results: Memo[CommandResult] | None = None
@@ -50,9 +49,8 @@ class TaskFolder:
             self.test_results = FolderMemo(REMEMBERED, Path(results) / "tests", CommandResult)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The tasks of a split, in an order that does not favour a repository. None are novel."""
-        names = {"heldout": self._heldout, "train": self._tasks.keys() - self._heldout}
-        chosen = [self._tasks[name] for name in names.get(split, ())]
+        """The tasks of a split, in an order that does not favour a repository."""
+        chosen = [self._tasks[name] for name in self._ids[split]]
         chosen.sort(key=lambda task: hash_of(task.id))
         return [task.as_task() for task in chosen[: self._counts[split]]]
 
@@ -64,6 +62,17 @@ class TaskFolder:
 
     async def score(self, task: Task, sandbox: Sandbox, attempt: Attempt) -> Score:
         return await grade(self._tasks[task.id], sandbox, self._pool, self._graded)
+
+
+def split_ids(tasks: Collection[RepositoryTask], folder: Path) -> dict[str, set[str]]:
+    """The ids of the tasks of each split. Repositories that the folder lists as held out or novel
+    belong to these splits entirely."""
+    set_aside = repositories_of(folder, "novel")
+    novel = {task.id for task in tasks if task.repository in set_aside}
+    others = [task for task in tasks if task.id not in novel]
+    heldout = heldout_ids(others, repositories_of(folder, "heldout"))
+    train = {task.id for task in others} - heldout
+    return {"train": train, "heldout": heldout, "novel": novel}
 
 
 def heldout_ids(tasks: Collection[RepositoryTask], repositories: Collection[str] = ()) -> set[str]:

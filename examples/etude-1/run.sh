@@ -13,8 +13,8 @@ MODEL=${MODEL:-../../models/smollm2-135m}
 JOBS=${JOBS:-$(nproc)}
 SEED=${SEED:-0}
 HELDOUT=${HELDOUT:-450} # tasks
-MEASURE=${MEASURE:-heldout} # or fresh: repositories by which no recipe was chosen
-TASKS=${TASKS:-700}     # to train on
+NOVEL=${NOVEL:-250}     # tasks of repositories by which no recipe was chosen
+TASKS=${TASKS:-700}     # tasks to train on
 SETS=${SETS:-}
 SFT=data/sft
 RL=data/rl-$SEED
@@ -46,18 +46,23 @@ sessions() {
     "$PYTHON" sessions.py repositories.txt --sdists data/sdists --model data/model --out data/sessions --jobs "$JOBS"
 }
 
-heldout_tasks() {
-    # shellcheck disable=SC2046
-    "$ETUDE" tasks build --heldout $(sources "$MEASURE") --kinds token --limit "$HELDOUT" --jobs "$JOBS" --out data/tasks --json
+build_tasks() { # LIMIT [--heldout|--novel] SOURCE...
+    limit=$1 && shift
+    "$ETUDE" tasks build --kinds token --limit "$limit" --jobs "$JOBS" --out data/tasks --json "$@"
 }
 
+# shellcheck disable=SC2046
+eval_tasks() {
+    build_tasks "$HELDOUT" --heldout $(sources heldout) && build_tasks $((HELDOUT + NOVEL)) --novel $(sources novel)
+}
+
+# shellcheck disable=SC2046
 train_tasks() {
-    # shellcheck disable=SC2046
-    "$ETUDE" tasks build $(sources train) --kinds token --limit $((HELDOUT + TASKS)) --jobs "$JOBS" --out data/tasks --json
+    build_tasks $((HELDOUT + NOVEL + TASKS)) $(sources train)
 }
 
-tasks() { # the held-out ones first, so that each repository has its share
-    heldout_tasks && train_tasks
+tasks() { # those for evaluation first, so that each repository has its share
+    eval_tasks && train_tasks
 }
 
 sft() {
@@ -78,7 +83,8 @@ side_by_side() { # reads lines of NAME [--set KEY=VALUE]...
 
 variant() { # rl in data/NAME with something changed, and several attempts at each held-out task
     RL=data/$1 && shift
-    rl --set harness.concurrency="${CONCURRENCY:-40}" "$@" && "$ETUDE" eval "$RL" --samples "${SAMPLES:-8}" --json
+    rl --set harness.concurrency="${CONCURRENCY:-40}" --set engine.max_num_seqs=32 "$@" || return
+    "$ETUDE" eval "$RL" --samples "${SAMPLES:-8}" --json
 }
 
 seeds() {
@@ -90,7 +96,12 @@ seeds() {
     side_by_side <data/seeds.txt || return
     "$ETUDE" eval "$SFT" --samples "${SAMPLES:-8}" --json || return
     # shellcheck disable=SC2086
-    "$ETUDE" compare "$SFT" $runs --json
+    printf '%s\n' "$SFT" $runs |
+        xargs -P "${RUNS:-3}" -I RUN "$ETUDE" eval RUN --split novel --samples "${SAMPLES:-8}" --json || return
+    for split in heldout novel; do
+        # shellcheck disable=SC2086
+        "$ETUDE" compare "$SFT" $runs --split "$split" --json || return
+    done
 }
 
 sft_alone() { # one midtrain step at the initial learning rate is as good as none; SETS may contain keys of rl, which sft.toml does not have

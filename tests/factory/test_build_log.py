@@ -16,7 +16,7 @@ from etude.core.errors import EtudeError
 from etude.factory import build as building
 from etude.factory.build import KEPT, PER_SOURCE, BuildLog, Options, Status, build, rows_of
 from etude.factory.candidates import KINDS, Draft
-from etude.factory.check import heldout_repositories
+from etude.factory.check import repositories_of
 from etude.factory.swebench import Row
 
 
@@ -112,10 +112,17 @@ async def test_what_is_held_out_is_built_and_noted(
     status, seen = await begun(folder, monkeypatch, ["https://h/shop.git"], heldout=heldout)
     assert seen["sources"] == ["https://h/shop.git", "https://h/exam.git"]
     assert (status.sources, status.limit) == (2, 2 * PER_SOURCE)
-    assert heldout_repositories(folder) == {"exam"}
+    assert repositories_of(folder, "heldout") == {"exam"}
     assert [path.name for path in (folder / "venvs").iterdir()] == ["shop"], "what was left is gone"
     await begun(folder, monkeypatch, ["https://h/shop.git"], heldout=("other",), limit=7)
-    assert heldout_repositories(folder) == {"exam", "other"}
+    assert repositories_of(folder, "heldout") == {"exam", "other"}
+    assert not repositories_of(folder, "novel")
+    _, seen = await begun(folder, monkeypatch, [], heldout=heldout, novel=("https://h/last.git",))
+    assert seen["sources"] == ["https://h/exam.git", "https://h/last.git"]
+    assert repositories_of(folder, "novel") == {"last"}
+    with pytest.raises(EtudeError, match="last cannot be both held out and novel"):
+        await begun(folder, monkeypatch, [], heldout=("https://other/last.git",))
+    assert repositories_of(folder, "heldout") == {"exam", "other"}
     status, _ = await begun(tmp_path / "none", monkeypatch, ["shop"], limit=7)
     assert status.limit == 7 and not (tmp_path / "none" / "heldout.txt").exists()
 

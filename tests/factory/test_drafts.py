@@ -17,13 +17,14 @@ from etude.factory import build as building
 from etude.factory import prove as proving
 from etude.factory.build import BuildLog, Options, Status
 from etude.factory.candidates import Candidate, Draft, Drafts, is_one_token
+from etude.factory.check import set_aside
 from etude.factory.grade import NOT_TAKEN
 from etude.factory.prepare import Workshop
 from etude.factory.prove import Rejected, Repository, Seen, prove
 from etude.factory.recipe import Recipe
 from etude.factory.survey import Survey
 from etude.factory.task import RepositoryTask, is_test_file
-from etude.run.task_folder import heldout_ids
+from etude.run.task_folder import heldout_ids, split_ids
 
 TEST = "tests/test_shop.py::test_all"
 TASK = RepositoryTask(
@@ -268,6 +269,20 @@ def test_no_bug_is_put_where_tests_may_assert_with_it(check: str) -> None:
     assert {each.facts["functions"] for each in made if each} == {"shop/cart.py:first"}
 
 
-def test_repositories_that_are_held_out_are_so_whole() -> None:
-    tasks = [replace(TASK, id=name, repository=name) for name in ("shop", "bank", "farm")]
-    assert heldout_ids(tasks, {"bank"}) == {"bank"}
+def test_repositories_that_are_set_aside_are_so_whole(tmp_path: Path) -> None:
+    tasks = [replace(TASK, id=name, repository=name) for name in ("shop", "bank", "farm", "mill")]
+    set_aside(tmp_path, {"heldout": ["bank"], "novel": ["mill"]})
+    wanted = {"train": {"shop", "farm"}, "heldout": {"bank"}, "novel": {"mill"}}
+    assert split_ids(tasks, tmp_path) == wanted
+
+
+def test_without_held_out_repositories_a_share_of_the_files_that_are_not_novel_is(
+    tmp_path: Path,
+) -> None:
+    tasks = [changing(f"shop/part_{part}.py", "f", str(part)) for part in range(100)]
+    last = replace(TASK, id="last", repository="mill")
+    set_aside(tmp_path, {"heldout": [], "novel": ["mill"]})
+    found = split_ids([*tasks, last], tmp_path)
+    assert found["novel"] == {"last"} and found["heldout"] == heldout_ids(tasks)
+    assert sum(map(len, found.values())) == 101
+    assert split_ids([last], tmp_path) == {"train": set(), "heldout": set(), "novel": {"last"}}
