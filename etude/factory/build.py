@@ -191,7 +191,8 @@ class _Line:
 
 class _Build:
     """Prepares sources while it works on those that are ready. Each source has its share of the
-    limit; the rest of the shares that some cannot fill goes to the others, once all are ready."""
+    tasks that earlier builds with other sources left to be made; the rest of the shares that some
+    cannot fill goes to the others, once all are ready."""
 
     def __init__(
         self,
@@ -208,6 +209,7 @@ class _Build:
         self._tell = changed
         self._lines: list[_Line] = []
         self._waiting = status.sources
+        self._share = 0
         self._moved = asyncio.Condition()
         self._seen = Seen()
         for entry in log.entries.values():
@@ -219,6 +221,8 @@ class _Build:
 
     async def run(self, sources: Sequence[str], rows: Mapping[str, Sequence[Row]]) -> None:
         sources = sorted(sources, key=lambda each: not is_prepared(each, self._workshop))
+        own = sum(self._log.kept_of(name) for name in {*map(name_of, sources)})
+        self._share = -(-(self._status.limit - self._status.kept + own) // len(sources))
         at_once = asyncio.Semaphore(self._options.jobs)
         async with asyncio.TaskGroup() as group:
             for source in sources:
@@ -284,8 +288,7 @@ class _Build:
         under_way = sum(each.under_way for each in self._lines)
         if self._status.kept + under_way >= self._status.limit:
             return None
-        share = -(-self._status.limit // self._status.sources)
-        within = [each for each in self._lines if each.kept + each.under_way < share]
+        within = [each for each in self._lines if each.kept + each.under_way < self._share]
         open_to = within or ([] if self._waiting else self._lines)
         return min(open_to, key=lambda each: each.tried, default=None)
 

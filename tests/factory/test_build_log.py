@@ -69,7 +69,7 @@ def test_whom_a_build_asks_next(
     lines: list[Line], kept: int, waiting: int, chosen: int | None
 ) -> None:
     status = SimpleNamespace(kept=kept, limit=6, sources=2)
-    made = SimpleNamespace(_status=status, _lines=lines, _waiting=waiting)
+    made = SimpleNamespace(_status=status, _lines=lines, _waiting=waiting, _share=3)
     found = building._Build._choose(made)  # type: ignore[arg-type]
     assert (None if found is None else lines.index(found)) == chosen  # type: ignore[arg-type]
 

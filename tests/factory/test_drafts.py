@@ -158,6 +158,43 @@ async def built(
     return status
 
 
+async def test_sources_of_a_later_build_share_what_earlier_ones_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the whole limit, of which the first one to be ready would take nearly everything."""
+
+    async def prepare(source: str, workshop: Workshop) -> Repository:
+        if source == "slow":
+            await asyncio.sleep(0.5)
+        return repository(source, "def total(items):\n    return sum(items) + 1\n")
+
+    async def prove(draft: Draft, of: Repository, seen: Seen, *_: Any) -> RepositoryTask:
+        return replace(TASK, id=draft.id, repository=of.name)
+
+    class ManyDrafts:
+        def __init__(self, name: str, *_: Any) -> None:
+            self.name = name
+
+        def all(self) -> Iterator[Draft]:
+            return (Draft(f"{self.name}-{n}", "bug", lambda: None) for n in range(100))
+
+    monkeypatch.setattr(building, "prepare", prepare)
+    monkeypatch.setattr(building, "prove", prove)
+    monkeypatch.setattr(building, "Drafts", ManyDrafts)
+    log = BuildLog(tmp_path / "build.jsonl")
+    for number in range(10):
+        log.add(Draft(f"exam-{number}", "bug", lambda: None), "exam", building.KEPT)
+        (tmp_path / "tasks" / f"exam-{number}").mkdir(parents=True)
+    monkeypatch.setattr(building._Build, "_refuse_late_leaks", lambda self: None)
+    options = Options(limit=20, jobs=1)
+    status = Status(sources=2, limit=20)
+    workshop = Workshop(tmp_path, Any, options.proposer, options.installer)  # type: ignore[arg-type]
+    await building._Build(workshop, log, options, status, lambda status: None).run(
+        ["fast", "slow"], {}
+    )
+    assert [log.kept_of(name) for name in ("exam", "fast", "slow")] == [10, 5, 5]
+
+
 SOLUTION = "def total(items):\n    full = 0\n    for item in items:\n        full += item\n"
 
 
