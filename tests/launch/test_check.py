@@ -107,7 +107,7 @@ TEACHER = '[[stage]]\nkind = "distill"\nsteps = 1\nteacher = "model/teacher"\n'
         ("stage.rl.loss=code.py:loss", "code.py:loss' is a function: it must be", nothing),
         ("engine.device=cuda", "torch sees no CUDA device", nothing),
         ("trainer.device=cuda", "torch sees no CUDA device", nothing),
-        ("model.path=model", "model_type is 'mamba'", other_family),
+        ("model.path=model", "model_type 'mamba' is not supported", other_family),
         ("model.path=model", "model.safetensors cannot be read", half_a_download),
         ("model.path=model", "stage.distill.teacher = .* another vocabulary", other_vocabulary),
     ],
