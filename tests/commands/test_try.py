@@ -210,7 +210,10 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
         (["--task", "train-9"], "there is no task train-9: the nearest of 6 are train-"),
         (["--solution", "nowhere"], "--solution nowhere: No such file"),
         (["--script", "nowhere"], "--script nowhere: No such file"),
-        (["--script", "run.jsonl"], "--script run.jsonl: line 3 is no JSON (Expecting value at c"),
+        (
+            ["--script", "run.jsonl"],
+            "--script run.jsonl: line 3 is not valid JSON (Expecting value at c",
+        ),
         (["--script", "empty.jsonl"], "--script empty.jsonl: it has no answers; give a text"),
         (["--script", "empty.txt"], "--script empty.txt: it has no answers; give a text"),
         (["--set", "sandbox.mounts=['gone']"], "there is no directory"),
@@ -311,7 +314,7 @@ def test_scripts() -> None:
         {"content": "a\u2028b"},
         {"content": None, "tool_calls": []},
     ]
-    with pytest.raises(ValueError, match="line 1 must be a text or a message"):
+    with pytest.raises(ValueError, match="line 1 must be a string or a message"):
         parse_script("[1]", lines_of_json=True)
 
 

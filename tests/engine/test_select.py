@@ -108,7 +108,9 @@ def test_an_adapter_has_no_invariant_kernels(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(select, "has_kernels", lambda *_, there=there, **__: there)
         model = add_adapter(init_from_scratch(SHAPE, 0), ADAPTER, 0)
         if there:
-            with pytest.raises(EtudeError, match="batch_invariant is not available with trainer.lora"):
+            with pytest.raises(
+                EtudeError, match="batch_invariant is not available with trainer.lora"
+            ):
                 select.invariant_trainer_model(model, torch.float32)
         else:
             assert select.invariant_trainer_model(model, torch.float32).invariant

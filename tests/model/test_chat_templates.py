@@ -306,8 +306,8 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
         ("tokenizer.json", b"junk", r"tokenizer.json cannot be read .* fetch"),
         ("tokenizer.json", b"\xff\xfe", r"tokenizer.json cannot be read"),
         ("tokenizer.json", b'{"model": {"type": "Spells"}}', r"tokenizer.json cannot be read"),
-        ("tokenizer_config.json", b"{", r"tokenizer_config.json is no JSON"),
-        ("tokenizer_config.json", b"[]", r"tokenizer_config.json is no JSON object"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config.json is not a JSON object"),
         ("tokenizer_config.json", b"{}", r"eos_token '' is not in the vocabulary"),
         (
             "tokenizer_config.json",

@@ -308,7 +308,7 @@ async def test_what_is_not_supported_is_said_to_be(
     (name,) = more
     error = answer["error"]
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", name)
-    assert error["message"].startswith(f"{name} is not supported by this server: leave it out")
+    assert error["message"].startswith(f"{name} is not supported by this server: remove it")
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
@@ -395,7 +395,7 @@ def test_a_port_that_others_can_reach_needs_a_token() -> None:
     with pytest.raises(EtudeError, match="ETUDE_TOKEN"):
         process.bind("0.0.0.0", 0, None)
     for host in ("example.org", "10.0.0.1", "::"):
-        with pytest.raises(EtudeError, match="can be reached from outside"):
+        with pytest.raises(EtudeError, match="can be reached from other machines"):
             process.bind(host, 0, None)
     process.bind("0.0.0.0", 0, "secret").close()
 

@@ -109,9 +109,12 @@ def test_one_client_does_not_keep_the_others_out() -> None:
         with pytest.raises(Unavailable, match="2 answers of yours"), limit.acquire(1, "ann"):
             raise AssertionError
         stack.enter_context(limit.acquire(2, "bob"))
-        with pytest.raises(Unavailable, match="4 answers are under way"), limit.acquire(1, "eve"):
+        with pytest.raises(Unavailable, match="4 answers are in progress"), limit.acquire(1, "eve"):
             raise AssertionError
-    with pytest.raises(ApiError, match="at most 2 answers at once, not 3"), limit.acquire(3, "ann"):
+    with (
+        pytest.raises(ApiError, match="at most 2 answers at once are allowed, not 3"),
+        limit.acquire(3, "ann"),
+    ):
         raise AssertionError
     with limit.acquire(2, "ann"), limit.acquire(2, "bob"):
         pass
@@ -308,7 +311,7 @@ def test_a_server_that_others_can_reach_needs_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("port", [-5, 99999])
 def test_a_port_that_is_none(port: int) -> None:
-    with pytest.raises(EtudeError, match=f"there is no port {port}"):
+    with pytest.raises(EtudeError, match=f"invalid port {port}"):
         process.bind("127.0.0.1", port, None)
 
 

@@ -355,7 +355,7 @@ async def test_an_answer_after_the_end_of_its_session_brings_nothing_back(tmp_pa
     policy = Late([[*TOKENIZER.encode("call"), EOS]])
     answerer = SessionAnswerer(model, policy, life.records, "s", "turns")  # type: ignore[arg-type]
     asked = Request(prompt=await answerer.prompt([user("read")], (), {}), max_tokens=9, seed=0)
-    with pytest.raises(ApiError, match="is over"):
+    with pytest.raises(ApiError, match="has ended"):
         await answerer.sample([asked], lambda request, sample: user("said"), "id")
     assert life.records.recorder.sessions == []
     await life.say("s", [user("read")], "call")  # a new session with the same name starts afresh
@@ -367,10 +367,13 @@ async def test_two_gateways_do_not_share_a_journal(tmp_path: Path) -> None:
     objects = Objects.open(f"file:{tmp_path}/store")
     life = Life(objects)
     await life.say("s", [user("read")], "call")
-    with pytest.raises(EtudeError, match="another gateway writes"):
+    with pytest.raises(EtudeError, match="another gateway is writing to"):
         Life(objects)
     life.end()
-    with pytest.raises(EtudeError, match="in other shards are in sessions/0-of-1"):
+    with pytest.raises(
+        EtudeError,
+        match="sessions/0-of-1 has sessions of a gateway with a different number of shards",
+    ):
         Life(objects, shard="1-of-2")
 
 

@@ -191,7 +191,7 @@ async def test_a_request_that_silences_every_worker_fails(
         while not asked.done():
             assert len(only.asked) == MAX_SILENCES, "it is sent again"
             await asyncio.sleep(0.001)
-        said = f"{MAX_SILENCES} workers in a row have failed, .*{url}/generate: it fell silent"
+        said = f"{MAX_SILENCES} workers in a row failed, .*{url}/generate: it stopped responding"
         with pytest.raises(Unavailable, match=said):
             await asked
         assert watch.router.disturbed("s"), "what it lost is not held against it"

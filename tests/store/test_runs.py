@@ -83,7 +83,7 @@ def test_groups_and_batches_come_back_as_they_went_in(run: Run) -> None:
     with pytest.raises(Missing):
         run.batch(3)
     run.objects.put("batches/000003", run.objects.get("batches/000002"))
-    with pytest.raises(EtudeError, match="batches/000003 holds the batch of step 2"):
+    with pytest.raises(EtudeError, match="batches/000003 contains the batch of step 2"):
         run.batch(3)
 
 
@@ -110,14 +110,14 @@ def test_a_damaged_object_is_named(run: Run) -> None:
     with pytest.raises(EtudeError, match="groups/g000007 does not hold a Group"):
         run.group("g000007")
     run.objects.put_sealed("groups/g000008", pack(GROUP))
-    with pytest.raises(EtudeError, match="groups/g000008 holds group g000007"):
+    with pytest.raises(EtudeError, match="groups/g000008 contains group g000007"):
         run.group("g000008")
 
 
 def test_a_config_can_be_corrected_until_there_is_work(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Missing, match="memory: holds no run"):
+    with pytest.raises(Missing, match="memory: has no run"):
         run.config()
     run.put_config(parse(TOML))
     run.objects.put("model/config.json", b"{}")
@@ -149,7 +149,7 @@ def test_a_run_that_lost_its_config_does_not_go_on(run: Run, work: str) -> None:
         run.put_checkpoint("000001.000000", b"")
     else:
         run.ledger.append(Trained(step=1))
-    with pytest.raises(EtudeError, match=r"lost its config.json.* bring the file back"):
+    with pytest.raises(EtudeError, match=r"without its config.json.* restore the file"):
         run.put_config(parse(TOML))
     assert not run.objects.exists("config.json")
 
@@ -307,7 +307,7 @@ def test_the_last_events_of_a_synchronous_process_are_stored(run: Run) -> None:
 def test_a_second_writer_of_events_is_told_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "FLUSH_S", 0.001)
     with (
-        pytest.raises(EtudeError, match="somebody else has written"),
+        pytest.raises(EtudeError, match="another process has written"),
         sync_event_writer(run, "trainer") as emit,
     ):
         emit(WeightsLive(version=1))
@@ -386,7 +386,7 @@ def test_every_flipped_bit_is_an_error_that_names_the_object(run: Run) -> None:
 
 
 def test_experts_that_are_gone_are_named_with_the_way_out(run: Run) -> None:
-    with pytest.raises(Missing, match="experts/none .*router_replay = false to do without"):
+    with pytest.raises(Missing, match="experts/none .*router_replay = false to train without it"):
         get_experts(run.objects, "none")
 
 
@@ -395,7 +395,7 @@ def test_a_run_of_an_older_format_is_told(run: Run) -> None:
     run.objects.put("config.json", run.objects.get_sealed("config.json"))
     with pytest.raises(
         EtudeError,
-        match=r"config.json does not end with its digest: .* the run is of an older format",
+        match=r"config.json does not end with its digest: .* an older version of etude wrote it",
     ):
         run.config()
 
@@ -404,7 +404,7 @@ def test_a_config_of_another_version_is_told(run: Run) -> None:
     run.objects.put_sealed("config.json", b'{"name": "r", "unheard_of": 1}')
     with pytest.raises(
         EtudeError,
-        match=r"config.json was written by another version of etude: (?s:.*)unheard_of",
+        match=r"config.json cannot be read; another version of etude may have written it:  (?s:.*)unheard_of",
     ):
         run.config()
 

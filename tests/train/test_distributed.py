@@ -192,5 +192,5 @@ def test_a_rank_that_stays_alone_gives_up_when_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with pytest.raises(EtudeError, match="rank 0 of 2 did not find all others within 0 s"):
+    with pytest.raises(EtudeError, match="rank 0 of 2 could not connect to all others within 0 s"):
         World.on_one_machine(0, 2, tmp_path / "rendezvous", timeout_s=0.1)

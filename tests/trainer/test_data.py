@@ -158,7 +158,7 @@ def test_what_is_too_long_is_named_and_dropped_or_an_error(tmp_path: Path) -> No
     assert found.skipped == [f"{path}:3"] and len(found.train) + len(found.heldout) == 2
     with pytest.raises(EtudeError, match=r"a\.jsonl:3 has \d+ tokens, and the model's context 64"):
         read_sessions(path, TOKENIZER, 64, "error")
-    with pytest.raises(EtudeError, match="sft needs two different sessions that fit"):
+    with pytest.raises(EtudeError, match="sft needs at least two different sessions that fit"):
         read_sessions(
             write(tmp_path / "b.jsonl", session(1), session(1), long), TOKENIZER, 64, "drop"
         )
@@ -189,7 +189,7 @@ ASSISTANT = SESSION[1]
                     ASSISTANT | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
                 ]
             },
-            "the arguments of f are no JSON",
+            "the arguments of f are not valid JSON",
         ),
         (
             {
@@ -212,7 +212,7 @@ def test_a_malformed_session_is_named(tmp_path: Path, record: object, message: s
 def test_a_session_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", session(1), session(2))
     refusing = with_template("{{ raise_exception('not today') }}")
-    with pytest.raises(EtudeError, match=r"a\.jsonl:1: .*not today; repair the line"):
+    with pytest.raises(EtudeError, match=r"a\.jsonl:1: .*not today; fix or remove the line"):
         read_sessions(path, refusing, 256, "error")
 
 
@@ -250,7 +250,7 @@ def test_pairs_share_their_prompt_and_count_their_answers(tmp_path: Path) -> Non
         ({"chosen": "a", "rejected": "b"}, "'prompt' is no list of messages"),
         (pair("submit", None), "'rejected' is no list of messages"),
         (pair("submit", "submit"), "chosen and rejected are the same"),
-        (pair("submit", [SESSION[0]]), "rejected makes 0 token sequences and not one"),
+        (pair("submit", [SESSION[0]]), "rejected makes 0 token sequences instead of one"),
     ],
 )
 def test_a_malformed_pair_is_named(tmp_path: Path, record: object, message: str) -> None:
@@ -266,9 +266,7 @@ def test_an_answer_of_several_turns_needs_a_template_that_does_not_forget(tmp_pa
     )
     with pytest.raises(EtudeError, match="chosen makes 2 token sequences"):
         read_preferences(path, with_template(FORGETS), 256, "error")
-    with pytest.raises(
-        EtudeError, match="there is no pair that fits into the model's context of 4 tokens"
-    ):
+    with pytest.raises(EtudeError, match="no pair fits into the model's context of 4 tokens"):
         read_preferences(write(tmp_path / "b.jsonl", pair("submit", "test")), TOKENIZER, 4, "drop")
 
 

@@ -87,7 +87,7 @@ def test_a_teacher_must_be_there_and_speak_of_the_same_tokens(
     other = small_files(vocab_size=290)
     run = Run.open("memory:")
     store_files(run, other)
-    with pytest.raises(EtudeError, match="has another vocabulary than the student"):
+    with pytest.raises(EtudeError, match="has a different vocabulary from the student"):
         Trainer(run, config, emit=lambda event: None).train()
     run = Run.open("memory:")
     store_files(run, small_files(context=512))

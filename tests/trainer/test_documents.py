@@ -140,7 +140,7 @@ def test_nothing_to_train_on_and_nowhere_to_write_are_named(
 ) -> None:
     write(tmp_path / "a.jsonl", ["", " "])
     told = f'sources = [{{path = "{tmp_path}/a.jsonl"}}]'
-    with pytest.raises(EtudeError, match=r"a\.jsonl: no document is left to train on"):
+    with pytest.raises(EtudeError, match=r"a\.jsonl: no documents are left to train on"):
         read_corpus(stage(told), FILES, 0)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -117,7 +117,7 @@ def test_a_device_without_enough_memory_is_one_sentence(monkeypatch: pytest.Monk
     store_files(run, small_files())
     with pytest.raises(
         EtudeError,
-        match=r"too little memory at the start \(CUDA out of memory\): go on with "
+        match=r"ran out of memory at the start \(CUDA out of memory\): continue with "
         r"trainer\.gradient_checkpointing = true, less of microbatch_tokens",
     ):
         trainer_module.train(run, parse(TOML), World(), torch.device("cpu"))

@@ -192,7 +192,7 @@ def test_what_several_ranks_hold_is_the_lowest_ones() -> None:
     layout = build_layout([[], [upper], [whole], [whole]])
     assert layout.owners["w"] == ((2, range(1)),) and layout.owned(2) == {"w": range(1)}
     assert layout.owned(1) == {} and layout.transfers == ()
-    with pytest.raises(EtudeError, match="no rank holds byte 0 of w"):
+    with pytest.raises(EtudeError, match="no rank has byte 0 of w"):
         build_layout([[upper]])
     with pytest.raises(EtudeError, match="ranks disagree on w: .* on rank 0, .* on 2"):
         build_layout([[whole], [], [Extent(TensorEntry("w", "float32", (2, 10)), 0, 80)]])

@@ -128,7 +128,7 @@ def test_if_one_rank_fails_all_do_and_nothing_is_committed() -> None:
 
 def test_parts_that_do_not_make_a_whole_are_refused() -> None:
     entry = TensorEntry("w", "bfloat16", (100, 2))
-    with pytest.raises(EtudeError, match="no rank holds byte 200 of w"):
+    with pytest.raises(EtudeError, match="no rank has byte 200 of w"):
         build_layout([[Extent(entry, 0, 200)], [Extent(entry, 204, 400)]])
     with pytest.raises(EtudeError, match="ranks disagree on w"):
         build_layout(
