@@ -258,12 +258,12 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", ASK | {"frobnicate": 1}, "frobnicate"),
         ("chat/completions", ASK | {"reasoning_effort": 3}, "reasoning_effort"),
         ("chat/completions", ASK | {"response_format": {"type": "xml"}}, "response_format"),
-        ("chat/completions", ASK | {"tools": TOOLS + TOOLS}, "same name"),
+        ("chat/completions", ASK | {"tools": TOOLS + TOOLS}, "names must be unique"),
         ("chat/completions", ASK | {"tool_choice": "required"}, "no tools"),
         (
             "chat/completions",
             ASK | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "none of the tools",
+            "no tool is named",
         ),
         ("completions", {"prompt": "a", "min_weight_version": 1}, "min_weight_version"),
         ("completions", {"prompt": "a", "detokenize": False}, "detokenize"),
@@ -320,7 +320,7 @@ async def test_a_model_that_is_not_served(
         status, answer = await post(http, f"{url}/v1/{path}", asked | {"model": "gpt-4o"})
     error = answer["error"]
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
-    assert "only 'etude'" in error["message"]
+    assert "available: 'etude'" in error["message"]
 
 
 async def test_a_body_has_a_largest_size(http: aiohttp.ClientSession, url: str) -> None:

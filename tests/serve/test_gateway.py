@@ -279,7 +279,7 @@ async def test_pools_are_for_production_mode(store: Store, http: aiohttp.ClientS
     ):
         assert response.status == 400
         said = (await response.json())["error"]
-    assert said["message"] == "pools are for a gateway in production mode"
+    assert said["message"] == "pools need a gateway in production mode"
     assert said["param"] == "pool" and not made.router.fleet.workers
 
 

@@ -106,7 +106,10 @@ def test_one_client_does_not_keep_the_others_out() -> None:
     with ExitStack() as stack:
         stack.enter_context(limit.acquire(1, "ann"))
         stack.enter_context(limit.acquire(1, "ann"))
-        with pytest.raises(Unavailable, match="2 answers of yours"), limit.acquire(1, "ann"):
+        with (
+            pytest.raises(Unavailable, match="2 answers are in progress for this client"),
+            limit.acquire(1, "ann"),
+        ):
             raise AssertionError
         stack.enter_context(limit.acquire(2, "bob"))
         with pytest.raises(Unavailable, match="4 answers are in progress"), limit.acquire(1, "eve"):
@@ -399,7 +402,7 @@ def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
 def test_a_chat_goes_on_after_a_turn_that_is_refused(tmp_path: Path) -> None:
     talked = chat(tmp_path, f"{'a ' * 300}\nread\n")
     assert (talked.returncode, talked.stderr) == (0, "")
-    assert "no room in a context of 256" in " ".join(talked.stdout.split())
+    assert "no room for an answer in a context of 256" in " ".join(talked.stdout.split())
     assert talked.stdout.count("5 tokens, ") == 1
 
 

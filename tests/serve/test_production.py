@@ -325,7 +325,7 @@ async def test_a_kind_that_is_not_known_is_named(
         id = (await made.say("read"))["id"]
         for kind, said in (
             ("thumbsup", "kind 'thumbsup': write one of thumbs_up, "),
-            ("custom:mine", "strength: "),
+            ("custom:mine", "strength is required"),
         ):
             _, told = await made.feedback(event="1", completion=id, kind=kind)
             assert told["error"]["message"].startswith(said)

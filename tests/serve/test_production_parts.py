@@ -107,7 +107,9 @@ def test_of_two_who_make_a_key_both_have_the_same(
     assert os.listdir(tmp_path) == ["key"]
 
 
-@pytest.mark.parametrize(("text", "why"), [("ab" * (KEY_BYTES - 1), "must have"), ("oh", "no key")])
+@pytest.mark.parametrize(
+    ("text", "why"), [("ab" * (KEY_BYTES - 1), "must have"), ("oh", "no readable pseudonym key")]
+)
 def test_what_is_no_key(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "key").write_text(text)
     with pytest.raises(EtudeError, match=why):
@@ -245,7 +247,7 @@ def test_arguments_are_read_to_be_looked_through_and_written_again() -> None:
         (
             {},
             {},
-            "name either the user or the organisation that decides, by X-Etude-User or X-Etude-Organisation",
+            "that decides, by X-Etude-User or X-Etude-Organisation",
         ),
         (
             {"X-Etude-User": "a", "X-Etude-Organisation": "b"},

@@ -203,7 +203,7 @@ async def test_tokens_are_counted() -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
         ({"input": [{"type": "computer_call"}]}, "'computer_call'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "'x' is not stored here"),
-        ({"input": []}, "say something"),
+        ({"input": []}, "input: empty"),
         ({"input": "a " * 5000}, "tokens"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "function"}]}, "tools"),

@@ -238,7 +238,9 @@ async def test_a_session_with_a_hole_is_dropped_by_name(objects: Objects, place:
         assert known <= {"s", "t"}
         for session in known:
             if session not in life.records.recorder.sessions:
-                with pytest.raises(ApiError, match="incomplete.*(hole|damaged at byte)") as told:
+                with pytest.raises(
+                    ApiError, match="incomplete.*(turns are missing|damaged at byte)"
+                ) as told:
                     life.records.check(session)
                 assert (told.value.status, told.value.code) == (409, "session_incomplete")
             else:
@@ -398,7 +400,7 @@ async def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
     write = os.write
     with monkeypatch.context() as full:
         full.setattr(os, "write", lambda fd, data: write(fd, data[: len(data) // 2]))
-        with pytest.raises(Unavailable, match="cannot be stored in .*only .* bytes"):
+        with pytest.raises(Unavailable, match="could not be stored in .*only .* bytes"):
             await life.say("s", [user("another")], "tool")
     await life.say("s", [user("third")], "tool")
     life.end()
@@ -407,7 +409,7 @@ async def test_a_turn_that_cannot_be_stored_is_not_acknowledged(
 
 async def test_what_cannot_be_written_down_is_refused(objects: Objects) -> None:
     life = Life(objects)
-    with pytest.raises(ValueError, match="too large to be recorded"):
+    with pytest.raises(ValueError, match="too large to record"):
         await life.say("s", [{"role": "user", "content": "read", "number": 2**70}], "call")
     assert life.records.recorder.sessions == []
 

@@ -309,7 +309,7 @@ async def test_what_cannot_be_answered_disturbs_nobody(
     async with worker(store, "east") as (made, url):
         await made.engine_thread.load(0)
         await join(router, url)
-        with pytest.raises(ValueError, match="no room to answer"):
+        with pytest.raises(ValueError, match="no room for an answer"):
             await sample(router, "s", replace(ASK, prompt=(1,) * 5000))
         assert not router.disturbed("s")
 

@@ -92,7 +92,7 @@ def test_two_trainers_on_one_store_are_told(run: Run) -> None:
     run.put_checkpoint_part(SAVED.name, "00000.ab", b"of another trainer")
     saver = CheckpointWriter(run, 0, 2)
     saver.save(SAVED, b"part 0")
-    with pytest.raises(EtudeError, match="is being written by another trainer too"):
+    with pytest.raises(EtudeError, match="is also being written by another trainer"):
         saver.wait()
     assert run.checkpoints() == []
 
@@ -154,7 +154,7 @@ def test_a_damaged_part_is_named(run: Run) -> None:
     with pytest.raises(EtudeError, match=rf"checkpoint 000001\.000000 of memory:: {why}"):
         read_part(run, found, 0)
     run.objects.delete(f"checkpoints/{SAVED.name}/{found.parts[0]}")
-    with pytest.raises(EtudeError, match="the part of rank 0, is gone: remove that checkpoint"):
+    with pytest.raises(EtudeError, match="the part of rank 0, .* is gone: remove that checkpoint"):
         read_part(run, found, 0)
 
 

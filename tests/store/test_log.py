@@ -280,7 +280,7 @@ def test_a_damaged_segment_is_named_or_left_out_and_told() -> None:
 def test_a_record_of_an_unknown_kind_is_refused_by_name() -> None:
     objects = Objects.open("memory:")
     Log(objects, "notes", [Other], durable=True).append(Other("x"))
-    with pytest.raises(EtudeError, match=r"notes/0000000000.jsonl does not hold a record \(Note\)"):
+    with pytest.raises(EtudeError, match=r"notes/0000000000.jsonl is not a valid record \(Note\)"):
         notes(objects).read()
 
 

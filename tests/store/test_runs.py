@@ -90,7 +90,7 @@ def test_groups_and_batches_come_back_as_they_went_in(run: Run) -> None:
 def test_a_batch_is_made_once(run: Run) -> None:
     run.put_batch(BATCH)
     run.put_batch(BATCH)
-    with pytest.raises(EtudeError, match="another batches/000002 already"):
+    with pytest.raises(EtudeError, match="a different batches/000002 already exists"):
         run.put_batch(replace(BATCH, oldest=0))
     assert run.batch(2) == BATCH
 
@@ -107,7 +107,7 @@ def test_the_trainer_gets_its_batch_when_it_comes(run: Run) -> None:
 
 def test_a_damaged_object_is_named(run: Run) -> None:
     run.objects.put_sealed("groups/g000007", b"\x93\x01")
-    with pytest.raises(EtudeError, match="groups/g000007 does not hold a Group"):
+    with pytest.raises(EtudeError, match="groups/g000007 is not a valid Group"):
         run.group("g000007")
     run.objects.put_sealed("groups/g000008", pack(GROUP))
     with pytest.raises(EtudeError, match="groups/g000008 contains group g000007"):
@@ -137,7 +137,9 @@ def test_the_config_of_a_run_with_work_in_it_is_kept(run: Run, work: str) -> Non
         run.put_checkpoint("000001.000000", b"")
     else:
         run.ledger.append(Trained(step=1))
-    with pytest.raises(EtudeError, match=r"run:\n  stage.rl.lr: 0.0003 -> 0.1\ngo on .* --fresh"):
+    with pytest.raises(
+        EtudeError, match=r"run:\n  stage.rl.lr: 0.0003 -> 0.1\ncontinue .* --fresh"
+    ):
         run.put_config(parse(TOML, ["stage.rl.lr=0.1", "engine.threads=2"]))
     assert run.config() == parse(TOML)
 
@@ -404,7 +406,7 @@ def test_a_config_of_another_version_is_told(run: Run) -> None:
     run.objects.put_sealed("config.json", b'{"name": "r", "unheard_of": 1}')
     with pytest.raises(
         EtudeError,
-        match=r"config.json cannot be read; another version of etude may have written it:  (?s:.*)unheard_of",
+        match=r"config.json cannot be read; another version of etude .*: (?s:.*)unheard_of",
     ):
         run.config()
 

@@ -36,7 +36,7 @@ def test_a_session_is_read_as_it_was_written(run: Run, key: str) -> None:
     without = [replace(whole, segments=()) for whole in run.sessions(key)]
     assert reader.conversations(key) == without
     assert reader.conversations(key, {without[1].id, "x"}) == without[1:2]
-    with pytest.raises(Missing, match="holds no session 'x'"):
+    with pytest.raises(Missing, match="has no session 'x'"):
         reader.session(key, "x")
 
 

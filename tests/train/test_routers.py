@@ -136,7 +136,7 @@ def test_tokens_that_nobody_reported_are_left_to_the_router() -> None:
     ("ids", "message"),
     [
         (b"\0" * 5, "row of s2 do not fit this model: 5 bytes"),
-        (b"\7" * 40, "row of s2 do not fit this model: expert 7"),
+        (b"\7" * 40, "row of s2 do not fit this model: .* expert 7"),
         (b"\0" * 4000, "row of s2 belong to another row: they are for 1000 tokens"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_template_that_forgets_makes_a_row_for_each_turn() -> None:
 @pytest.mark.parametrize("template", [OPENS, ENDLESS])
 def test_a_template_whose_answers_cannot_be_told_is_refused(template: str) -> None:
     with pytest.raises(
-        ValueError, match=r"message 2: the chat template does not show it as an answer"
+        ValueError, match=r"message 2: the chat template does not render it as an answer"
     ):
         tokenize(SESSION, with_template(template), [])
 
@@ -156,7 +156,9 @@ def test_what_is_too_long_is_named_and_dropped_or_an_error(tmp_path: Path) -> No
     path = write(tmp_path / "a.jsonl", session(1), session(2), long)
     found = read_sessions(path, TOKENIZER, 64, "drop")
     assert found.skipped == [f"{path}:3"] and len(found.train) + len(found.heldout) == 2
-    with pytest.raises(EtudeError, match=r"a\.jsonl:3 has \d+ tokens, and the model's context 64"):
+    with pytest.raises(
+        EtudeError, match=r"a\.jsonl:3 has \d+ tokens, but the model's context is 64"
+    ):
         read_sessions(path, TOKENIZER, 64, "error")
     with pytest.raises(EtudeError, match="sft needs at least two different sessions that fit"):
         read_sessions(
@@ -170,18 +172,21 @@ ASSISTANT = SESSION[1]
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "'messages' is no list of messages"),
-        ({"messages": []}, "'messages' is no list of messages"),
-        ({"messages": ["hi"]}, "messages 1: it is no object with a role"),
-        ({"messages": [SESSION[0], {"role": "assistant"}]}, "messages 2: its content is no text"),
+        ({}, "'messages' is not a list of messages"),
+        ({"messages": []}, "'messages' is not a list of messages"),
+        ({"messages": ["hi"]}, "messages 1: it is not an object with a role"),
+        (
+            {"messages": [SESSION[0], {"role": "assistant"}]},
+            "messages 2: its content is not a string",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages 1: its content is no text",
+            "messages 1: its content is not a string",
         ),
         ({"messages": [SESSION[0]]}, "the assistant says nothing"),
         (
             {"messages": [ASSISTANT | {"tool_calls": [{}]}]},
-            "a tool call has no function with a name",
+            "a tool call has no function name",
         ),
         (
             {
@@ -197,9 +202,12 @@ ASSISTANT = SESSION[1]
                     ASSISTANT | {"tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}
                 ]
             },
-            "the arguments of f are no object",
+            "the arguments of f are not an object",
         ),
-        ({"messages": SESSION, "tools": [{"type": "function"}]}, "tools is no list of functions"),
+        (
+            {"messages": SESSION, "tools": [{"type": "function"}]},
+            "tools is not a list of functions",
+        ),
         ("{", "the line is no JSON"),
     ],
 )
@@ -247,8 +255,8 @@ def test_pairs_share_their_prompt_and_count_their_answers(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"chosen": "a", "rejected": "b"}, "'prompt' is no list of messages"),
-        (pair("submit", None), "'rejected' is no list of messages"),
+        ({"chosen": "a", "rejected": "b"}, "'prompt' is not a list of messages"),
+        (pair("submit", None), "'rejected' is not a list of messages"),
         (pair("submit", "submit"), "chosen and rejected are the same"),
         (pair("submit", [SESSION[0]]), "rejected makes 0 token sequences instead of one"),
     ],

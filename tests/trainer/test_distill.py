@@ -93,7 +93,7 @@ def test_a_teacher_must_be_there_and_speak_of_the_same_tokens(
     store_files(run, small_files(context=512))
     longer = config.model.model_copy(update={"max_context": 512})
     config = config.model_copy(update={"model": longer})
-    with pytest.raises(EtudeError, match="has a context of 256 tokens, and sessions may have 512"):
+    with pytest.raises(EtudeError, match="has a context of 256 tokens, but sessions may have 512"):
         Trainer(run, config, emit=lambda event: None).train()
     (tmp_path / "teacher" / "model.safetensors").unlink()
     with pytest.raises(

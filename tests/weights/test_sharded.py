@@ -172,7 +172,7 @@ def test_a_reader_of_some_rows_decodes_only_their_chunks(monkeypatch: pytest.Mon
         assert torch.equal(image.rows("w", 100, 150), now["w"][100:150])
         assert image.tensors() == {}
         now = moved(now, version)
-    with pytest.raises(EtudeError, match="rows 0 to 9 of w are not held"):
+    with pytest.raises(EtudeError, match="rows 0 to 9 of w were not fetched"):
         image.rows("w", 0, 10)
     image.held["w"].data[3] ^= 1
     assert wrong_tensors(part) == ["w"]
