@@ -73,8 +73,8 @@ def read_image(folder: Path, provided: Collection[str], workdir: str | None = No
             inside = relpath(place, final)
             if inside == "." or inside.startswith("../"):
                 raise Unsupported(
-                    f"{folder / 'Dockerfile'}: {line!r} puts a file at {place}, outside the "
-                    f"working directory {final}, which is all that a sandbox has"
+                    f"{folder / 'Dockerfile'}: {line!r} puts a file at {place}, which is not "
+                    f"inside the working directory {final}, and a sandbox has nothing else"
                 )
             files[inside] = path
     return Image(

@@ -132,7 +132,7 @@ def _check_keys(name: str, table: Mapping[str, Any]) -> None:
         if kind is None and value not in _NOTHING:
             raise Unsupported(f"task.toml sets {told} = {value!r}, which is not supported")
         if kind is not None and not _KINDS[kind](value):
-            raise Unsupported(f"task.toml sets {told} = {value!r}: it must be {kind}")
+            raise Unsupported(f"{told} is {value!r} in task.toml: it must be {kind}")
 
 
 def _check_environment(tables: Mapping[str, Mapping[str, Any]]) -> None:

@@ -152,7 +152,7 @@ def _ended_well(code: int, output: bytearray, session: SessionProxy) -> bool:
     if code and not session.out_of_context:
         refused = f"its last request was rejected ({session.refusal}); " if session.refusal else ""
         raise RolloutFailure(
-            f"the program ended with exit code {code}; {refused}its last output: {_end(output)}"
+            f"the program ended with exit code {code}; {refused}its last words: {_end(output)}"
         )
     return code == 0
 

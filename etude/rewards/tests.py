@@ -87,9 +87,7 @@ async def grade(
             answers = parse_answers(await fresh.read(_ANSWERS))
         except (FileNotFoundError, ValueError) as e:
             said = ran.output.strip().splitlines() or [""]
-            return _worthless(
-                f"the module gave no answers ({e}); its last output: {said[-1][:200]}"
-            )
+            return _worthless(f"the module gave no answers ({e}); its last words: {said[-1][:200]}")
     return verdict(repair.checks, answers)
 
 

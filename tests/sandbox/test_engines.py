@@ -51,7 +51,7 @@ class Engine:
 def test_the_first_engine_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     Engine(monkeypatch, info=lambda argv: (0, "yes") if argv[0] == "b" else (1, "x\nno daemon"))
     assert find_engine(("no", "a", "b")) == ("b", "yes")
-    with pytest.raises(EtudeError, match="an engine that answers; a says: no daemon$"):
+    with pytest.raises(EtudeError, match="an running container engine;  a says: no daemon$"):
         find_engine(("no", "a"))
     with pytest.raises(EtudeError, match="needs no, which is not installed"):
         find_engine(("no",))
@@ -82,7 +82,7 @@ def test_a_pool_imports_its_root_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again = Engine(monkeypatch, image=(0, "[]"))
     other = ContainerSandboxPool(clients=("a",))
     assert not again.words("import") and name in other.argv("one", SandboxSpec())
-    with pytest.raises(EtudeError, match="a imports no image: disk full"):
+    with pytest.raises(EtudeError, match="a could not import the image:  disk full"):
         Engine(monkeypatch, **{"import": (1, "disk full")})
         ContainerSandboxPool(clients=("a",))
 

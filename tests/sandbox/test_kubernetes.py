@@ -352,7 +352,9 @@ users:
     (tmp_path / "ca.crt").write_bytes(b"authority")
     (tmp_path / "config").write_text(text)
     variables = {"KUBECONFIG": str(tmp_path / "config"), "HOME": str(tmp_path)}
-    with pytest.raises(EtudeError, match="without kubectl, since it is no JSON: install kubectl"):
+    with pytest.raises(
+        EtudeError, match="is not JSON, so reading it needs kubectl: install kubectl"
+    ):
         find_cluster({**variables, "PATH": "/nowhere"})
     need_kubectl()
     found = find_cluster({**variables, "PATH": os.environ["PATH"]})
