@@ -172,7 +172,7 @@ class ContainerSandboxPool:
             code, said = _ran(look)
             if code != 0:
                 raise EtudeError(
-                    f"{self.client} has no image {name!r}: run `{self.client} pull {name!r}` or "
+                    f"{self.client} has no image {name!r}: run `{self.client} pull {name}` or "
                     f"`{self.client} build`, and use the name that `{self.client} images` shows"
                 )
             version = f"import sys; sys.exit(sys.version_info < {_LEAST_PYTHON})"

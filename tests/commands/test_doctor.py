@@ -124,6 +124,6 @@ def test_a_tier_that_cannot_be_had_is_not_used(monkeypatch: pytest.MonkeyPatch) 
 def test_a_run_does_not_start_below_the_tier_that_it_accepts() -> None:
     weak = open_sandbox_pool("process")
     check_tier(weak, "process")
-    with pytest.raises(EtudeError, match="no more than tier process.*none below namespaces"):
+    with pytest.raises(EtudeError, match="only tier process.*requires namespaces"):
         check_tier(weak, "namespaces")
     check_tier(FakeSandboxPool(), "vm")

@@ -216,7 +216,7 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
         ),
         (["--script", "empty.jsonl"], "--script empty.jsonl: it has no answers; give a text"),
         (["--script", "empty.txt"], "--script empty.txt: it has no answers; give a text"),
-        (["--set", "sandbox.mounts=['gone']"], "there is no directory"),
+        (["--set", "sandbox.mounts=['gone']"], "does not exist"),
     ],
 )
 def test_what_cannot_be_tried(

@@ -193,7 +193,7 @@ async def test_a_task_that_asks_for_more_is_refused(monkeypatch: pytest.MonkeyPa
         (SandboxSpec(network=("pypi.org",)), "network"),
         (SandboxSpec(user="root"), "user"),
     ):
-        with pytest.raises(EtudeError, match=f"vm sandboxes cannot give.*: {part}"):
+        with pytest.raises(EtudeError, match=f"vm sandboxes do not support.*: {part}"):
             pool.check(spec)
     pool.check(SandboxSpec(limits=Limits(cpus=0.5, memory_bytes=1 << 30, processes=3)))
 
