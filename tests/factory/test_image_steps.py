@@ -134,7 +134,7 @@ def test_an_image_is_found_by_its_tag_and_its_machine(tmp_path: Path) -> None:
     for tag, why in (
         ("other", f"no image for {MACHINE} machines"),
         ("", r"must match exactly one image; available: \(none\), many, other"),
-        ("gone", "oci.tag 'gone' must mean one image"),
+        ("gone", "oci.tag 'gone' must match exactly one image"),
     ):
         with pytest.raises(EtudeError, match=why):
             manifest_digest(layout, tag)

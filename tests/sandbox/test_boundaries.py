@@ -282,7 +282,7 @@ def test_what_a_backend_does_not_give_is_named() -> None:
     ):
         check_spec(spec, backend="x", gives={"services", "user"}, limits={"processes"})
     check_spec(SandboxSpec(files={"a": "b"}), backend="x", gives=())
-    with pytest.raises(ValueError, match="'A=B' cannot be the name"):
+    with pytest.raises(ValueError, match="'A=B' is not a valid name"):
         check_spec(SandboxSpec(env={"A=B": ""}), backend="x", gives=())
 
 

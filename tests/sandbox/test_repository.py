@@ -145,7 +145,7 @@ async def test_what_is_wrong_is_said(repository: tuple[Path, str]) -> None:
         with pytest.raises(EtudeError, match=words):
             await read(url, name)
     for limit in ({"max_bytes": 5}, {"max_entries": 2}):
-        with pytest.raises(EtudeError, match="do not fit"):
+        with pytest.raises(EtudeError, match="are too many"):
             await read(place, commit, **limit)
 
 
@@ -195,7 +195,7 @@ def test_a_path_and_a_name_become_one_commit(repository: tuple[Path, str]) -> No
     git(place, "worktree", "add", "-q", "../other", "v1")
     assert repository_at(place.parent / "other") == tagged
     for ref in ("v2", "--all"):
-        with pytest.raises(EtudeError, match=f"no commit, branch or tag '{ref}'"):
+        with pytest.raises(EtudeError, match=f"no commit, branch or tag is named '{ref}'"):
             repository_at(place, ref)
     with pytest.raises(EtudeError, match="not a git repository"):
         repository_at(place.parent)

@@ -247,7 +247,7 @@ def test_kvm_is_used_only_where_a_guest_boots(
     program.write_text(f"#!/bin/sh\necho {vm_boot.UP}\n")
     assert qemu._probe(str(program), kernel) == "kvm"
     program.write_text("#!/bin/sh\necho no such machine >&2; exit 1\n")
-    with pytest.raises(EtudeError, match="no virtual machine boots here: no such machine"):
+    with pytest.raises(EtudeError, match="virtual machines do not boot here: no such machine"):
         qemu._probe(str(program), kernel)
 
 

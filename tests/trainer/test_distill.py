@@ -97,7 +97,7 @@ def test_a_teacher_must_be_there_and_speak_of_the_same_tokens(
         Trainer(run, config, emit=lambda event: None).train()
     (tmp_path / "teacher" / "model.safetensors").unlink()
     with pytest.raises(
-        EtudeError, match=r"stage\.distill\.teacher = .* model\.safetensors missing there"
+        EtudeError, match=r"stage\.distill\.teacher = .* model\.safetensors missing"
     ):
         check_stage_files(config)
 

@@ -126,7 +126,7 @@ def test_exactly_one_route_is_applied_or_refused_by_its_ends(chain: Chain) -> No
     with pytest.raises(CorruptWeights, match=r"route: 2 to 3"):
         follower.apply_route(third, Route(before.link, wrong.shards))
     assert follower.held is before
-    with pytest.raises(CorruptWeights, match=r"whole: nothing to 3"):
+    with pytest.raises(CorruptWeights, match=r"route: nothing to 3"):
         follower.apply_route(third, Route(None, wrong.shards))
 
 
