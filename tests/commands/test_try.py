@@ -197,7 +197,7 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
     insistent = ("--set", "harness.agent=mine.py:Insistent")
     for script, more, why in (
         ("crash.jsonl", (), "score: OSError in .*mine.py, line .*: out of cats"),
-        ("over.jsonl", insistent, "agent: RuntimeError .*script has 1 answers"),
+        ("over.jsonl", insistent, "agent: RuntimeError .*script has only 1 answers"),
     ):
         found = tried(capsys, "--script", script, *more, code=1)
         assert re.search(why, found["by_name"][SESSION]["error"])

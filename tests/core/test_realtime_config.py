@@ -54,6 +54,6 @@ def test_half_a_confidence_is_enough_for_the_gate_alone() -> None:
 
 @pytest.mark.parametrize("ramp", ["[0.2, 0.5]", "[0.5, 0.2, 1.0]", "[0.2, 0.2, 1.0]", "[0.0, 1.0]"])
 def test_a_canary_grows_until_it_is_everybody(ramp: str) -> None:
-    with pytest.raises(EtudeError, match="increasing shares that end with 1"):
+    with pytest.raises(EtudeError, match="growing shares that end with 1"):
         parse(RUN.format(top=""), [f"realtime.canary.ramp={ramp}"])
     parse(RUN.format(top=""), ["realtime.canary.ramp=[0.2, 1.0]"])

@@ -274,7 +274,7 @@ def test_fresh_also_removes_a_run_that_lost_its_config(
     monkeypatch.setattr(check, "_ask", ask)
     place = tmp_path / "r"
     Run.open(f"file:{place}").put_checkpoint("000001.000000", b"")
-    with pytest.raises(EtudeError, match="lost its config.json"):
+    with pytest.raises(EtudeError, match="without its config.json"):
         check_start(parse(TOML), RunPlace.of(place))
     with pytest.raises(EtudeError, match="is no run of etude"):
         check_start(parse(TOML), RunPlace.of(place), fresh=True)

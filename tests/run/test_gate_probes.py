@@ -93,10 +93,10 @@ def test_probes_of_a_product(tmp_path: Path) -> None:
     ("given", "why"),
     [
         ({"forbidden": ["("]}, "unterminated"),
-        ({"forbidden": "secret"}, "forbidden is a list"),
+        ({"forbidden": "secret"}, "forbidden must be a list"),
         ({"files": ["a"]}, "files must map paths to strings"),
         ({"files": {"a": 1}}, "files must map paths to strings"),
-        ({"suite": "speed"}, "suite is safety or cheats"),
+        ({"suite": "speed"}, "suite must be safety or cheats"),
     ],
 )
 def test_what_is_no_probe_is_named_with_its_line(given: dict[str, Json], why: str) -> None:

@@ -227,7 +227,7 @@ async def test_a_score_needs_an_answer_of_the_model() -> None:
             await client.offer(session, offer(session))
             status, said = await post(client, f"/v1/sessions/{session}/score", RESULT)
             assert (status, said["error"]["code"]) == (400, "no_answer")
-            assert "no answer of the model was recorded" in said["error"]["message"]
+            assert "no recorded answer of the model" in said["error"]["message"]
         answered.add("g.0")
         assert (await post(client, "/v1/sessions/g.0/score", RESULT))[0] == 204
         failed = {"status": "failed", "error": "no browser"}

@@ -59,7 +59,7 @@ def test_the_first_engine_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EtudeError, match="a: no output"):
         find_engine(("a",))
     Engine(monkeypatch, info=(None, ""))
-    with pytest.raises(EtudeError, match="a says: a gave no answer in 5 s"):
+    with pytest.raises(EtudeError, match="a: a did not answer within 5 s"):
         find_engine(("a",))
 
 
