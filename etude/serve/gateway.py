@@ -474,14 +474,9 @@ def main() -> None:
         "also after a restart",
     )
     parser.add_argument(
-        "--shards",
-        default="",
-        metavar="URL,URL",
-        help="URLs of all gateway processes, each of which serves a share of the sessions",
+        "--shards", default="", metavar="URL,URL", help="URLs of all gateway processes of the run"
     )
-    parser.add_argument(
-        "--shard", type=int, default=0, help="index of this process in --shards, from 0"
-    )
+    parser.add_argument("--shard", type=int, default=0, help="index of this process, from 0")
     parser.add_argument("--production", type=Path, help="configuration file of production mode")
     a = parser.parse_args()
     process.run(
