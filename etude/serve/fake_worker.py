@@ -186,7 +186,7 @@ def main() -> None:
     )
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--gateway", default="", help="gateways to join, comma-separated")
-    parser.add_argument("--join-s", type=float, default=1.0, help="how often")
+    parser.add_argument("--join-s", type=float, default=1.0, help="seconds between joins")
     parser.add_argument(
         "--words", required=True, help="token ids to make answers of, comma-separated"
     )
