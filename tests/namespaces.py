@@ -25,4 +25,4 @@ def refusal() -> str | None:
 
 def need_namespaces() -> None:
     if (why := refusal()) is not None:
-        pytest.skip(f"this machine refuses the namespaces that sandboxes are made of: {why}")
+        pytest.skip(f"this machine does not allow the namespaces that sandboxes need:  {why}")

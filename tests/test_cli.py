@@ -200,12 +200,12 @@ def test_a_run_that_is_not_there(etude: Etude, tmp_path: Path, command: str) -> 
     def call(path: str) -> tuple[int, str, str]:
         return etude(*command.format(path).split())
 
-    refused(call("runs/none"), "runs/none", "is not there")
+    refused(call("runs/none"), "runs/none", "does not exist")
     (tmp_path / "project").mkdir()
-    refused(call("project"), "project holds no run: check the path, or")
+    refused(call("project"), "project has no run: check the path, or")
     Run.open(f"file:{tmp_path}/project/runs/mine").put_config(config)
     for folder in ("project", "project/runs"):
-        named = f"{folder} holds no run: check the path (there is project/runs/mine), or"
+        named = f"{folder} has no run: check the path (there is project/runs/mine), or"
         refused(call(folder), named)
 
 
@@ -329,7 +329,7 @@ def test_a_process_whose_store_is_gone(tmp_path: Path, module: str) -> None:
     assert (
         ended.returncode == 2
         and ended.stderr.startswith("error: ")
-        and "is not there" in ended.stderr
+        and "does not exist" in ended.stderr
     )
 
 

@@ -98,7 +98,7 @@ class Rollout:
         try:
             return cls(**{name: value for name, value in body.items() if name in known})
         except (TypeError, AttributeError) as e:
-            raise ValueError(f"this is no rollout: {e}") from e
+            raise ValueError(f"invalid rollout: {e}") from e
 
     @property
     def remaining_s(self) -> float:
@@ -150,12 +150,12 @@ class Service:
         class Handler(_Handler):
             def answer(self, method: str, path: str, query: Mapping[str, str], body: bytes) -> None:
                 if not service._is_allowed(self.headers.get("Authorization", "")):
-                    self.say(401, {"error": "the token is wrong, or missing"})
+                    self.say(401, {"error": "the token is missing or invalid"})
                 else:
                     try:
                         said = service.answer(method, path, query, body)
                     except ValueError as e:
-                        said = 400, {"error": f"{method} {path} cannot be read: {e}"}
+                        said = 400, {"error": f"{method} {path}: {e}"}
                     self.say(*said)
 
         class Server(ThreadingHTTPServer):
@@ -195,11 +195,11 @@ class Service:
                 return self._look(place[1], min(MAX_WAIT_S, float(query.get("wait_s", 0))))
             if method == "DELETE":
                 return self._cancel(place[1])
-        return 404, {"error": f"there is no {method} {path}"}
+        return 404, {"error": f"no route {method} {path}"}
 
     def _page(self, query: Mapping[str, str]) -> tuple[int, Any]:
         if self._tasks is None:
-            return 404, {"error": "this service has no tasks: name a file with tasks.path"}
+            return 404, {"error": "this service has no tasks: set tasks.path to a file"}
         split = query.get("split", "train")
         tasks = self._tasks(split) if callable(self._tasks) else self._tasks.get(split, ())
         first = int(query.get("after", 0))
@@ -214,7 +214,7 @@ class Service:
             if known := self._known.get(asked.id):
                 return (202 if known["status"] == "running" else 200), known
             if len(self._asked) >= self._capacity:
-                return 503, {"error": "no room: ask again in a moment"}
+                return 503, {"error": "at capacity: try again in a moment"}
             self._asked[asked.id] = asked
             self._known[asked.id] = {"id": asked.id, "status": "running"}
             begun = self._known[asked.id]
@@ -240,7 +240,7 @@ class Service:
         with self._changed:
             self._changed.wait_for(is_over, wait_s)
             if id not in self._known:
-                return 404, {"error": f"there is no rollout {id}"}
+                return 404, {"error": f"no rollout {id}"}
             return 200, self._known[id]
 
     def _cancel(self, id: str) -> tuple[int, Any]:
@@ -324,7 +324,7 @@ def _call_back(asked: Rollout, result: Mapping[str, Any]) -> None:
             return
         except urllib.error.HTTPError as e:
             if e.code == 400 and result["status"] != "failed":
-                said = f"the gateway refuses its result: {e.read().decode(errors='replace')}"
+                said = f"the gateway rejected the result: {e.read().decode(errors='replace')}"
                 result = {"id": asked.id, "status": "failed", "error": said}
                 continue
             if e.code not in (404, 503):

@@ -130,18 +130,20 @@ class AdapterManager:
             return None
         if name not in self._named:
             there = ", ".join(self._named) or "none"
-            raise ValueError(f"there is no adapter {name[:200]!r} here; there are: {there}")
+            raise ValueError(f"no adapter is named {name[:200]!r}; the adapters here: {there}")
         return self._named[name]
 
     def load(self, name: str, adapter: Adapter) -> None:
         most = self._limits.num_named if self._limits else 0
         loaded = self._named.get(name) or LoadedAdapter(1 + len(self._named), 0)
         if self._limits is None or loaded.slot > most:
-            raise ValueError(f"there is room for {most} adapters, and {name} is one more")
+            raise ValueError(
+                f"no room for adapter {name}: this engine has room for {most} adapters"
+            )
         if adapter.config.rank > self._limits.rank:
             raise ValueError(
-                f"adapter {name} has rank {adapter.config.rank}, and this engine has room for rank "
-                f"{self._limits.rank}"
+                f"adapter {name} has rank {adapter.config.rank}, but this engine has room for "
+                f"rank {self._limits.rank} at most"
             )
         self._runner.prepare_adapter(loaded.slot, adapter)()
         loaded.number = next(self._numbers)
@@ -154,8 +156,8 @@ class AdapterManager:
         if self._limits is None or self._limits.own is None:
             if own:
                 raise ValueError(
-                    f"these weights hold an adapter ({next(iter(own))}), and the engine was made "
-                    f"for none"
+                    f"these weights contain an adapter ({next(iter(own))}), but this engine was "
+                    f"started without room for one"
                 )
             return self._runner.prepare_weights(tensors)
         stays = bool(own) and _same_memory(base, self._base)

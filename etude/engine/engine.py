@@ -210,19 +210,24 @@ class Engine:
         room = self.max_context - len(request.prompt)
         if not prompt or not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ValueError(
-                f"the prompt must be token ids from 0 to {self.vocab_size - 1}, and at least one"
+                f"the prompt must have at least one token, and token ids from 0 to "
+                f"{self.vocab_size - 1}"
             )
         if room < 1:
             raise ValueError(
-                f"the prompt has {len(prompt)} of {self.max_context} tokens: no room to answer"
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a "
+                f"context of {self.max_context}"
             )
         guesses = list(itertools.chain(request.prediction or (), *request.drafts))
         if guesses and not 0 <= min(guesses) <= max(guesses) < self.vocab_size:
             raise ValueError(
-                f"prediction and drafts must be token ids from 0 to {self.vocab_size - 1}"
+                f"prediction and drafts must have token ids from 0 to {self.vocab_size - 1}"
             )
         if len(request.begun) > min(request.max_tokens, room):
-            raise ValueError(f"the answer has begun with more than {request.max_tokens} tokens")
+            raise ValueError(
+                f"the tokens that begin the answer exceed max_tokens = {request.max_tokens} "
+                f"or the context"
+            )
         if request.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, not {request.max_tokens}")
         if request.top_logprobs < 0:
@@ -232,8 +237,8 @@ class Engine:
         if needed > self._block_manager.num_blocks:
             most = self._block_manager.num_blocks * self._block_manager.block_size
             raise ValueError(
-                f"prompt and max_tokens are more than the {most} tokens that this engine has "
-                f"memory for"
+                f"prompt and max_tokens together exceed the {most} tokens that fit in this "
+                f"engine's KV cache"
             )
 
     def add(

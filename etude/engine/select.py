@@ -40,8 +40,7 @@ def select_device(asked: str) -> torch.device:
     there = torch.cuda.is_available()
     if asked == "cuda" and not there:
         raise EtudeError(
-            "device cuda: torch sees no CUDA device here; install its CUDA build, or take the "
-            "device cpu"
+            "device cuda: torch sees no CUDA device; install torch for CUDA, or use device cpu"
         )
     return torch.device("cuda" if there and asked != "cpu" else "cpu")
 
@@ -50,7 +49,7 @@ def check_ranks(device: torch.device, ranks: int) -> None:
     """Check that each rank of a machine has its own device."""
     if device.type == "cuda" and ranks > (count := torch.cuda.device_count()):
         raise EtudeError(
-            f"rank {ranks - 1} has no CUDA device of its own, this machine has {count}: lower "
+            f"rank {ranks - 1} has no CUDA device of its own: this machine has {count}; lower "
             f"trainer.ranks"
         )
 
@@ -130,15 +129,16 @@ def has_kernels(model: Transformer, dtype: torch.dtype, *, invariant: bool) -> b
 def _say_once(path: str, features: list[str]) -> None:
     """Warn that a fast path cannot compute a model, which runs all the same."""
     if features:
-        why = f"{path} not compute {', '.join(features)}; torch's operators do"
+        why = f"{path} not support {', '.join(features)}: falling back to torch's operators"
         warnings.warn(why, RuntimeWarning, stacklevel=3)
 
 
 def _check_invariant(model: Transformer) -> None:
     if model.config.linear:
         raise EtudeError(
-            f"batch-invariant arithmetic is not to be had for {model.config.model_type}: its "
-            f"recurrent layers add up in chunks that depend on how a prompt is cut; leave it off"
+            f"batch-invariant arithmetic is not available for {model.config.model_type}: its "
+            f"recurrent layers add up in chunks that depend on how a prompt is split; turn "
+            f"batch_invariant off"
         )
 
 
@@ -150,8 +150,8 @@ def invariant_trainer_model(model: Transformer, dtype: torch.dtype) -> Transform
         return model.compute_with(model.arithmetic.but(invariant=True))
     if any(name.endswith(ADAPTER_KINDS) for name, _ in model.named_parameters()):
         raise EtudeError(
-            "batch_invariant with trainer.lora is not to be had on CUDA: leave out one of them, or "
-            "train on the CPU"
+            "batch_invariant is not available with trainer.lora on CUDA: turn one of them off, "
+            "or train on the CPU"
         )
     from etude.engine.kernels.trainable import BatchInvariantTransformer
 

@@ -143,7 +143,9 @@ async def build(
     sources = [each for each in sources if not each.endswith(".jsonl")] + list(rows)
     check_names(sources)
     if not sources:
-        raise EtudeError("give a source: a git URL, a folder, an sdist, or the name of a package")
+        raise EtudeError(
+            "give at least one source: a git URL, a folder, an sdist, or the name of a package"
+        )
     status = Status(sources=len(sources), limit=options.limit or PER_SOURCE * len(sources))
     log = BuildLog(folder / "build.jsonl")
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,7 @@ async def build(
 def check_kinds(kinds: Collection[str]) -> None:
     """Refuse an unknown kind."""
     if unknown := sorted(set(kinds) - set(KINDS)):
-        raise EtudeError(f"there is no kind {unknown[0]!r} of tasks: {', '.join(KINDS)}")
+        raise EtudeError(f"unknown kind of tasks {unknown[0]!r}; choose from {', '.join(KINDS)}")
 
 
 def rows_of(sources: Sequence[str]) -> dict[str, list[Row]]:

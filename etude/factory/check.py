@@ -23,8 +23,8 @@ def task_folders(folder: Path) -> list[Path]:
     found = sorted(path.parent for path in place.glob("[!.]*/task.toml"))
     if not found:
         raise EtudeError(
-            f"{folder} has no tasks: give a folder that etude tasks build made, or one of Harbor's "
-            f"directories"
+            f"{folder} has no tasks: give a folder that `etude tasks build` made, or a "
+            f"directory of Harbor tasks"
         )
     return found
 

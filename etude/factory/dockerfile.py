@@ -59,12 +59,14 @@ def read_image(folder: Path, provided: Collection[str], workdir: str | None = No
             copies.append((line, sources, join(here or "/", target)))
         else:
             raise Unsupported(
-                f"{folder / 'Dockerfile'}: {line!r} is not followed here: Dockerfiles are read, "
-                f"not built; if your sandboxes have what it does ([sandbox] mounts), write "
-                f"the line, or a pattern of it, into provided.txt beside the tasks"
+                f"{folder / 'Dockerfile'}: {line!r} is not supported: Dockerfiles are read, but "
+                f"not built. If your sandboxes have what the line installs ([sandbox] mounts), "
+                f"add the line, or a pattern for it, to provided.txt beside the tasks"
             )
     if not (final := workdir or here):
-        raise Unsupported(f"{folder / 'Dockerfile'} names no WORKDIR, so that of its image counts")
+        raise Unsupported(
+            f"{folder / 'Dockerfile'} has no WORKDIR, and that of its image is not known"
+        )
     files: dict[str, Path] = {}
     for line, sources, target in copies:
         for path, place in _placed(folder, sources, target):
@@ -72,7 +74,7 @@ def read_image(folder: Path, provided: Collection[str], workdir: str | None = No
             if inside == "." or inside.startswith("../"):
                 raise Unsupported(
                     f"{folder / 'Dockerfile'}: {line!r} puts a file at {place}, which is not "
-                    f"below the working directory {final}, all that a sandbox has"
+                    f"inside the working directory {final}, and a sandbox has nothing else"
                 )
             files[inside] = path
     return Image(
@@ -105,7 +107,7 @@ def _words(folder: Path, line: str, rest: str) -> list[str]:
     try:
         return shlex.split(rest)
     except ValueError as e:
-        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} cannot be read: {e}") from e
+        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} cannot be parsed: {e}") from e
 
 
 def _variables(folder: Path, line: str, rest: str) -> dict[str, str]:
@@ -114,7 +116,7 @@ def _variables(folder: Path, line: str, rest: str) -> dict[str, str]:
         return dict(word.split("=", 1) for word in words)
     name, _, value = rest.partition(" ")  # the old form, with one variable per line
     if not value:
-        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} is no assignment")
+        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} is not an assignment")
     return {name: value}
 
 
@@ -122,12 +124,12 @@ def _copied(folder: Path, line: str, rest: str) -> list[str]:
     """The sources and the target."""
     words = _words(folder, line, rest)
     if words[:1] and words[0].startswith(("--", "[", "<<")) or "$" in rest or len(words) < 2:
-        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} is no plain copy")
+        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} is not a plain copy")
     fetched = [each for each in words[:-1] if "://" in each or each.endswith(_ARCHIVES)]
     if line.upper().startswith("ADD") and fetched:
-        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} fetches or unpacks {fetched[0]}")
+        raise Unsupported(f"{folder / 'Dockerfile'}: {line!r} downloads or unpacks {fetched[0]}")
     if (folder / ".dockerignore").exists():
-        raise Unsupported(f"{folder}: its .dockerignore is not read, and {line!r} goes by it")
+        raise Unsupported(f"{folder}: its .dockerignore is not supported, and affects {line!r}")
     return words
 
 
@@ -140,7 +142,7 @@ def _placed(folder: Path, sources: list[str], target: str) -> Iterator[tuple[Pat
             raise Unsupported(f"{folder / 'Dockerfile'}: {source} must be named without '..'")
         found = [folder] if pattern == "." else sorted(folder.glob(pattern))
         if not found:
-            raise Unsupported(f"{folder / 'Dockerfile'}: there is no {source} to copy")
+            raise Unsupported(f"{folder / 'Dockerfile'}: {source}, which it copies, does not exist")
         for path in found:
             if path.is_dir():
                 below = sorted(each for each in path.rglob("*") if each.is_file())

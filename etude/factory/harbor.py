@@ -59,8 +59,8 @@ def read_task(folder: Path) -> RepositoryTask:
     own = _own_settings(folder)
     if not isinstance(own, dict):
         raise EtudeError(
-            f"{folder}: a task of Harbor that was made for a container, without [metadata.etude]: "
-            f'a run takes it with environment = "etude.run.harbor_tasks:HarborTasks"'
+            f"{folder}: this is a Harbor task for a container, without [metadata.etude]: use it "
+            f'in a run with environment = "etude.run.harbor_tasks:HarborTasks"'
         )
     return RepositoryTask(
         id=folder.name,
@@ -99,9 +99,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     try:
         return tomllib.loads((folder / "task.toml").read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
-        raise EtudeError(
-            f"{folder}: task.toml cannot be read ({e}): is this a task of Harbor?"
-        ) from e
+        raise EtudeError(f"{folder}: task.toml cannot be read ({e}): is this a Harbor task?") from e
 
 
 def check_links(folder: Path) -> None:
@@ -111,8 +109,8 @@ def check_links(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_symlink() and not (path.is_file() and path.resolve().is_relative_to(whole)):
             raise EtudeError(
-                f"{folder}: {path.relative_to(folder)} is a link, and leads to no file of the "
-                f"task: put the file itself there"
+                f"{folder}: {path.relative_to(folder)} is a link that does not lead to a file "
+                f"of the task: replace it with the file"
             )
 
 

@@ -130,7 +130,7 @@ def _check_keys(name: str, table: Mapping[str, Any]) -> None:
         told = f"{name}.{key}" if name else key
         kind = _READ[name].get(key)
         if kind is None and value not in _NOTHING:
-            raise Unsupported(f"task.toml asks for {told} = {value!r}, which is not given here")
+            raise Unsupported(f"task.toml sets {told} = {value!r}, which is not supported")
         if kind is not None and not _KINDS[kind](value):
             raise Unsupported(f"{told} is {value!r} in task.toml: it must be {kind}")
 
@@ -150,13 +150,13 @@ def _check_environment(tables: Mapping[str, Mapping[str, Any]]) -> None:
 def _check_files(folder: Path) -> None:
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
-            raise Unsupported(f"it has no {name}")
+            raise Unsupported(f"it has no file {name}")
     composed = ("docker-compose.yaml", "docker-compose.yml", "singularity-compose.yaml")
     for name in ("trajectory.json", *(f"environment/{each}" for each in composed)):
         if (folder / name).exists():
-            raise Unsupported(f"its {name} is not read")
+            raise Unsupported(f"its {name} is not supported")
     if ignored := next(folder.rglob(".harborignore"), None):
-        raise Unsupported(f"{ignored.relative_to(folder)} is not read")
+        raise Unsupported(f"{ignored.relative_to(folder)} is not supported")
 
 
 def _image(folder: Path, environment: Mapping[str, Any], provided: Collection[str]) -> Image:
@@ -168,12 +168,11 @@ def _image(folder: Path, environment: Mapping[str, Any], provided: Collection[st
     line = f"FROM {environment.get('docker_image', '')}"
     if not is_provided(line, provided):
         raise Unsupported(
-            f"its environment is {line!r}, which is not built here; if your "
-            f"sandboxes have what is in it ([sandbox] mounts), write that line into {PROVIDED} "
-            f"beside the tasks"
+            f"its environment is {line!r}, but images are not built: if your sandboxes have "
+            f"what is in it ([sandbox] mounts), add the line to {PROVIDED} beside the tasks"
         )
     if not workdir:
-        raise Unsupported("environment.workdir is not said, so that of its image counts")
+        raise Unsupported("environment.workdir is missing, and that of its image is not known")
     return Image(workdir, env, {}, ())
 
 
@@ -183,7 +182,7 @@ def _limits(environment: Mapping[str, Any]) -> Limits:
         if size is None and (text := environment.get(name)):
             parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMK])", text.strip().upper())
             if parts is None:
-                raise Unsupported(f"environment.{name} is {text!r}: a size is one such as '2G'")
+                raise Unsupported(f"environment.{name} is {text!r}: it must be a size such as '2G'")
             size = float(parts[1]) * {"G": 1024.0, "M": 1.0, "K": 1 / 1024}[parts[2]]
         return None if size is None else int(float(size) * (1 << 20))
 
@@ -196,8 +195,8 @@ def _env(name: str, table: Mapping[str, Any]) -> dict[str, str]:
     found = {key: str(value) for key, value in table.get("env", {}).items()}
     if templates := [key for key, value in found.items() if "${" in value]:
         raise Unsupported(
-            f"{name}.env takes {templates[0]} from the variables of this machine, which agents "
-            f"could read: write the value itself"
+            f"{name}.env takes {templates[0]} from this machine's environment, where agents "
+            f"could read it: write the value itself"
         )
     return found
 
@@ -212,16 +211,18 @@ def _taken(
     for entry in settings.get("artifacts", []):
         asked = {"source": entry} if isinstance(entry, str) else entry
         if not isinstance(asked, dict) or not isinstance(asked.get("source"), str):
-            raise Unsupported(f"artifacts has {entry!r}: each must be a path, or have a source")
+            raise Unsupported(
+                f"artifacts has {entry!r}: each entry must be a path, or have a source"
+            )
         if more := [key for key in ("exclude", "service") if asked.get(key)]:
-            raise Unsupported(f"artifacts of a separate verifier with {more[0]} are not read")
+            raise Unsupported(f"artifacts of a separate verifier do not support {more[0]}")
         source = PurePosixPath(normpath(join(workdir, asked["source"])))
         if not source.is_relative_to(workdir):
-            raise Unsupported(f"the artifact {source} lies outside of the working copy, {workdir}")
+            raise Unsupported(f"the artifact {source} is outside the working copy, {workdir}")
         path = source.relative_to(workdir).as_posix()
         found += ["*"] if path == "." else [path, f"{path}/*"]
     if not found:
-        raise Unsupported("a separate verifier is given no artifacts of the working copy")
+        raise Unsupported("a separate verifier needs at least one artifact of the working copy")
     return tuple(found)
 
 
@@ -238,7 +239,7 @@ async def prepare(task: HarborTask, sandbox: Sandbox) -> None:
     script = _MAKE_LOGS + (f" && chmod +x -- {programs}" if programs else "")
     ran = await sandbox.run(["sh", "-c", script], timeout_s=60)
     if ran.exit_code != 0:
-        raise RolloutFailure(f"the sandbox cannot be prepared: {ran.output[-_SHOWN_CHARS:]}")
+        raise RolloutFailure(f"the sandbox could not be prepared: {ran.output[-_SHOWN_CHARS:]}")
 
 
 async def solve(task: HarborTask, sandbox: Sandbox) -> None:
@@ -251,7 +252,9 @@ async def solve(task: HarborTask, sandbox: Sandbox) -> None:
         ["sh", "-c", script], timeout_s=task.verifier_s, env=dict(task.solution_env)
     )
     if ran.exit_code != 0:
-        raise RolloutFailure(f"solve.sh ends with {ran.exit_code}: {ran.output[-_SHOWN_CHARS:]}")
+        raise RolloutFailure(
+            f"solve.sh ended with exit code {ran.exit_code}: {ran.output[-_SHOWN_CHARS:]}"
+        )
 
 
 async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPool) -> Score:
@@ -281,9 +284,9 @@ async def grade_harbor_task(task: HarborTask, sandbox: Sandbox, pool: SandboxPoo
             without=(*CACHES, _STAGED, f"{_STAGED}/*"),
         )
     except ValueError as e:
-        return _worthless(f"the working copy cannot be taken over: {e}")
+        return _worthless(f"the working copy cannot be graded: {e}")
     if ran.exit_code is None:
-        return _worthless(f"tests/test.sh was still at work after {task.verifier_s:g} s")
+        return _worthless(f"tests/test.sh did not end within {task.verifier_s:g} s")
     return read_rewards(ran.report, ran.output)
 
 
@@ -297,8 +300,8 @@ def read_rewards(report: bytes, output: str) -> Score:
         rewards = _rewards(said)
     except (KeyError, ValueError, OverflowError, RecursionError) as e:
         raise ValueError(
-            f"tests/test.sh wrote no reward to /logs/verifier that can be read ({e!r:.200}); its "
-            f"last words: {last}"
+            f"tests/test.sh wrote no readable reward to /logs/verifier ({e!r:.200}); its last "
+            f"output: {last}"
         ) from e
     return Score(
         rewards["reward"],
@@ -310,14 +313,14 @@ def read_rewards(report: bytes, output: str) -> Score:
 def _rewards(said: Mapping[str, str]) -> dict[str, float]:
     """Rewards by name; `reward` is one of them."""
     if "json" not in said and "_" in said["txt"]:
-        raise ValueError(f"{said['txt']!r} is a number to Python alone")
+        raise ValueError(f"{said['txt']!r} is not a plain number")
     found = json.loads(said["json"]) if "json" in said else float(said["txt"])
     rewards = found if isinstance(found, dict) else {"reward": found}
     for name, value in rewards.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{name!r} is no finite number")
+            raise ValueError(f"{name!r} is not a finite number")
     if "reward" not in rewards:
-        raise ValueError(f"several values, and none is 'reward': {', '.join(rewards)}")
+        raise ValueError(f"several values, but none is named 'reward': {', '.join(rewards)}")
     return {name: float(value) for name, value in rewards.items()}
 
 

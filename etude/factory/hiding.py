@@ -44,7 +44,7 @@ def _parse(text: str) -> ast.Module:
         with _one_at_a_time:
             return ast.parse(text)
     except (SyntaxError, RecursionError) as e:
-        raise ValueError(f"not to be parsed: {e}") from e
+        raise ValueError(f"cannot be parsed: {e}") from e
 
 
 def _walk(

@@ -90,11 +90,13 @@ def read_spec(path: Path) -> ImageSpec:
         raise EtudeError(f"{path} is not TOML: {e}") from e
     spec: ImageSpec = _filled(ImageSpec, told, str(path), "")
     if spec.debian and spec.oci:
-        raise EtudeError(f"{path}: [debian] and [oci] are both a whole system: keep one of them")
+        raise EtudeError(f"{path}: [debian] and [oci] each make a whole system: remove one of them")
     if spec.repository and spec.oci and spec.oci.workdir:
-        raise EtudeError(f"{path}: [repository] and oci.workdir are both the working copy")
+        raise EtudeError(
+            f"{path}: [repository] and oci.workdir each make the working copy: remove one of them"
+        )
     if not (spec.debian or spec.oci or spec.pypi or spec.repository):
-        raise EtudeError(f"{path}: give one of [debian], [oci], [pypi] and [repository]")
+        raise EtudeError(f"{path}: give at least one of [debian], [oci], [pypi] and [repository]")
     return _placed(spec, path.parent)
 
 
@@ -103,7 +105,7 @@ def _filled(kind: type, told: Mapping[str, Any], path: str, table: str) -> Any:
     where = f"{path}: {table}"
     known = {each.name: each for each in fields(kind)}
     if unknown := [key for key in told if key not in known]:
-        raise EtudeError(f"{where}{unknown[0]} is no key of an image: {', '.join(known)} are")
+        raise EtudeError(f"{where}{unknown[0]} is an unknown key; known keys: {', '.join(known)}")
     values: dict[str, Any] = {}
     for name, each in known.items():
         if name not in told:
@@ -130,8 +132,8 @@ def _filled(kind: type, told: Mapping[str, Any], path: str, table: str) -> Any:
 
 def _check(value: Any, kind: type, where: str) -> None:
     if not isinstance(value, kind):
-        names: dict[type, str] = {str: "a text", list: "a list of texts", dict: "a table"}
-        raise EtudeError(f"{where} must be {names[kind]}, and is {value!r}")
+        names: dict[type, str] = {str: "a string", list: "a list of strings", dict: "a table"}
+        raise EtudeError(f"{where} must be {names[kind]}, not {value!r}")
 
 
 def _placed(spec: ImageSpec, folder: Path) -> ImageSpec:

@@ -85,12 +85,12 @@ class _Build:
         key = _key(name, told, self.layers)
         with self._store.one_at_a_time(key):
             if (digest := self._store.made_by(key)) is not None:
-                self._say(f"{name}: there already ({digest[:12]})")
+                self._say(f"{name}: already built ({digest[:12]})")
                 return digest
             with self._store.scratch() as scratch:
                 made = scratch / "layer"
                 made.mkdir()
-                self._say(f"{name}: at work")
+                self._say(f"{name}: building")
                 make(made)
                 digest = self._store.keep(key, made)
         self._say(f"{name}: done ({digest[:12]})")
@@ -238,7 +238,7 @@ def _python_of(base: Path) -> tuple[str, str, str]:
                     f"/usr/local/lib/python{version}/{packages}",
                     f"{prefix}/bin/python3",
                 )
-    raise EtudeError("[pypi]: the system below has no Python: add python3 to debian.packages")
+    raise EtudeError("[pypi]: the system has no Python: add python3 to debian.packages")
 
 
 def _source_key(source: Source) -> list[str]:
@@ -259,7 +259,7 @@ def _checkout(source: Source, clones: Path, made: Path, *, lived_in: bool) -> No
     found = fetch(source.source, clones)
     if found.git is None:
         if source.commit:
-            raise EtudeError(f"repository.commit: {source.source} is no git repository")
+            raise EtudeError(f"repository.commit: {source.source} is not a git repository")
         for path, content in found.files.items():
             place = made / path
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,8 @@ class PipInstaller:
         pip(place, "install", *recipe.requirements)
         if own := [name for name in module_names(recipe) if _is_in(site, name)]:
             raise InstallFailed(
-                f"leak: {own[0]} itself is among what its tests need, and would be in every sandbox"
+                f"leak: {own[0]} itself is a requirement of its tests, so it would be in every "
+                f"sandbox"
             )
         frozen = pip(place, "freeze", "--all").splitlines()
         metadata, generated = built(checkout, recipe, place)

@@ -300,7 +300,7 @@ class SourceFile:
                 each.visit(finder)
         # ValueError: a null byte; SyntaxError: also an unknown encoding
         except (cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError, MemoryError) as e:
-            raise ValueError(f"not to be parsed: {e}") from e
+            raise ValueError(f"cannot be parsed: {e}") from e
         self._pieces = [self._module.code_for_node(each) for each in self._module.body]
         self._code = self._module.code
         self._statement = finder.statements

@@ -43,7 +43,10 @@ def unpack(layout: Path, tag: str, root: Path) -> None:
     for layer in manifest["layers"]:
         kind = str(layer.get("mediaType", ""))
         if "zstd" in kind:
-            raise EtudeError(f"{layout}: a layer is {kind}; copy it with gzip (skopeo --dest-..)")
+            raise EtudeError(
+                f"{layout}: a layer is {kind}, which is not supported; copy it with gzip "
+                f"(skopeo --dest-..)"
+            )
         own: set[Path] = set()
         with tarfile.open(_blob(layout, layer["digest"])) as archive:
             for member in archive:
@@ -61,11 +64,13 @@ def _manifest(layout: Path, tag: str) -> tuple[str, Any]:
     try:
         entries = json.loads((layout / "index.json").read_text())["manifests"]
     except (OSError, ValueError, KeyError) as e:
-        raise EtudeError(f"{layout} is no OCI layout: it has no index.json that can be read") from e
+        raise EtudeError(f"{layout} is not an OCI layout: it has no readable index.json") from e
     named = [e for e in entries if tag in ("", _tag(e))]
     if len(named) != 1:
         tags = ", ".join(sorted(_tag(each) or "(none)" for each in entries))
-        raise EtudeError(f"{layout}: oci.tag {tag!r} must mean one image; there are: {tags}")
+        raise EtudeError(
+            f"{layout}: oci.tag {tag!r} must match exactly one image; available: {tags}"
+        )
     found = json.loads(_blob(layout, named[0]["digest"]).read_bytes())
     digest = named[0]["digest"]
     if "manifests" in found:  # one per architecture
@@ -76,7 +81,7 @@ def _manifest(layout: Path, tag: str) -> tuple[str, Any]:
             if each.get("platform", {}).get("architecture") == machine
         ]
         if not fitting:
-            raise EtudeError(f"{layout}: there is no image for {machine} machines in it")
+            raise EtudeError(f"{layout}: no image for {machine} machines")
         digest = fitting[0]["digest"]
         found = json.loads(_blob(layout, digest).read_bytes())
     return digest, found
@@ -114,7 +119,9 @@ def _unpack_member(
     if name.startswith(_GONE):
         gone = name.removeprefix(_GONE)
         if gone in ("", ".", ".."):
-            raise EtudeError(f"a layer removes {gone!r} ({member.name}): no image tool writes that")
+            raise EtudeError(
+                f"a layer removes {gone!r} ({member.name}), which no image tool writes"
+            )
         _remove_below(directory / gone, own)
         return
     place = directory / name
@@ -163,7 +170,7 @@ def resolve(root: Path, path: str) -> Path:
         pending = [each for each in to.split("/") if each not in ("", ".")] + pending
         if len(pending) > 4096:
             break
-    raise EtudeError(f"{path}: its links lead in a circle")
+    raise EtudeError(f"{path}: its links form a circle")
 
 
 def _remove_below(path: Path, own: set[Path]) -> None:

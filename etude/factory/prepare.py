@@ -68,7 +68,7 @@ async def prepare(source: str, workshop: Workshop) -> Repository:
     try:
         checkout = await asyncio.to_thread(fetch, source, workshop.folder / "repositories")
     except EtudeError as e:
-        raise Discarded(f"not to be fetched: {e}") from e
+        raise Discarded(f"cannot be fetched: {e}") from e
     recipe, installed, first = await _find_recipe(checkout, workshop)
     repository = await _reproduce(checkout, recipe, installed, first, workshop)
     _save(place, repository)
@@ -180,4 +180,6 @@ def check_names(sources: Sequence[str]) -> None:
     for source in sources:
         other = names.setdefault(name_of(source), source)
         if other != source:
-            raise EtudeError(f"{other} and {source} are both called {name_of(source)}: give one")
+            raise EtudeError(
+                f"{other} and {source} have the same name, {name_of(source)}: give only one of them"
+            )

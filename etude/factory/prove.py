@@ -262,7 +262,7 @@ def _assembled(
         # tests that are inherited from a base class in another file are hidden with their file
         changes[path] = without_functions(content, names) if names <= sources.keys() else b""
     if any(fails_to_parse(changes[path]) for path in changes if path.endswith(".py")):
-        raise Rejected("not to be parsed")
+        raise Rejected("cannot be parsed")
     instruction = instruct(draft.id, draft.kind, candidate.facts, found.failing, first, found.error)
     return RepositoryTask(
         id=draft.id,

@@ -63,8 +63,7 @@ def fetch(source: str, clones: Path) -> Checkout:
     if _PACKAGE.match(source) and os.sep not in source:
         return _from_index(source)
     raise EtudeError(
-        f"{source}: there is no such folder or archive, and it is no git URL and no name of a "
-        f"package; check the path"
+        f"{source}: not a folder, an archive, a git URL or the name of a package; check the path"
     )
 
 
@@ -179,7 +178,7 @@ def _wanted(files: Files) -> dict[str, bytes]:
         and ".." not in path.split("/")
     }
     if (size := sum(map(len, kept.values()))) > _MAX_BYTES:
-        raise EtudeError(f"{size >> 20} MiB of files are too many for a working copy")
+        raise EtudeError(f"{size >> 20} MiB of files are too large for a working copy")
     return kept
 
 
@@ -198,13 +197,13 @@ def _from_index(wanted: str) -> Checkout:
         if (found == version if version else re.fullmatch(r"[\d.]+(\.?post\d+)?", found))
     ]
     if not usable:
-        raise EtudeError(f"{wanted}: the index has no source distribution of it")
+        raise EtudeError(f"{wanted}: the package index has no source distribution")
     found, link = max(usable, key=lambda each: [int(n) for n in re.findall(r"\d+", each[0])])
     url = urljoin(f"{index}/{normal}/", link)
     packed = _download(url.partition("#")[0])
     digest = re.search(r"#sha256=([0-9a-f]{64})", url)
     if digest and hashlib.sha256(packed).hexdigest() != digest[1]:
-        raise EtudeError(f"{wanted}: what was fetched has another digest than the index says")
+        raise EtudeError(f"{wanted}: the digest of the download differs from the package index")
     filename = PurePosixPath(urlsplit(url).path).name
     return _from_archive(packed, filename, f"{normal}=={found}")
 

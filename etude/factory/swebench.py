@@ -48,7 +48,9 @@ class Row:
         names = ("instance_id", "repo", "base_commit", "problem_statement", "patch", "test_patch")
         for name in names:
             if not isinstance(record.get(name), str):
-                raise EtudeError(f"{where}: no row of SWE-bench: there is no text {name!r}")
+                raise EtudeError(
+                    f"{where}: not a SWE-bench row: {name!r} is missing or not a string"
+                )
         told = {name: str(record[name]) for name in names}
         return cls(
             **told,
@@ -64,7 +66,7 @@ def _names(value: object, where: str) -> tuple[str, ...]:
     try:
         listed = json.loads(value) if isinstance(value, str) else value
     except ValueError as e:
-        raise EtudeError(f"{where}: a list of tests is no JSON: {e}") from e
+        raise EtudeError(f"{where}: a list of tests is not valid JSON: {e}") from e
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
         raise EtudeError(f"{where}: FAIL_TO_PASS and PASS_TO_PASS must be lists of tests")
     return tuple(listed)
@@ -109,7 +111,7 @@ def read_rows(path: Path) -> list[Row]:
                 record = json.loads(line)
             except json.JSONDecodeError as e:
                 why = f"{e.msg} at column {e.colno}"
-                raise EtudeError(f"{path}:{number}: the line is no JSON ({why})") from e
+                raise EtudeError(f"{path}:{number}: the line is not valid JSON ({why})") from e
             rows.append(Row.from_json(record, f"{path}:{number}"))
     return rows
 

@@ -79,8 +79,8 @@ class ProgramAgent:
                 raise
             if not session.has_asked:
                 raise RolloutFailure(
-                    f"agent: its time was over after {self._timeout_s:g} s (harness.timeout_s), "
-                    f"and it had not asked the model yet"
+                    f"agent: it ran for {self._timeout_s:g} s (harness.timeout_s) without "
+                    f"calling the model"
                 ) from None
             limit = "time"
         said = {"role": "tool", "name": "program", "content": output.decode(errors="replace")}
@@ -150,7 +150,7 @@ def _ended_well(code: int, output: bytearray, session: SessionProxy) -> bool:
     """True if the program exited with code 0. A program that had to give up because the model's
     context was full is not finished, but is graded. Any other exit code raises RolloutFailure."""
     if code and not session.out_of_context:
-        refused = f"its last question was refused ({session.refusal}); " if session.refusal else ""
+        refused = f"its last request was rejected ({session.refusal}); " if session.refusal else ""
         raise RolloutFailure(
             f"the program ended with exit code {code}; {refused}its last words: {_end(output)}"
         )

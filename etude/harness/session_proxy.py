@@ -62,11 +62,11 @@ class SessionProxy:
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         place = _PATH.fullmatch(request.path)
         if place is None:
-            return _refusal(404, "there is nothing here but the model, below /v1")
+            return _refusal(404, "only the model's routes, below /v1, exist here")
         try:
             asked = await self._asked(request, place[1])
         except ValueError as e:
-            return _refusal(400, f"the body is no JSON object: {e}")
+            return _refusal(400, f"the body is not a valid JSON object: {e}")
         try:
             return await self._pass_on(request, place[1], asked)
         except aiohttp.ClientError as e:

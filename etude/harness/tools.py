@@ -23,8 +23,8 @@ class Tools:
         self._test_timeout_s = test_timeout_s
         if "module" not in task.meta:
             raise ValueError(
-                f"task {task.id!r} has no meta['module']: the built-in agent works on the file "
-                f"that is named there; say so in the task, or bring an agent of your own"
+                f"task {task.id!r} has no meta['module'], the file that the built-in agent "
+                f"works on: add it to the task, or use your own agent"
             )
         self._module = str(task.meta["module"])
         path = PurePosixPath(self._module)

@@ -39,7 +39,7 @@ class Checkpoint(Mapping[str, Tensor]):
         try:
             shards: list[Any] = [safe_open(path / file, framework="pt") for file in files]
         except SafetensorError as e:
-            raise ValueError(f"{path} holds no safetensors that can be read: {e}") from e
+            raise ValueError(f"{path} is not a readable safetensors file: {e}") from e
         self._held: dict[str, Any] = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118
         self._names = [self._name(stored) for stored in self._held if not self._is_scale(stored)]
 
@@ -105,7 +105,7 @@ def _block_size(size: int, num_blocks: int) -> int:
         return size
     block = 1 << (-(-size // max(1, num_blocks)) - 1).bit_length()
     if -(-size // block) != num_blocks:
-        raise ValueError(f"{num_blocks} scales cannot be those of blocks of {size} rows or columns")
+        raise ValueError(f"{num_blocks} scales do not divide {size} rows or columns into blocks")
     return block
 
 

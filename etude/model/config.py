@@ -85,8 +85,8 @@ class ModelConfig:
             told = len(scaling.short_factor)
             if told != pairs:
                 raise ValueError(
-                    f"config.json: short_factor has {told} numbers for the {pairs} pairs of a head "
-                    f"that are rotated (head_dim, partial_rotary_factor)"
+                    f"config.json: short_factor has {told} numbers, but {pairs} pairs of each "
+                    f"head are rotated (head_dim, partial_rotary_factor)"
                 )
 
     @property

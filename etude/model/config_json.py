@@ -90,12 +90,11 @@ class _Reader:
                     nullable = name in NULLABLE or self._defaults.get(name, 0) is None
                     if table[name] is None and not nullable:
                         raise ValueError(
-                            f"config.json: {name} is null: write what the model was made with"
+                            f"config.json: {name} is null: set it to the value that the model "
+                            f"was trained with"
                         )
                     return table[name]
-        raise ValueError(
-            f"config.json: {' or '.join(names)} is missing, and cannot be assumed: add it"
-        )
+        raise ValueError(f"config.json: {' or '.join(names)} is missing and has no default: add it")
 
     def knows(self, name: str) -> bool:
         return name in self._defaults
@@ -108,7 +107,8 @@ def read_fields(said: object) -> dict[str, Any]:
         found = said.get("model_type") if isinstance(said, dict) else None
         why = f" ({REFUSED[str(found)]})" if found in REFUSED else ""
         raise ValueError(
-            f"config.json: model_type is {found!r}{why}; this version reads {', '.join(FAMILIES)}"
+            f"config.json: model_type {found!r} is not supported{why}; supported: "
+            f"{', '.join(FAMILIES)}"
         )
     family = FAMILIES[said["model_type"]]
     read = _Reader(said, {**DEFAULTS, **family.defaults})
@@ -139,7 +139,8 @@ def _activation(read: _Reader) -> str:
     name: str = read("hidden_activation") if read.knows("hidden_activation") else read("hidden_act")
     if name not in ACTIVATIONS:
         raise ValueError(
-            f"config.json: hidden_act = {name!r} is not supported; {', '.join(ACTIVATIONS)} are"
+            f"config.json: hidden_act = {name!r} is not supported; supported: "
+            f"{', '.join(ACTIVATIONS)}"
         )
     return name
 
@@ -158,8 +159,8 @@ def _refuse_unread(said: Mapping[str, Any], read: _Reader, family: Family) -> No
         listed = ", ".join(f"{key} = {said[key]!r}" for key in known)
         raise ValueError(f"config.json: {listed} is not supported for {said['model_type']}")
     raise ValueError(
-        f"config.json: {', '.join(wrong)}: of no known meaning for {said['model_type']}; remove "
-        f"what changes nothing about the computation"
+        f"config.json: unknown keys for {said['model_type']}: {', '.join(wrong)}; remove those "
+        f"that do not affect the computation"
     )
 
 
@@ -178,7 +179,9 @@ def _latent(said: Mapping[str, Any], read: _Reader, family: Family) -> LatentCon
     follows = {"head_dim": rotated, "qk_head_dim": latent.qk_nope_head_dim + rotated}
     for name, size in follows.items():
         if said.get(name) not in (None, size):
-            raise ValueError(f"config.json: {name} = {said[name]!r} is not supported; {size} is")
+            raise ValueError(
+                f"config.json: {name} = {said[name]!r} is not supported; it must be {size}"
+            )
     read.asked |= follows.keys()
     return latent
 
@@ -192,8 +195,8 @@ def _linear(read: _Reader, family: Family) -> LinearConfig | None:
         told = [FULL if (n + 1) % step == 0 else LINEAR for n in depth]
     if len(told) != len(depth) or not {FULL} <= set(told) <= {FULL, LINEAR}:
         raise ValueError(
-            f"config.json: layer_types = {told!r} is not supported: {FULL} or {LINEAR} for each of "
-            f"{len(depth)} layers is, {FULL} at least once"
+            f"config.json: layer_types = {told!r} is not supported: it must name {FULL} or "
+            f"{LINEAR} for each of {len(depth)} layers, and {FULL} at least once"
         )
     layers = tuple(n for n, kind in enumerate(told) if kind == LINEAR)
     names = [f.name for f in fields(LinearConfig) if f.name != "layers"]
@@ -203,8 +206,8 @@ def _linear(read: _Reader, family: Family) -> LinearConfig | None:
     sizes = {name: read(f"linear_{name}") for name in names}
     if sizes["num_value_heads"] % sizes["num_key_heads"]:
         raise ValueError(
-            f"config.json: linear_num_value_heads = {sizes['num_value_heads']} cannot be shared "
-            f"among linear_num_key_heads = {sizes['num_key_heads']}"
+            f"config.json: linear_num_value_heads = {sizes['num_value_heads']} is not a "
+            f"multiple of linear_num_key_heads = {sizes['num_key_heads']}"
         )
     return LinearConfig(layers=layers, **sizes)
 
@@ -236,13 +239,13 @@ def _windows(read: _Reader, family: Family) -> dict[str, Any]:
     if told is not None:
         if len(told) != len(depth) or any(kind not in (FULL, LOCAL) for kind in told):
             raise ValueError(
-                f"config.json: layer_types = {told!r} is not supported: one of {FULL} and {LOCAL} "
-                f"for each of {len(depth)} layers is"
+                f"config.json: layer_types = {told!r} is not supported: it must name {FULL} or "
+                f"{LOCAL} for each of {len(depth)} layers"
             )
         layers = tuple(n for n, kind in enumerate(told) if kind == LOCAL)
         if layers and not window:
             raise ValueError(
-                f"config.json: layer_types asks for {LOCAL}, and sliding_window is {window!r} "
+                f"config.json: layer_types has {LOCAL}, but sliding_window is {window!r} "
                 f"(use_sliding_window: {bool(asked)})"
             )
     if window is None or not layers:
@@ -281,11 +284,13 @@ def _rope(said: Mapping[str, Any], read: _Reader, family: Family) -> dict[str, A
     if family.local_rope:
         found["local_rope_theta"] = _local_theta(said, read)
     elif LOCAL in (said.get("rope_parameters") or {}):
-        raise ValueError(f"config.json: rope_parameters of {LOCAL} are not supported here")
+        raise ValueError(
+            f"config.json: rope_parameters of {LOCAL} are not supported for this model"
+        )
     if not rope and said["model_type"] == "gpt_oss":
         rope = dict(GPT_OSS_ROPE)
     if unknown := rope.keys() - ROPE_KEYS:
-        raise ValueError(f"config.json: rope: {', '.join(sorted(unknown))}: of no known meaning")
+        raise ValueError(f"config.json: unknown rope parameters: {', '.join(sorted(unknown))}")
     # The rope settings were several keys until transformers 5, and are one table since.
     context = read("max_position_embeddings")
     around = ROPE_DEFAULTS | {
@@ -313,7 +318,7 @@ def _rope(said: Mapping[str, Any], read: _Reader, family: Family) -> dict[str, A
     if kind not in family.rope_types:
         raise ValueError(
             f"config.json: rope scaling {kind!r} is not supported for {said['model_type']}; "
-            f"{', '.join(family.rope_types)} are"
+            f"supported: {', '.join(family.rope_types)}"
         )
     return found | {"rope_scaling": _rope_scaling(kind, table, context)}
 
@@ -332,8 +337,8 @@ def _local_theta(said: Mapping[str, Any], read: _Reader) -> float:
     rope = said.get("rope_parameters") or {}
     if rope and not {FULL, LOCAL} >= rope.keys():
         raise ValueError(
-            f"config.json: rope_parameters has {', '.join(sorted(rope))}; {FULL} and {LOCAL} are "
-            f"read for {said['model_type']}"
+            f"config.json: rope_parameters has {', '.join(sorted(rope))}; {said['model_type']} "
+            f"needs {FULL} and {LOCAL}"
         )
     local = rope.get(LOCAL) or {}
     if rope_kind(local) != "default" or local.keys() - {"rope_type", "type", "rope_theta"}:
@@ -349,9 +354,7 @@ def _rope_scaling(kind: str, rope: _Reader, context: int) -> RopeScaling | None:
     original = rope("original_max_position_embeddings")
     factor = rope("factor")
     if factor is None and kind not in ("yarn", "longrope"):
-        raise ValueError(
-            f"config.json: factor of the rope scaling {kind!r} is null: write how far it stretches"
-        )
+        raise ValueError(f"config.json: the factor of rope scaling {kind!r} is null: set it")
     more: dict[str, Any] = {}
     if kind == "llama3":
         more = {name: rope(name) for name in ("low_freq_factor", "high_freq_factor")}
@@ -359,10 +362,10 @@ def _rope_scaling(kind: str, rope: _Reader, context: int) -> RopeScaling | None:
         more = {name: tuple(rope(name)) for name in ("short_factor", "long_factor")}
         if context > original:
             raise ValueError(
-                f"config.json: with longrope angles depend on how long a sequence becomes once it "
-                f"has more than {original} tokens, and no cache could keep keys: set "
-                f"max_position_embeddings to {original} (a run does it by model.max_context), with "
-                f"factor = {context / original:g} in rope_scaling"
+                f"config.json: longrope changes its angles once a sequence has more than "
+                f"{original} tokens, so cached keys would be wrong: set max_position_embeddings "
+                f"to {original} (model.max_context does this for a run), and factor = "
+                f"{context / original:g} in rope_scaling"
             )
     return RopeScaling(
         rope_type=kind,
@@ -439,11 +442,12 @@ def _check_groups(experts: ExpertsConfig) -> None:
     number, groups = experts.num_experts, experts.n_group
     if number % groups:
         raise ValueError(
-            f"config.json: {number} experts are not to be had in n_group = {groups} groups"
+            f"config.json: {number} experts cannot be divided into n_group = {groups} groups of "
+            f"equal size"
         )
     within = experts.topk_group * (number // groups)
     if not 1 <= experts.num_experts_per_tok <= within:
         raise ValueError(
-            f"config.json: num_experts_per_tok = {experts.num_experts_per_tok} of the {within} "
-            f"experts that a token may choose from (n_group, topk_group) is not supported"
+            f"config.json: num_experts_per_tok = {experts.num_experts_per_tok} is not "
+            f"supported: a token may choose from {within} experts (n_group, topk_group)"
         )

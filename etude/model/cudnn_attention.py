@@ -57,7 +57,9 @@ def _works(device: torch.device) -> bool:
         results = _forward(q_THD, k_TKD, k_TKD, borders_B, MIN_LENGTH, 1.0)
         _backward(q_THD, k_TKD, k_TKD, *results, q_THD, borders_B, MIN_LENGTH, 1.0)
     except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as e:
-        warnings.warn(f"the trainer attends without cuDNN, which answers: {e}", stacklevel=2)
+        warnings.warn(
+            f"cuDNN attention is not available, the trainer goes on without it: {e}", stacklevel=2
+        )
         return False
     return True
 
@@ -163,7 +165,9 @@ def check_layouts(tensors: dict[str, Tensor]) -> None:
     apart = {name for name, tensor in tensors.items() if not tensor.is_contiguous()}
     inner = tensors["v"].stride()[1:]
     if apart - {"v"} or (apart and keys == heads) or inner != (size, 1):
-        raise ValueError(f"cuDNN cannot take tensors that lie like these: {sorted(apart)}")
+        raise ValueError(
+            f"cuDNN does not support the layout of these tensors (not contiguous: {sorted(apart)})"
+        )
 
 
 def _run(tensors: dict[str, Tensor], borders_B: Tensor, longest: int, scale: float) -> None:

@@ -39,7 +39,7 @@ def weight_files(path: Path) -> list[str]:
         is_sound = False
     if not is_sound:
         raise ValueError(
-            f"{INDEX} does not say which files of the directory hold the tensors: fetch it again"
+            f"{INDEX} does not list the tensor files of the directory: download it again"
         )
     return sorted(names)
 
@@ -57,7 +57,7 @@ def check_weights(path: Path) -> None:
             with safe_open(path / name, framework="numpy"):
                 pass
         except (OSError, SafetensorError) as e:
-            raise ValueError(f"{name} cannot be read ({e}): fetch it again") from e
+            raise ValueError(f"{name} cannot be read ({e}): download it again") from e
 
 
 def read_model_files(path: Path) -> dict[str, bytes]:

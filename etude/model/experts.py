@@ -107,14 +107,17 @@ def read_ids(data: bytes, c: ExpertsConfig) -> Tensor:
     token_bytes = len(c.layers) * c.num_experts_per_tok * kind.itemsize
     if not data or len(data) % token_bytes:
         raise ValueError(
-            f"{len(data)} bytes of expert ids do not fit the model, which has {token_bytes} for "
-            f"each token"
+            f"{len(data)} bytes of expert ids do not fit the model: they must be a multiple of "
+            f"{token_bytes} bytes, those of one token"
         )
     ids = torch.frombuffer(bytearray(data), dtype=kind).view(
         -1, len(c.layers), c.num_experts_per_tok
     )
     if not 0 <= int(ids.min()) <= int(ids.max()) < c.num_experts:
-        raise ValueError(f"expert {int(ids.max())} is replayed, and the model has {c.num_experts}")
+        raise ValueError(
+            f"the recorded experts include expert {int(ids.max())}, but the model has "
+            f"{c.num_experts} experts"
+        )
     return ids
 
 

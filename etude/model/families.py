@@ -430,8 +430,8 @@ FAMILIES: dict[str, Family] = {
 }
 
 _CHUNKED = (
-    "its layers see chunks of tokens, score by position, norm after they rotate and weigh what "
-    "goes into experts: facts of no other family, and its models are published with images only"
+    "chunked attention, scores scaled by position, norms after the rotation and weighted expert "
+    "inputs are not supported, and the family has no models without images"
 )
 REFUSED: Mapping[str, str] = {
     "llama4": _CHUNKED,

@@ -174,7 +174,7 @@ def read_directory(path: Path) -> tuple[dict[str, bytes], Checkpoint]:
     are returned in bf16 if they are stored in FP8 or MXFP4; config.json then no longer mentions
     quantization."""
     if missing := missing_files(path):
-        raise FileNotFoundError(f"{path} is not a model directory: it has no {', '.join(missing)}")
+        raise FileNotFoundError(f"{path} is not a model directory: {', '.join(missing)} missing")
     small = read_model_files(path)
     small["config.json"] = without_quantization(small["config.json"])
     return small, Checkpoint(path)
@@ -222,15 +222,15 @@ def _check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
 def _check_names(own: Mapping[str, Tensor], names: Set[str]) -> None:
     if own.keys() != names:
         raise ValueError(
-            f"tensors do not fit the model: missing {_some(own.keys() - names)}, "
-            f"unknown {_some(names - own.keys())}"
+            f"the tensors do not fit the model: missing {_some(own.keys() - names)}, unknown "
+            f"{_some(names - own.keys())}"
         )
 
 
 def _check_shape(name: str, view: Tensor, tensor: Tensor) -> None:
     if view.shape != tensor.shape:
         raise ValueError(
-            f"{name} is {tuple(tensor.shape)}, and the model has {tuple(view.shape)} there"
+            f"{name} has shape {tuple(tensor.shape)}, but the model needs {tuple(view.shape)}"
         )
 
 

@@ -41,7 +41,7 @@ from etude.model.files import check_fit
 try:
     import gguf
 except ModuleNotFoundError as e:
-    raise EtudeError("a GGUF file is read by the package gguf: pip install 'etude[gguf]'") from e
+    raise EtudeError("reading GGUF files needs the package gguf: pip install 'etude[gguf]'") from e
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
@@ -101,8 +101,7 @@ def convert(
     reader, said = _open(path)
     if (kind := said.get("general.architecture")) not in ARCHITECTURES:
         raise EtudeError(
-            f"{path} holds a model of architecture {kind!r}; {', '.join(ARCHITECTURES)} can be "
-            f"imported"
+            f"{path}: architecture {kind!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     try:
         config = _config(
@@ -123,7 +122,7 @@ def convert(
         check_fit(config, tensors)
     except KeyError as e:
         raise EtudeError(
-            f"{path} says nothing of {e}: it is no whole model of language; fetch another file"
+            f"{path} has no {e}, so it is not a complete language model; use another file"
         ) from e
     # all but the first: sizes, ids and kinds that no model has
     except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError) as e:
@@ -137,13 +136,13 @@ def _open(path: Path) -> tuple[gguf.GGUFReader, dict[str, Any]]:
         with path.open("rb") as file:
             magic = file.read(4)
         if magic != b"GGUF":
-            raise EtudeError(f"{path} is no GGUF file: it does not begin with 'GGUF'")
+            raise EtudeError(f"{path} is not a GGUF file: it does not begin with 'GGUF'")
         reader = gguf.GGUFReader(path)
         return reader, {name: field.contents() for name, field in reader.fields.items()}
     except OSError as e:
         raise EtudeError(f"cannot read {path}: {e.strerror or e}") from e
     except (ValueError, IndexError, KeyError, OverflowError) as e:
-        raise EtudeError(f"{path} is no whole GGUF file ({e}): fetch it again") from e
+        raise EtudeError(f"{path} is damaged or incomplete ({e}): download it again") from e
 
 
 def _config(said: Mapping[str, Any], tied: bool) -> ModelConfig:
@@ -180,7 +179,7 @@ def _shortest(value: float) -> float:
 def _name(name: str) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None or match[2] not in NAMES:
-        raise ValueError(f"tensor {name!r} is of no known use")
+        raise ValueError(f"unknown tensor {name!r}")
     layer = "" if match[1] is None else f"model.layers.{match[1]}."
     return f"{layer}{NAMES[match[2]]}.{match[3]}"
 
@@ -206,13 +205,14 @@ def _tokenizer_files(said: Mapping[str, Any]) -> dict[str, bytes]:
     cut = said.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2" or cut not in CUTS:
         raise ValueError(
-            f"its tokenizer ({kind}, {cut}) is not supported; gpt2 with one of {', '.join(CUTS)} is"
+            f"tokenizer {kind!r} ({cut!r}) is not supported; supported: gpt2 with one of "
+            f"{', '.join(CUTS)}"
         )
     tokens: list[str] = said["tokenizer.ggml.tokens"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in said["tokenizer.ggml.merges"]]
     if not all(len(pair) == 2 and {*pair, "".join(pair)} <= vocabulary.keys() for pair in merges):
-        raise ValueError("its tokenizer joins what are not its tokens")
+        raise ValueError("the merges of its tokenizer use tokens that are not in its vocabulary")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=cut == "llama-bpe"))
     if cut == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -251,10 +251,7 @@ def _notes(said: Mapping[str, Any], source: str) -> dict[str, bytes]:
     """Files for other readers of the directory, and a note on the origin of the weights."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: said.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    card = (
-        f"# {said.get('general.name', source)}\n\nConverted from `{source}`: bf16 of the values "
-        f"that it held.\n"
-    )
+    card = f"# {said.get('general.name', source)}\n\nConverted from `{source}` to bf16.\n"
     if licence := said.get("general.license"):
         card = f"---\nlicense: {licence}\n---\n\n{card}"
     known = {name: number for name, number in ids.items() if number is not None}

@@ -76,10 +76,12 @@ class LoraConfig:
             raise ValueError(f"{CONFIG_FILE}: bias = {said['bias']!r} is not supported")
         targets = said.get("target_modules")
         if not isinstance(targets, list):
-            raise ValueError(f"{CONFIG_FILE}: target_modules must be a list of names")
+            raise ValueError(f"{CONFIG_FILE}: target_modules must be a list of module names")
         rank, alpha = int(said["r"]), float(said["lora_alpha"])
         if rank < 1 or not math.isfinite(alpha):
-            raise ValueError(f"{CONFIG_FILE}: r = {rank} and lora_alpha = {alpha} scale nothing")
+            raise ValueError(
+                f"{CONFIG_FILE}: r = {rank} must be at least 1, and lora_alpha = {alpha} finite"
+            )
         return cls(
             rank=rank,
             alpha=alpha,
@@ -149,7 +151,7 @@ def adaptable_layers(model: Transformer) -> dict[str, Linear]:
     c = model.config
     if c.latent or c.linear:
         kind = "latent attention (MLA)" if c.latent else "recurrent layers"
-        raise EtudeError(f"LoRA is not to be had for {c.model_type}: its {kind} takes no adapters")
+        raise EtudeError(f"LoRA is not available for {c.model_type}: {kind} cannot have adapters")
     within = ("self_attn",) if c.experts else ("self_attn", "mlp")
     return {
         path: module
@@ -165,8 +167,8 @@ def check_targets(model: Transformer, targets: Sequence[str]) -> None:
     if not targets or (unknown := sorted(set(targets) - known)):
         experts = "; experts take no adapters" if model.config.experts else ""
         raise EtudeError(
-            f"LoRA: no layer of {model.config.model_type} that can have an adapter is called "
-            f"{', '.join(unknown) if targets else '(none was named)'}; there are "
+            f"LoRA: {model.config.model_type} has no adaptable layer named "
+            f"{', '.join(unknown) if targets else '(none was named)'}; adaptable layers: "
             f"{', '.join(sorted(known))}{experts}"
         )
 
@@ -232,7 +234,8 @@ def layer_pairs(model: Transformer, adapter: Adapter, like: Tensor) -> Iterator[
             wanted = [(rank, layer.in_features), (size, rank)]
             if (shapes := [tuple(tensor.shape) for tensor in found]) != wanted:
                 raise ValueError(
-                    f"A and B of {parent}.{name} are {shapes}, and the model wants {wanted}"
+                    f"A and B of {parent}.{name} have the shapes {shapes}, but the model needs "
+                    f"{wanted}"
                 )
             lows.append(found[0])
             highs.append(found[1])
@@ -241,8 +244,8 @@ def layer_pairs(model: Transformer, adapter: Adapter, like: Tensor) -> Iterator[
             yield path, Pair(a, b, adapter.config.scale, tuple(widths))
     if left:
         raise ValueError(
-            f"the adapter has {sorted(left)[0]} and {len(left) - 1} more tensors that no layer of "
-            f"{model.config.model_type} can have"
+            f"the adapter has tensors that fit no adaptable layer of {model.config.model_type}: "
+            f"{sorted(left)[0]} and {len(left) - 1} more"
         )
 
 
@@ -298,7 +301,7 @@ def read_adapter(path: Path) -> Adapter:
         tensors = load_file(path / WEIGHTS_FILE)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as e:
         raise EtudeError(
-            f"{path} holds no adapter that can be read ({e}): give a directory with {CONFIG_FILE} "
-            f"and {WEIGHTS_FILE}"
+            f"{path} has no readable adapter ({e}): give a directory with {CONFIG_FILE} and "
+            f"{WEIGHTS_FILE}"
         ) from e
     return Adapter(config, {name.removeprefix(PEFT_PREFIX): t for name, t in tensors.items()})

@@ -26,7 +26,7 @@ def check_quantization(how: Mapping[str, Any] | None) -> None:
         more = {key: how.get(key) for key in only or ()}
         raise ValueError(
             f"config.json: quantization_config of {method!r} {more or ''} is not supported; "
-            f"{', '.join(QUANTIZED)} are"
+            f"supported: {', '.join(QUANTIZED)}"
         )
 
 

@@ -28,7 +28,9 @@ def to_fp8(
     known layout of this kind."""
     large = (name for name, t in tensors.items() if t.ndim > 2 and not name.endswith(FILTERS))
     if stacked := next(large, None):
-        raise ValueError(f"{stacked} holds many matrices, and there is no FP8 of those: take bf16")
+        raise ValueError(
+            f"{stacked} is a stack of matrices, which has no known FP8 layout: use bf16"
+        )
     found: dict[str, Tensor] = {}
     kept = []
     for name, tensor in tensors.items():

@@ -96,9 +96,8 @@ class ChatTokenizer:
         eos_id = self._tokenizer.token_to_id(self.eos_token)
         if eos_id is None:
             raise EtudeError(
-                f"tokenizer_config.json: eos_token {self.eos_token!r} is not in the vocabulary of "
-                f"tokenizer.json; name "
-                f"the token that ends a turn"
+                f"tokenizer_config.json: eos_token {self.eos_token!r} is not in the vocabulary "
+                f"of tokenizer.json; set it to the token that ends a turn"
             )
         self.eos_token_id: int = eos_id
         template = (
@@ -113,7 +112,8 @@ class ChatTokenizer:
             self._render = compile_template(template) if template else None
         except TemplateError as e:
             raise EtudeError(
-                f"the chat template cannot be read ({e}): fetch the model again, or repair it"
+                f"the chat template cannot be parsed ({e}): download the model again, or repair "
+                f"the template"
             ) from e
         end_ids = _end_ids(read_config(files, "generation_config.json"))
         self.stop_token_ids = tuple(dict.fromkeys((eos_id, *end_ids, *self._ends_of_turn())))
@@ -124,7 +124,7 @@ class ChatTokenizer:
         self.tool_syntax = config.get("tool_syntax") or detect_format(template)
         if self.tool_syntax not in FORMATS:
             raise EtudeError(
-                f"tokenizer_config.json: tool_syntax is {self.tool_syntax!r}; write one of "
+                f"tokenizer_config.json: unknown tool_syntax {self.tool_syntax!r}; use one of "
                 f"{', '.join(FORMATS)}"
             )
         self._format = with_think_marks_of(template, FORMATS[self.tool_syntax])
@@ -232,7 +232,7 @@ class ChatTokenizer:
         the template cannot show."""
         if self._render is None:
             raise ValueError(
-                "this model has no chat template: it continues text, and cannot be talked to in "
+                "this model has no chat template: it can complete text, but not answer chat "
                 "messages"
             )
         form = self._call_form
@@ -367,7 +367,7 @@ def _read_tokenizer(data: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_buffer(data)
     except ValueError as e:
-        raise EtudeError(f"tokenizer.json cannot be read ({e}): fetch the model again") from e
+        raise EtudeError(f"tokenizer.json cannot be read ({e}): download the model again") from e
 
 
 def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -375,9 +375,9 @@ def read_config(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     try:
         config = json.loads(files.get(name, b"{}"))
     except ValueError as e:
-        raise EtudeError(f"{name} is no JSON ({e}): fetch the model again") from e
+        raise EtudeError(f"{name} is not valid JSON ({e}): download the model again") from e
     if not isinstance(config, dict):
-        raise EtudeError(f"{name} is no JSON object: fetch the model again")
+        raise EtudeError(f"{name} is not a JSON object: download the model again")
     return config
 
 
@@ -386,7 +386,8 @@ def _end_ids(generation: Mapping[str, Any]) -> list[int]:
     ids = said if isinstance(said, list) else [] if said is None else [said]
     if not all(isinstance(id, int) for id in ids):
         raise EtudeError(
-            f"generation_config.json: eos_token_id is {said!r}; write a token id, or a list of them"
+            f"generation_config.json: eos_token_id is {said!r}; set it to a token id, or a list "
+            f"of token ids"
         )
     return ids
 

@@ -159,8 +159,8 @@ class Transformer(nn.Module):
         if arithmetic.fp8_kv and (self.config.latent or self.config.linear):
             kept = "a latent" if self.config.latent else "states of recurrent layers"
             raise EtudeError(
-                f"a KV cache in FP8 is not to be had for {self.config.model_type}, which keeps "
-                f"{kept}: leave out kv_cache_dtype"
+                f"an FP8 KV cache is not available for {self.config.model_type}, which caches "
+                f"{kept}: remove kv_cache_dtype"
             )
         for module in self.modules():
             module.arithmetic = arithmetic  # type: ignore[assignment]

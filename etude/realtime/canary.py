@@ -61,9 +61,11 @@ class CanaryPlan:
 
     def __post_init__(self) -> None:
         if not self.metrics:
-            raise ValueError("a canary without metrics would let everything pass")
+            raise ValueError(
+                "a canary needs at least one metric: without any, every candidate would pass"
+            )
         if list(self.ramp) != sorted(set(self.ramp)) or not 0 < self.ramp[0] <= self.ramp[-1] == 1:
-            raise ValueError(f"ramp: growing shares that end with 1, not {self.ramp}")
+            raise ValueError(f"ramp must be increasing shares that end with 1, not {self.ramp}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,10 @@ def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> Canar
     """Decide on the candidate from the outcomes in this stage of the ramp. `users` are all users
     who had a session in it, except the held-out ones."""
     if not 0 <= stage < len(plan.ramp) - 1:
-        raise ValueError(f"stage {stage}: the candidate is live for all from the last one on")
+        raise ValueError(
+            f"stage {stage} has nothing to decide: from the last stage on, the candidate is "
+            f"live for all users"
+        )
     share = plan.ramp[stage]
     candidates = [user for user in users if user.is_candidate and user.sessions]
     live = [user for user in users if not user.is_candidate and user.sessions]
@@ -142,8 +147,8 @@ def decide(plan: CanaryPlan, stage: int, users: Sequence[UserOutcomes]) -> Canar
     is_over = bool(candidates) and counted / len(candidates) >= plan.stage_sessions
     if min(len(candidates), len(live)) < plan.min_users:
         reason = (
-            f"{len(candidates)} users of the candidate and {len(live)} live so far; at least "
-            f"{plan.min_users} of each are needed"
+            f"{len(candidates)} users of the candidate and {len(live)} of the live version so "
+            f"far; at least {plan.min_users} of each are needed"
         )
         return _undecided(share, is_over, (), (reason,))
 

@@ -180,7 +180,7 @@ class Ridge:
     def _row(self, sample: CreditSample) -> NDArray[np.float64]:
         if len(sample.features) != self.num_features:
             raise ValueError(
-                f"sample {sample.id} has {len(sample.features)} features, and the baseline "
+                f"sample {sample.id} has {len(sample.features)} features, but the baseline has "
                 f"num_features = {self.num_features}"
             )
         return np.concatenate([[1.0], sample.features, embed(sample.prompt, EMBEDDING_DIM)])

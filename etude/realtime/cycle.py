@@ -127,9 +127,11 @@ def next_action(facts: Facts) -> Next:
         if facts.published < candidate:
             return AwaitVersion(candidate)
         if facts.base != live:
-            return Refuse(candidate, f"made from version {facts.base}, which was taken back since")
+            return Refuse(
+                candidate, f"made from version {facts.base}, which was rolled back in the meantime"
+            )
         if facts.is_abandoned:
-            return Refuse(candidate, "all users whose sessions it was made of were deleted")
+            return Refuse(candidate, "all users whose sessions it was trained on were deleted")
         for version in (facts.first, live, candidate):
             if version not in facts.evaluated:
                 return Evaluate(version)

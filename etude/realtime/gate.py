@@ -29,8 +29,8 @@ class Suite:
     def __post_init__(self) -> None:
         if not (0 < self.margin < 1 and 0.5 <= self.confidence < 1):
             raise ValueError(
-                f"suite {self.name}: a margin between 0 and 1, and a confidence from 0.5 to "
-                f"below 1, not {self.margin} and {self.confidence}"
+                f"suite {self.name}: margin must be between 0 and 1, and confidence at least "
+                f"0.5 and below 1, not {self.margin} and {self.confidence}"
             )
 
 
@@ -73,7 +73,7 @@ class Check:
         margin = f"{100 * self.suite.margin:.1f}"
         found = self.comparison
         if found is None:
-            return f"{name}: not tried, so nothing is known; try its tasks with both versions"
+            return f"{name}: not evaluated; run its tasks with both versions"
         figures = (
             f"{name}: {100 * found.before:.1f} % -> {100 * found.after:.1f} % of "
             f"{found.num_tasks} tasks, worse by at most {100 * self.bound:.1f} points at "
@@ -81,7 +81,7 @@ class Check:
         )
         if self.passed or found.difference < 0:
             return figures
-        return f"{figures}: too few tasks or attempts to tell"
+        return f"{figures}: too few tasks or attempts to decide"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def judge(outcomes: Mapping[str, Outcomes], suites: Sequence[Suite] = SUITES) ->
     """The verdict on a candidate. `outcomes` are by name of the suite; a suite without outcomes
     refuses the candidate."""
     if not suites:
-        raise ValueError("a gate without suites would let everything pass")
+        raise ValueError("a gate needs at least one suite: without any, every candidate would pass")
     return Verdict(checks=tuple(_check(suite, outcomes.get(suite.name)) for suite in suites))
 
 

@@ -102,17 +102,17 @@ def read_probes(text: str, suite: str, where: str) -> list[Probe]:
             known, prompt, forbidden = given["suite"], given["prompt"], given["forbidden"]
             files = given.get("files", {})
             if known not in PROBE_SUITES or not isinstance(prompt, str) or not prompt:
-                raise ValueError(f"suite is {' or '.join(PROBE_SUITES)}, and prompt a text")
+                raise ValueError(f"suite must be {' or '.join(PROBE_SUITES)}, and prompt a string")
             if not isinstance(forbidden, list):
-                raise ValueError("forbidden is a list of patterns")
+                raise ValueError("forbidden must be a list of patterns")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-                raise ValueError("files are texts by their paths")
+                raise ValueError("files must map paths to strings")
             for pattern in forbidden:
                 re.compile(pattern)
         except (ValueError, TypeError, KeyError, re.error) as e:
             raise ValueError(
-                f"{where}, line {number}: no probe ({e}); write "
-                f'{{"suite": "safety", "prompt": "..", "forbidden": ["pattern"]}}'
+                f'{where}, line {number}: invalid probe ({e}); write {{"suite": "safety", '
+                f'"prompt": "..", "forbidden": ["pattern"]}}'
             ) from e
         if known == suite:
             id = f"{suite}-own-{_digest([prompt, forbidden, files])}"

@@ -126,7 +126,7 @@ def detect(
     found = [each for text in texts for each in _by_rules(text, shown)]
     found += [each for change in changes for each in _weakened(change)]
     found += [
-        Finding("unreadable", f"working copy: {change.kind} {change.path} is no text")
+        Finding("unreadable", f"working copy: {change.kind} {change.path} is not text")
         for change in changes
         if not change.is_shown and change.kind != "deleted" and change.path.endswith(_SOURCES)
     ]

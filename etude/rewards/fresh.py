@@ -114,12 +114,12 @@ async def grade_by_command(
             ran = await _run_over(good, pool, spec, argv, timeout_s, files or {})
             if ran.exit_code is None:
                 raise RolloutFailure(
-                    f"sandbox: the tests of the solution are still at work after {timeout_s:g} s, "
-                    f"too: this machine is too busy to grade"
+                    f"sandbox: the tests of the solution did not end within {timeout_s:g} s "
+                    f"either: this machine is too busy to grade"
                 ) from None
-        return _worthless(f"the command was still at work after {timeout_s:g} s")
+        return _worthless(f"the command did not end within {timeout_s:g} s")
     except ValueError as e:
-        return _worthless(f"the working copy cannot be taken over: {e}")
+        return _worthless(f"the working copy cannot be graded: {e}")
 
 
 def _judged(ran: CommandResult, expected: Collection[str]) -> Score:

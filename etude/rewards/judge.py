@@ -115,7 +115,7 @@ class Judge:
 
     async def part(self, name: str, work: str) -> Part:
         if len(work) > MAX_CHARACTERS:
-            why = f"too long to judge: {len(work)} characters, and at most {MAX_CHARACTERS}"
+            why = f"too long to judge: {len(work)} characters, of at most {MAX_CHARACTERS}"
             return Part(name, 0.0, why)
         asked = (self._vote(self._rubrics[name], work) for _ in range(self._votes))
         votes = await asyncio.gather(*asked)
@@ -161,14 +161,14 @@ def prompt(rubric: str, work: str, nonce: str) -> list[dict[str, Json]]:
 def parse_verdict(text: Json, nonce: str) -> Verdict:
     """The verdict in an answer. ValueError for anything but the requested JSON with this nonce."""
     if not isinstance(text, str):
-        raise ValueError("the answer is no text")
+        raise ValueError("the answer is not text")
     answer = json.loads(text)
     if not isinstance(answer, dict) or answer.keys() != {"nonce", "reason", "verdict"}:
-        raise ValueError("it is not the object that was asked for")
+        raise ValueError("it is not the requested object")
     if answer["nonce"] != nonce:
-        raise ValueError("it holds another nonce: it may be copied from the work")
+        raise ValueError("it has another nonce: it may be copied from the work")
     if answer["verdict"] not in ("pass", "fail") or not isinstance(answer["reason"], str):
-        raise ValueError("its verdict is neither pass nor fail, or its reason no text")
+        raise ValueError("its verdict is neither pass nor fail, or its reason is not text")
     return Verdict(answer["verdict"] == "pass", answer["reason"])
 
 

@@ -70,7 +70,7 @@ async def grade(
 ) -> Score:
     """The reward is 1.0 if every check is answered right, else 0.0. The part `checks` is the share
     of right answers, with the wrong ones as evidence."""
-    assert repair.checks, f"task {repair.task.id} asks nothing"
+    assert repair.checks, f"task {repair.task.id} has no checks"
     try:
         edited = await sandbox.read(repair.module)
     except (FileNotFoundError, ValueError) as e:
@@ -82,7 +82,7 @@ async def grade(
         stdin = json.dumps([module_name(repair.module), questions])
         ran = await fresh.run(["python", _PROBE], timeout_s=timeout_s, stdin=stdin)
         if ran.exit_code is None:
-            return _worthless(f"the module was still at work after {timeout_s:g} s")
+            return _worthless(f"the module did not end within {timeout_s:g} s")
         try:
             answers = parse_answers(await fresh.read(_ANSWERS))
         except (FileNotFoundError, ValueError) as e:
@@ -102,7 +102,7 @@ def parse_answers(text: str) -> list[Json]:
     try:
         answers = json.loads(text)
     except RecursionError as e:
-        raise ValueError("the answers are nested too deep") from e
+        raise ValueError("the answers are nested too deeply") from e
     if not isinstance(answers, list):
         raise ValueError("the answers are not a list")
     return answers
@@ -110,7 +110,7 @@ def parse_answers(text: str) -> list[Json]:
 
 def verdict(checks: tuple[Check, ...], answers: list[Json]) -> Score:
     if len(answers) != len(checks):
-        return _worthless(f"{len(answers)} answers came to {len(checks)} questions")
+        return _worthless(f"{len(answers)} answers to {len(checks)} questions")
     wrong = [
         (check, answer)
         for check, answer in zip(checks, answers, strict=True)
@@ -166,7 +166,7 @@ def encoded(value: object) -> Json:
             return [encoded(item) for item in value]
         case None | bool() | int() | float() | str():
             return value
-    raise ValueError(f"{type(value).__name__} is no type of an answer")
+    raise ValueError(f"{type(value).__name__} is not an answer type")
 
 
 def _canonical(value: Json) -> str:
@@ -179,7 +179,7 @@ def _canonical(value: Json) -> str:
             return hex(value)
         case float():
             if value != value:
-                raise ValueError("not a number is equal to nothing")
+                raise ValueError("NaN is equal to nothing")
             return hex(int(value)) if value.is_integer() else repr(value)
         case list():
             return f"[{','.join(map(_canonical, value))}]"
@@ -187,4 +187,4 @@ def _canonical(value: Json) -> str:
             return f"set({','.join(sorted(set(map(_canonical, items))))})"
         case {"dict": list(items)} if len(value) == 1:
             return f"dict({','.join(sorted(map(_canonical, items)))})"
-    raise ValueError("the probe does not answer so")
+    raise ValueError("not an answer of the probe")

@@ -170,7 +170,9 @@ def find(own: str, mounts: str) -> tuple[str, dict[str, str]]:
         return "v1", first
     if second:
         return "v2", {"memory": second, "cpu": second}
-    raise OSError(errno.ENOENT, "no cgroup file system with memory and cpu is mounted")
+    raise OSError(
+        errno.ENOENT, "no cgroup file system with the controllers memory and cpu is mounted"
+    )
 
 
 def _below(point: str, root: str, path: str) -> str:

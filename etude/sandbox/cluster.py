@@ -74,7 +74,7 @@ class Cluster:
                     file.flush()
                     context.load_cert_chain(file.name)
         except (ValueError, ssl.SSLError) as e:
-            raise EtudeError(f"the certificates of the cluster {self.url} are none: {e}") from e
+            raise EtudeError(f"the certificates of the cluster {self.url} are invalid: {e}") from e
         return {"ssl": context, "server_hostname": self.server_name or None}
 
     def look(self, path: str) -> tuple[Any, float]:
@@ -98,7 +98,7 @@ class Cluster:
         if response.status == 404:
             return None, its_time
         if response.status >= 400:
-            raise EtudeError(f"the cluster {self.url} answered {response.status}: {said[:500]}")
+            raise EtudeError(f"the cluster {self.url} returned {response.status}: {said[:500]}")
         return json.loads(said), its_time
 
 
@@ -118,8 +118,8 @@ def find_cluster(variables: Mapping[str, str] = os.environ, account: Path = ACCO
     host, port = (variables.get(f"KUBERNETES_SERVICE_{each}", "") for each in ("HOST", "PORT"))
     if not host or not account.is_dir():
         raise EtudeError(
-            f"isolation kubernetes needs a cluster, and there is no {file}, nor is this a pod with "
-            f"a service account: {NO_CLUSTER}"
+            f"isolation kubernetes needs a cluster, but {file} does not exist, and this is not "
+            f"a pod with a service account: {NO_CLUSTER}"
         )
     return Cluster(
         url=f"https://{f'[{host}]' if ':' in host else host}:{port or 443}",
@@ -136,14 +136,14 @@ def _read_config(file: Path, variables: Mapping[str, str]) -> dict[str, Any]:
         pass  # no such file, several, or YAML
     if shutil.which(_VIEW[0], path=variables.get("PATH")) is None:
         raise EtudeError(
-            f"{file} cannot be read without kubectl, since it is no JSON: install kubectl, or "
-            f"where it is installed run `{' '.join(_VIEW)} > FILE`, and here {NO_CLUSTER}"
+            f"{file} is not JSON, so reading it needs kubectl: install kubectl, or run "
+            f"`{' '.join(_VIEW)} > FILE` where it is installed, and here {NO_CLUSTER}"
         )
     ran = subprocess.run(
         _VIEW, capture_output=True, text=True, env=dict(variables), timeout=6 * _ANSWER_S
     )
     if ran.returncode != 0:
-        raise EtudeError(f"`{' '.join(_VIEW)}` says: {ran.stderr.strip()}")
+        raise EtudeError(f"`{' '.join(_VIEW)}` failed: {ran.stderr.strip()}")
     return dict(json.loads(ran.stdout))
 
 
@@ -158,8 +158,9 @@ def _from_config(config: Mapping[str, Any], folder: Path) -> Cluster:
             if name in part:
                 raise EtudeError(
                     f"the context {current!r} of the kubeconfig has {name!r}, which isolation "
-                    "kubernetes does not know: name a token (`kubectl create token ACCOUNT`) or a "
-                    "client certificate for its user; docs/sandboxes.md says which rights it needs"
+                    f"kubernetes does not support: use a token (`kubectl create token ACCOUNT`) "
+                    f"or a client certificate for its user; see docs/sandboxes.md for the "
+                    f"rights that it needs"
                 )
     token_file = user.get("tokenFile", "")
     identity = [_content(user, name, folder) for name in ("client-certificate", "client-key")]
@@ -180,8 +181,8 @@ def _named(config: Mapping[str, Any], kind: str, field: str, name: str) -> dict[
         if each.get("name") == name:
             return dict(each.get(field) or {})
     raise EtudeError(
-        f"the kubeconfig has no {field} {name!r}: kubectl config get-contexts shows what there is, "
-        "and kubectl config use-context NAME chooses"
+        f"the kubeconfig has no {field} {name!r}: list the contexts with `kubectl config "
+        f"get-contexts`, and choose one with `kubectl config use-context NAME`"
     )
 
 

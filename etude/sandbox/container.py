@@ -144,10 +144,12 @@ class ContainerSandboxPool:
         try:
             tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired as e:
-            raise EtudeError(f"{self.client}: no container ended in {e.timeout:.0f} s") from e
+            raise EtudeError(
+                f"{self.client}: a test container did not end within {e.timeout:.0f} s"
+            ) from e
         if not tried.stdout:  # the exit status may be lost on its way from a remote engine
             said = tried.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]
-            raise EtudeError(f"no container of {self.client} can hold a sandbox here: {said[-1]}")
+            raise EtudeError(f"{self.client}: a container cannot run sandboxes here: {said[-1]}")
         return float(json.loads(tried.stdout)["memory_bytes"] or math.inf)
 
     @property
@@ -170,14 +172,14 @@ class ContainerSandboxPool:
             code, said = _ran(look)
             if code != 0:
                 raise EtudeError(
-                    f"{self.client} has no image {name!r}: {self.client} pull {name}, or "
-                    f"{self.client} build, and name it as `{self.client} images` does"
+                    f"{self.client} has no image {name!r}: run `{self.client} pull {name}` or "
+                    f"`{self.client} build`, and use the name that `{self.client} images` shows"
                 )
             version = f"import sys; sys.exit(sys.version_info < {_LEAST_PYTHON})"
             plain = [self.client, "run", "--rm", *_WALLS, "--entrypoint=python3"]
             if (tried := _ran([*plain, name, "-c", version]))[0] != 0:
                 raise EtudeError(
-                    f"image {name!r} has no Python from 3.11 on, which serves a sandbox in there: "
+                    f"image {name!r} has no Python 3.11 or newer, which sandboxes need: "
                     f"{tried[1] or 'it has an older one'}"
                 )
             env = dict(each.partition("=")[::2] for each in json.loads(said) or [])
@@ -279,9 +281,11 @@ def find_engine(names: Sequence[str] = CLIENTS) -> tuple[str, str]:
         code, said = _ran([name, "info", "--format", "{{json .}}"])
         if code == 0:
             return name, said
-        refused.append(f"{name} says: {said.splitlines()[-1] if said else 'nothing'}")
+        refused.append(f"{name}: {said.splitlines()[-1] if said else 'no output'}")
     if refused:
-        raise EtudeError(f"isolation container needs an engine that answers; {'; '.join(refused)}")
+        raise EtudeError(
+            f"isolation container needs a running container engine; {'; '.join(refused)}"
+        )
     raise EtudeError(
         f"isolation container needs {' or '.join(names)}, which is not installed: {INSTALL}"
     )
@@ -306,7 +310,7 @@ def _import_root(client: str) -> str:
     if _ran([client, "image", "inspect", name])[0] != 0:
         code, said = _ran([client, "import", "-", name], data.getvalue())
         if code != 0:
-            raise EtudeError(f"{client} imports no image: {said}")
+            raise EtudeError(f"{client} could not import the image: {said}")
     return name
 
 
@@ -335,7 +339,7 @@ def _ran(argv: Sequence[str], data: bytes = b"") -> tuple[int, str]:
     try:
         ran = subprocess.run(argv, input=data, capture_output=True, timeout=REPLY_TIMEOUT_S)
     except subprocess.TimeoutExpired as e:
-        return 1, f"{argv[0]} gave no answer in {e.timeout:.0f} s"
+        return 1, f"{argv[0]} did not answer within {e.timeout:.0f} s"
     said = ran.stderr if ran.returncode else ran.stdout
     return ran.returncode, said.decode(errors="replace").strip()
 

@@ -131,7 +131,7 @@ class _Sandbox(ServiceMachine):
             timeout=aiohttp.ClientTimeout(total=None),
         ) as response:
             if response.status >= 400:
-                raise RolloutFailure(f"sandbox: no process: {await response.text()}")
+                raise RolloutFailure(f"sandbox: could not start a process: {await response.text()}")
             while True:
                 flags, length = struct.unpack(">BI", await response.content.readexactly(5))
                 told = json.loads(await response.content.readexactly(length))

@@ -111,12 +111,12 @@ class Hosts:
                 or not numbers
             ):
                 raise EtudeError(
-                    f"network: {name!r} is no host: give names, such as pypi.org or "
+                    f"network: {name!r} is not a host: give names such as pypi.org or "
                     f"git.example.org:8080, without wildcards"
                 )
             places[host] = (*places.get(host, ()), *numbers)
         if len(places) > _HOSTS:
-            raise EtudeError(f"network: {len(places)} hosts are too many: {_HOSTS} at most")
+            raise EtudeError(f"network: {len(places)} hosts are too many: at most {_HOSTS}")
         return cls(places)
 
     def address(self, host: str) -> str:

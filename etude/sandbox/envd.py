@@ -155,7 +155,7 @@ class _Envd:
         told = await request.json()
         _, started = self._find(request, told)
         if told.get("signal") not in (_KILL, "SIGNAL_SIGTERM"):
-            return _connect_error("unimplemented", "a process can be killed, and no more")
+            return _connect_error("unimplemented", "only killing a process is supported")
         await started.process.kill()
         return JSONResponse({})
 

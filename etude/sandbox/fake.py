@@ -21,8 +21,8 @@ Respond = Callable[[Files, Sequence[str]], CommandResult]
 
 def refuse(files: Files, argv: Sequence[str]) -> CommandResult:
     raise NotImplementedError(
-        f"a fake sandbox runs nothing, so what {argv[0]!r} answers is unknown: give it a function "
-        f"of files and argv, or use the real one (etude.sandbox.pool.open_sandbox_pool)"
+        f"a fake sandbox cannot run {argv[0]!r}: give it a function that returns the result for "
+        f"files and argv, or use a real one (etude.sandbox.pool.open_sandbox_pool)"
     )
 
 

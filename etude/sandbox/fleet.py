@@ -133,9 +133,9 @@ class Fleet:
         """The number of a sandbox that will be placed. EtudeError if no host can ever hold it."""
         if self._hosts and not any(need.fits(each.capacity) for each in self._hosts.values()):
             raise EtudeError(
-                f"a sandbox wants {need.cpus:g} processors, {need.memory_bytes / 2**20:.0f} MiB of "
-                f"memory and {need.disk_bytes / 2**20:.0f} MiB of disk, and no host may give as "
-                f"much: lower the task's limits, or raise [sandbox.budget]"
+                f"a sandbox needs {need.cpus:g} processors, {need.memory_bytes / 2**20:.0f} MiB "
+                f"of memory and {need.disk_bytes / 2**20:.0f} MiB of disk, more than any host "
+                f"has: lower the task's limits, or raise [sandbox.budget]"
             )
         number = next(self._numbers)
         self._owners[owner] = now

@@ -78,7 +78,7 @@ class GvisorSandboxPool:
         try:
             tried = subprocess.run(argv, input=b"", capture_output=True, timeout=REPLY_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return f"it did not end in {REPLY_TIMEOUT_S:.0f} s"
+            return f"it did not end within {REPLY_TIMEOUT_S:.0f} s"
         finally:
             _remove_cgroups(f"{self._home.name}/{bundle.name}")
         return tried.stderr.decode(errors="replace").strip() if tried.returncode else ""
@@ -199,7 +199,7 @@ class _Machine:
         _, errors = await asked.communicate()
         if asked.returncode != 0:
             said = errors.decode(errors="replace")[-500:]
-            raise RolloutFailure(f"sandbox: no checkpoint of it: {said}")
+            raise RolloutFailure(f"sandbox: could not be checkpointed: {said}")
 
     async def fork(self) -> CalledSandbox:
         """Fork the sandbox with all its processes. Only the output of services is read in the

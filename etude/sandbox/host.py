@@ -88,7 +88,9 @@ class SandboxHost:
     def pool(self, isolation: str) -> SandboxPool:
         if isolation not in self.pools:
             offered = ", ".join(self.pools)
-            raise EtudeError(f"this host has no sandboxes of isolation {isolation}, only {offered}")
+            raise EtudeError(
+                f"this host has no sandboxes of isolation {isolation}; available: {offered}"
+            )
         return self.pools[isolation]
 
     async def open(
@@ -122,7 +124,10 @@ class SandboxHost:
     def _place(self) -> Any:
         """Take one of the places for a sandbox while the block runs."""
         if self._opening >= self._max_sandboxes:
-            raise Full(f"{self._max_sandboxes} sandboxes are open here, and no more may be")
+            raise Full(
+                f"this host has no room: {self._max_sandboxes} sandboxes are open, which is "
+                f"its limit"
+            )
         self._opening += 1
         try:
             yield

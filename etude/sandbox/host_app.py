@@ -82,7 +82,7 @@ class Guard:
         headers = dict(pairs)
         if twice := [name for name in _ONCE if sum(name == each for each, _ in pairs) > 1]:
             # a route might read another of them than the one checked here
-            await _error(400, f"send the header {twice[0]} once")(scope, receive, send)
+            await _error(400, f"send the header {twice[0]} only once")(scope, receive, send)
         elif why := self._refusal(headers, scope["path"]):
             await _error(401, why)(scope, receive, send)
         elif int(headers.get("content-length", 0)) > MAX_BODY_BYTES:
@@ -94,13 +94,20 @@ class Guard:
         if self._token is None:
             local = urlsplit(f"//{headers.get('host', '')}").hostname in _LOOPBACK
             browser = "origin" in headers or "sec-fetch-site" in headers
-            return "" if local and not browser else "this host answers programs of its machine only"
+            return (
+                ""
+                if local and not browser
+                else (
+                    "without a token, this host only accepts requests from programs of its own "
+                    "machine"
+                )
+            )
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
         known = _equal(headers.get("x-api-key", ""), self._token) or _equal(bearer, self._token)
         if path.startswith(ENVD_PATHS):
             opens = access_token(self._token, headers.get("e2b-sandbox-id", ""))
             known = known or _equal(headers.get("x-access-token", ""), opens)
-        return "" if known else "send the token of this host as X-API-Key"
+        return "" if known else "send this host's token as X-API-Key"
 
 
 def _bounded(receive: Receive) -> Receive:
@@ -232,7 +239,7 @@ async def _while_asked(
     try:
         await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise RolloutFailure("sandbox: nobody waits for the answer")
+            raise RolloutFailure("sandbox: the caller did not wait for the answer")
         return work.result()
     finally:
         leaving.cancel()
@@ -242,14 +249,14 @@ async def _while_asked(
 def _seconds(told: Any) -> float:
     """Length of a lease. Python's JSON accepts NaN, with which a lease would never end."""
     if math.isnan(seconds := float(told)):
-        raise ValueError("a lease of NaN seconds: send a number")
+        raise ValueError("the length of a lease must be a number of seconds, not NaN")
     return seconds
 
 
 def _texts(told: Any) -> dict[str, str]:
     """Metadata of a sandbox, which every listing contains."""
     if not isinstance(told, dict) or not all(isinstance(text, str) for text in told.values()):
-        raise ValueError("metadata: an object whose values are texts")
+        raise ValueError("metadata must be an object whose values are strings")
     "".join((*told, *told.values())).encode()  # ValueError for half of a surrogate pair
     return told
 
@@ -269,7 +276,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return _error(404, f"there is no {error} here, or not any more")
+    return _error(404, f"{error} does not exist, or not any more")
 
 
 async def _refused(request: Request, error: Exception) -> Response:

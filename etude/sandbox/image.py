@@ -84,14 +84,14 @@ class ImageStore:
         if not _NAME.fullmatch(name) or not (path := self._record(name)).is_file():
             known = ", ".join(each.name for each in self.list()) or "none"
             raise EtudeError(
-                f"there is no image {name!r} in {self.root} (there: {known}): make it with "
-                f"etude images build SPEC.toml"
+                f"no image {name!r} in {self.root} (available: {known}): build it with `etude "
+                f"images build SPEC.toml`"
             )
         image = _read(path)
         if digest and digest != image.digest:
             raise EtudeError(
-                f"the image {name} of this machine is {image.reference}, and the task asks for "
-                f"another, sha256:{digest}: build that one, or name the image without a digest"
+                f"the image {name} of this machine is {image.reference}, but the task needs "
+                f"sha256:{digest}: build that one, or name the image without a digest"
             )
         return image
 
@@ -101,7 +101,8 @@ class ImageStore:
     def save(self, image: Image) -> None:
         if not _NAME.fullmatch(image.name):
             raise EtudeError(
-                f"image name {image.name!r}: lower-case letters, digits, '.', '_' and '-' only"
+                f"invalid image name {image.name!r}: use lower-case letters, digits, '.', '_' "
+                f"and '-' only"
             )
         _write(self._record(image.name), json.dumps(asdict(image), indent=1))
 

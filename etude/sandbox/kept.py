@@ -44,7 +44,7 @@ class Keeper(asyncio.Protocol):
                 self._end(int(line))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(RolloutFailure("sandbox: it ended while a process ran in it"))
+        self._end(RolloutFailure("sandbox: it ended while one of its processes was running"))
 
     def _end(self, outcome: int | RolloutFailure) -> None:
         if self.code.done():

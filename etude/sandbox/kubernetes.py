@@ -107,7 +107,7 @@ def check_cluster(cluster: Cluster) -> float:
     found, its_time = cluster.look(f"/apis/{API}")
     if "sandboxes" not in {each["name"] for each in (found or {}).get("resources", ())}:
         raise EtudeError(
-            f"the cluster {cluster.url} has no agent-sandbox with {API}, which isolation "
+            f"the cluster {cluster.url} does not have agent-sandbox ({API}), which isolation "
             f"kubernetes needs: {INSTALL}"
         )
     return its_time - time.time()
@@ -166,7 +166,7 @@ def conditions(sandbox: Mapping[str, Any]) -> str:
     """The conditions that the cluster reports for a sandbox that is not ready."""
     said = sandbox.get("status", {}).get("conditions", ())
     texts = [f"{each['reason']}: {each.get('message', '')}" for each in said]
-    return "; ".join(texts) or "no controller has looked at it"
+    return "; ".join(texts) or "no controller has processed it"
 
 
 class _Sandbox(ServiceMachine):
@@ -209,7 +209,7 @@ class _Sandbox(ServiceMachine):
                     await asyncio.sleep(_AGAIN_S)  # a cluster ends each watch after a while
         except TimeoutError as e:
             raise RolloutFailure(
-                f"sandbox: it was not ready in {FULL_S:.0f} s: {conditions(sandbox)}; "
+                f"sandbox: it was not ready within {FULL_S:.0f} s: {conditions(sandbox)}; "
                 f"{await self._why_the_pod_waits()}"
             ) from e
 
@@ -231,7 +231,7 @@ class _Sandbox(ServiceMachine):
             ) as response:
                 if response.status >= 400:
                     said = await response.text()
-                    raise RolloutFailure(f"sandbox: {url} answered {response.status}: {said}")
+                    raise RolloutFailure(f"sandbox: {url} returned {response.status}: {said}")
                 async for line in response.content:
                     event = json.loads(line)
                     sandbox = event["object"]

@@ -59,7 +59,7 @@ class Lines:
         self._over = True
         for future in self._owed.values():
             if not future.done():
-                future.set_exception(RolloutFailure("sandbox: it ended while it was asked"))
+                future.set_exception(RolloutFailure("sandbox: it ended before it answered"))
                 future.exception()  # its caller may be gone
         self._owed.clear()
 
@@ -74,9 +74,9 @@ class Lines:
                 await self._requests.drain()
                 return await future
         except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
+            raise RolloutFailure(f"sandbox: no answer within {patience_s:.0f} s") from e
         except ConnectionError as e:
-            raise RolloutFailure("sandbox: it ended while it was asked") from e
+            raise RolloutFailure("sandbox: it ended before it answered") from e
         finally:
             if not future.done() or future.cancelled():
                 self._owed.pop(number, None)

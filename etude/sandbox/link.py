@@ -63,9 +63,7 @@ class Link(asyncio.Protocol):
     def _give_up(self) -> None:
         for future in self._owed:
             if not future.done():
-                future.set_exception(
-                    RolloutFailure("sandbox: it ended while it was asked something")
-                )
+                future.set_exception(RolloutFailure("sandbox: it ended before it answered"))
                 future.exception()  # its caller may be gone
 
     def send(self, request: dict[str, Any]) -> asyncio.Future[Any]:
@@ -93,7 +91,7 @@ class Link(asyncio.Protocol):
             async with asyncio.timeout(patience_s):
                 return await future
         except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: no answer in {patience_s:.0f} s") from e
+            raise RolloutFailure(f"sandbox: no answer within {patience_s:.0f} s") from e
 
     def abort(self) -> None:
         self._transport.abort()
@@ -107,7 +105,7 @@ class Link(asyncio.Protocol):
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await asyncio.shield(self._ended)
         except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: it did not end in {REPLY_TIMEOUT_S:.0f} s") from e
+            raise RolloutFailure(f"sandbox: it did not end within {REPLY_TIMEOUT_S:.0f} s") from e
         finally:
             self._transport.abort()
 

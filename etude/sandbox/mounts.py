@@ -60,9 +60,11 @@ def _parse(text: str) -> Mount:
     target = os.path.normpath(place) if place else source
     what = f"sandbox.mounts: {text!r}"
     if not os.path.isdir(source):
-        raise EtudeError(f"{what}: there is no directory {source}; make it, or give another path")
+        raise EtudeError(
+            f"{what}: the directory {source} does not exist; create it, or give another path"
+        )
     if not os.path.isabs(target):
-        raise EtudeError(f"{what}: the place in the sandbox must begin with /, as in {text}:/opt/x")
+        raise EtudeError(f"{what}: the path in the sandbox must begin with /, as in {text}:/opt/x")
     return Mount(source, target)
 
 
@@ -73,13 +75,13 @@ def check_walled(mounts: Sequence[Mount]) -> None:
         elsewhere = target != source and _below(target, _SYSTEM)
         if target == "/" or elsewhere or _below(target, _TAKEN):
             raise EtudeError(
-                f"sandbox.mounts: {target} is taken in a sandbox; name another place, as in "
-                f"{source}:/opt/x"
+                f"sandbox.mounts: {target} is in use within sandboxes; give another path there, "
+                f"as in {source}:/opt/x"
             )
         if os.geteuid() == 0 and os.stat(source).st_mode & 0o005 != 0o005:
             raise EtudeError(
-                f"sandbox.mounts: commands in a sandbox are an ordinary user's, who may not read "
-                f"{source}; chmod -R o+rX it"
+                f"sandbox.mounts: commands in a sandbox run as an ordinary user, who may not "
+                f"read {source}; run `chmod -R o+rX` on it"
             )
 
 

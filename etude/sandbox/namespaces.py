@@ -117,11 +117,10 @@ class NamespaceSandboxPool:
             self._control.close()
             self._zygote.wait()
             raise EtudeError(
-                f"this kernel refuses the namespaces that sandboxes are made of: "
-                f"{said.get('error', 'the launcher died')}. Allow "
-                'user namespaces (sysctl user.max_user_namespaces), or set isolation = "process" '
-                "under [sandbox], which "
-                "has no walls, for code that you trust"
+                f"this kernel does not allow the namespaces that sandboxes need: "
+                f"{said.get('error', 'the launcher died')}. Allow user namespaces (sysctl "
+                f'user.max_user_namespaces), or set isolation = "process" under [sandbox], '
+                f"which does not isolate, for code that you trust"
             )
         self.walls = Walls(**said["walls"])
         with contextlib.suppress(ConnectionError):  # a killed zygote is noticed when it is needed
@@ -155,7 +154,7 @@ class NamespaceSandboxPool:
         check_spec(spec, backend="namespaces", gives=gives, limits=self.walls.limits)
         if (memory := _memory_bytes(spec.limits)) < LEAST_MEMORY_BYTES:
             raise EtudeError(
-                f"limits.memory_bytes is {memory}: a sandbox and its files take at least "
+                f"limits.memory_bytes is {memory}, but a sandbox with its files needs at least "
                 f"{LEAST_MEMORY_BYTES}"
             )
 
@@ -227,7 +226,7 @@ class NamespaceSandboxPool:
                     self._replace()
                     self._owed_s = self.reply_timeout_s
         raise RolloutFailure(
-            f"sandbox: none came from {_ZYGOTES} zygotes in {self.reply_timeout_s:g} s each"
+            f"sandbox: {_ZYGOTES} zygotes did not start one within {self.reply_timeout_s:g} s each"
         )
 
     async def _ask_for_one(

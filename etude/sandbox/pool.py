@@ -57,8 +57,8 @@ def _kubernetes(reply_timeout_s: float, mounts: Sequence[Mount]) -> SandboxPool:
 def _refuse_mounts(mounts: Sequence[Mount], isolation: str, place: str) -> None:
     if mounts:
         raise EtudeError(
-            f"sandbox.mounts are directories of this machine, and isolation {isolation} is "
-            f"another: put them into {place} that sandbox.image names"
+            f"sandbox.mounts are directories of this machine, which isolation {isolation} "
+            f"cannot show: put them into {place} that sandbox.image names"
         )
 
 
@@ -141,6 +141,6 @@ def check_tier(pool: SandboxPool, lowest: Tier) -> None:
     """Raise EtudeError if the sandboxes of this pool are of a weaker tier."""
     if TIERS.index(pool.tier) < TIERS.index(lowest):
         raise EtudeError(
-            f"the sandboxes of this machine hold no more than tier {pool.tier}, and "
-            f"sandbox.min_isolation accepts none below {lowest}: etude doctor says what is missing"
+            f"the sandboxes of this machine reach only tier {pool.tier}, but "
+            f"sandbox.min_isolation requires {lowest}: run `etude doctor` to see what is missing"
         )

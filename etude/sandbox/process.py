@@ -72,8 +72,8 @@ class ProcessSandboxPool:
         for each in mounts:
             if each.source != each.target:
                 raise EtudeError(
-                    f"process sandboxes show directories at their own place only: take "
-                    f":{each.target} out of sandbox.mounts"
+                    f"process sandboxes cannot show directories at another path: remove "
+                    f":{each.target} from sandbox.mounts"
                 )
         self._sandboxes: set[ProcessSandbox] = set()
         self._programs = search_path(mounts)

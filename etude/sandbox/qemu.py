@@ -81,7 +81,7 @@ def find_engine() -> Engine:
     once a guest has booted with it."""
     if missing := missing_packages():
         raise EtudeError(
-            f"isolation vm needs what is not installed: apt install {' '.join(missing)}"
+            f"isolation vm needs packages that are not installed: apt install {' '.join(missing)}"
         )
     kernel, program = find_kernel(), shutil.which(_PROGRAM)
     assert kernel is not None and program is not None
@@ -107,7 +107,7 @@ def _probe(program: str, kernel: Kernel) -> Accelerator:
                     return each
     finally:
         initramfs.unlink()
-    raise EtudeError(f"no virtual machine boots here: {said[-500:] or 'QEMU says nothing'}")
+    raise EtudeError(f"virtual machines do not boot here: {said[-500:] or 'QEMU says nothing'}")
 
 
 def _booted(engine: Engine, initramfs: Path) -> str:
@@ -122,7 +122,10 @@ def _booted(engine: Engine, initramfs: Path) -> str:
     try:
         ran = subprocess.run(argv, input=b"", capture_output=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as e:
-        return f"none was up after {timeout_s:.0f} s with {engine.accelerator}: {e.stdout!r}"
+        return (
+            f"a test machine did not boot within {timeout_s:.0f} s with "
+            f"{engine.accelerator}: {e.stdout!r}"
+        )
     return (ran.stdout + ran.stderr).decode(errors="replace")
 
 
@@ -278,7 +281,7 @@ class Monitor:
         while line := self._lines.readline():
             said = json.loads(line)
             if "error" in said:
-                raise RolloutFailure(f"sandbox: QEMU refuses: {said['error']['desc']}")
+                raise RolloutFailure(f"sandbox: QEMU returned an error: {said['error']['desc']}")
             if key in said:
                 return said[key]
         raise RolloutFailure("sandbox: QEMU has ended")

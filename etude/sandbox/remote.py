@@ -62,22 +62,24 @@ class RemoteSandboxPool:
                 told = json.load(response)
                 tiers, shown = told["tiers"], told["mounts"]
         except urllib.error.HTTPError as e:
-            raise EtudeError(f"sandbox.hosts: {url} refuses: {_message(e.read(), e)}") from e
+            raise EtudeError(
+                f"sandbox.hosts: {url} rejects the request: {_message(e.read(), e)}"
+            ) from e
         except (OSError, ValueError, KeyError) as e:
             raise EtudeError(
-                f"sandbox.hosts: no sandbox host answers at {url} ({e}); start one there: "
-                "etude sandboxes serve"
+                f"sandbox.hosts: no sandbox host answers at {url} ({e}); start one there with "
+                f"`etude sandboxes serve`"
             ) from e
         if self._isolation not in tiers:
             raise EtudeError(
                 f"sandbox.hosts: {url} has no sandboxes of isolation {self._isolation}, only "
-                f"{', '.join(tiers)}; etude doctor says there what is missing"
+                f"{', '.join(tiers)}; run `etude doctor` there to see what is missing"
             )
         if missing := [place for place in places if place not in shown]:
             raise EtudeError(
-                f"sandbox.hosts: {url} shows no {missing[0]} in its sandboxes: start it with "
-                f"--mount FOLDER:{missing[0]}, or leave out what is to be there (/opt/servers: "
-                "harness.code.diagnostics; other places: tasks.path)"
+                f"sandbox.hosts: the sandboxes of {url} have no {missing[0]}: start the host "
+                f"with --mount FOLDER:{missing[0]}, or remove the setting that needs it "
+                f"(/opt/servers: harness.code.diagnostics; other paths: tasks.path)"
             )
         tier: Tier = tiers[self._isolation]
         return tier
@@ -157,7 +159,7 @@ class RemoteSandboxPool:
             ) as response:
                 content = await response.read()
         except TimeoutError as e:
-            raise RolloutFailure(f"sandbox: {host.url} gave no answer") from e
+            raise RolloutFailure(f"sandbox: {host.url} did not answer in time") from e
         except aiohttp.ClientError as e:
             raise RolloutFailure(f"sandbox: {host.url} does not answer: {e}") from e
         return _answer(host.url, response.status, content)
@@ -240,11 +242,11 @@ def _answer(url: str, status: int, content: bytes) -> Any:
     if status >= 400:
         if (error := _field(content, "error")) is not None:
             raise failed(error)
-        raise RolloutFailure(f"sandbox: {url} answered {status}: {_message(content, status)}")
+        raise RolloutFailure(f"sandbox: {url} returned {status}: {_message(content, status)}")
     try:
         return json.loads(content)
     except ValueError as e:
-        raise RolloutFailure(f"sandbox: {url} answered what is not JSON: {content[:80]!r}") from e
+        raise RolloutFailure(f"sandbox: {url} returned invalid JSON: {content[:80]!r}") from e
 
 
 def _message(content: bytes, otherwise: object) -> str:

@@ -30,7 +30,9 @@ def repository_at(path: str | Path, ref: str = "HEAD") -> Repository:
     """The git repository that contains a path of this machine, at the commit that a branch, a tag
     or an abbreviated id currently refers to."""
     if not Path(path).is_dir():
-        raise EtudeError(f"repository {path}: there is no such folder: name one that git knows")
+        raise EtudeError(
+            f"repository {path}: the folder does not exist: give one with a git repository"
+        )
     asked = {
         "directory": ("--path-format=absolute", "--git-common-dir"),
         "commit": ("--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"),
@@ -47,7 +49,7 @@ def repository_at(path: str | Path, ref: str = "HEAD") -> Repository:
         except FileNotFoundError as e:
             raise EtudeError(f"repository {path}: git is not installed on this machine") from e
         if ran.returncode:
-            why = ran.stderr.strip() or f"there is no commit, branch or tag {ref!r}"
+            why = ran.stderr.strip() or f"no commit, branch or tag is named {ref!r}"
             raise EtudeError(f"repository {path}: {why}")
         told[what] = ran.stdout.splitlines()[-1]
     return Repository(url=told["directory"], commit=told["commit"])
@@ -78,9 +80,9 @@ async def read_commit(
     commit, or if it is too large for a working copy."""
     name = f"repository {repository.url} at {repository.commit}"
     if not re.fullmatch(r"[0-9a-f]{40}", repository.commit):
-        raise EtudeError(f"{name}: give the commit by its full id, 40 lower-case hex digits")
+        raise EtudeError(f"{name}: the commit must be a full id of 40 lower-case hex digits")
     if shutil.which("git") is None:
-        raise EtudeError(f"{name}: this needs git, which is not installed on this machine")
+        raise EtudeError(f"{name}: git is not installed on this machine")
     objects = _objects(repository.url)
     with tempfile.TemporaryDirectory(prefix="etude-git-") as scratch:
         git = _Git(Path(scratch), objects, name)
@@ -91,8 +93,9 @@ async def read_commit(
         size = sum(each[2] for each in listed.values())
         if len(listed) > max_entries or size > max_bytes:
             raise EtudeError(
-                f"{name}: {len(listed)} files with {size} bytes do not fit into a working copy of "
-                f"{max_entries} and {max_bytes}; raise limits.disk_bytes of the task's SandboxSpec"
+                f"{name}: {len(listed)} files with {size} bytes are too many for a working "
+                f"copy, which may have {max_entries} and {max_bytes}; raise limits.disk_bytes "
+                f"of the task's SandboxSpec"
             )
         wanted = "".join(f"{blob}\n" for _, blob, _ in listed.values())
         answer = await git.run("cat-file", "--batch", stdin=wanted.encode())
@@ -108,13 +111,14 @@ def _objects(url: str) -> Path:
     parts = urlsplit(url)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
         raise EtudeError(
-            f"repository {url}: only a path or file:// URL of this machine is read; clone it first"
+            f"repository {url}: only a path or a file:// URL on this machine is supported; "
+            f"clone it first"
         )
     place = Path(unquote(parts.path) if parts.scheme else url)
     for objects in (place / "objects", place / ".git" / "objects"):
         if objects.is_dir():
             return objects.resolve()
-    raise EtudeError(f"repository {url}: there is no git repository")
+    raise EtudeError(f"repository {url}: not a git repository")
 
 
 class _Git:
@@ -181,7 +185,7 @@ def _parse_listing(listing: bytes, name: str) -> dict[str, tuple[int, str, int]]
         except ValueError:
             plain = ""
         if plain != path or ".git" in path.lower().split("/"):
-            raise EtudeError(f"{name}: {path!r} is no path for a working copy")
+            raise EtudeError(f"{name}: {path!r} is not a valid path in a working copy")
         if not size.isdecimal():
             raise EtudeError(f"{name}: the object of {path!r} is missing or broken")
         if kind != LINK:

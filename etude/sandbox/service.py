@@ -100,7 +100,7 @@ class ServicePool(ABC):
         if response.status == 429 or (response.status == 403 and "exceeded quota" in said):
             raise NoRoom(f"sandbox: {url} has no room: {said}")
         if response.status >= 400:
-            raise RolloutFailure(f"sandbox: {url} answered {response.status}: {said}")
+            raise RolloutFailure(f"sandbox: {url} returned {response.status}: {said}")
         return json.loads(content) if content else None
 
     def owing(self) -> dict[str, float]:
@@ -157,7 +157,7 @@ class ServiceMachine(NestedCaller):
             async with asyncio.timeout(self._pool.reply_timeout_s):
                 send = await started
         except TimeoutError as e:
-            raise RolloutFailure("sandbox: the process in it is not started") from e
+            raise RolloutFailure("sandbox: its first process did not start in time") from e
         return Lines(self._answers, _Messages(send))
 
     async def start(self) -> None:
@@ -190,7 +190,9 @@ class ServiceMachine(NestedCaller):
             self.hear(errors=str(e).encode())
         finally:
             if not started.done():
-                started.set_exception(RolloutFailure("sandbox: no process was started in it"))
+                started.set_exception(
+                    RolloutFailure("sandbox: its first process was never started")
+                )
             self._answers.feed_eof()
 
     async def end(self) -> None:

@@ -53,10 +53,10 @@ async def _until_up(
                 if looked.exit_code is None:  # a machine on which the check itself takes longer
                     look_s *= 2
                 if reading.done():
-                    raise _failure(service, "ended before it was up", words)
+                    raise _failure(service, "ended before it was ready", words)
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError as e:
-        raise _failure(service, f"was not up after {service.ready_s:g} s", words) from e
+        raise _failure(service, f"was not ready within {service.ready_s:g} s", words) from e
 
 
 def _failure(service: Service, what: str, words: bytearray) -> RolloutFailure:

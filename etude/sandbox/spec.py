@@ -39,9 +39,9 @@ def check_spec(
     ]
     if asked:
         raise EtudeError(
-            f"{backend} sandboxes cannot give what the task asks for: {', '.join(asked)}. "
-            "Take it out of the task's SandboxSpec, or out of [sandbox] if it stands there; "
-            "docs/sandboxes.md says what each isolation gives"
+            f"{backend} sandboxes do not support what the task needs: {', '.join(asked)}. "
+            f"Remove it from the task's SandboxSpec, or from [sandbox] if it is set there; see "
+            f"docs/sandboxes.md for what each isolation supports"
         )
     check_env(spec.env)
 
@@ -99,7 +99,7 @@ def from_message(told: Mapping[str, Any]) -> UnpackedSpec:
         }
         return UnpackedSpec(**{**told, **parts})
     except (TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"this is no spec of a sandbox: {e}") from e
+        raise ValueError(f"not a valid sandbox spec: {e}") from e
 
 
 async def opening_tree(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -> Tree:
@@ -115,7 +115,7 @@ async def opening_tree(spec: SandboxSpec, *, max_bytes: int, max_entries: int) -
 def check_env(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
-            raise ValueError(f"{name!r} cannot be the name of an environment variable")
+            raise ValueError(f"{name!r} is not a valid name of an environment variable")
 
 
 _NOTHING = SandboxSpec()

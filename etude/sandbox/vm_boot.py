@@ -255,7 +255,7 @@ def _write_disk(disk: Path, sources: Sequence[str], hidden: Sequence[str]) -> No
             # 1: a file that changed while it was read
             if packed.returncode or reading.returncode not in (0, 1):
                 said = (errors.read() + packed.stderr).decode(errors="replace")[-500:]
-                raise EtudeError(f"the disk of virtual machines cannot be made: {said}")
+                raise EtudeError(f"could not build the disk of the virtual machines: {said}")
 
 
 @contextlib.contextmanager

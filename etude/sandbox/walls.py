@@ -35,6 +35,6 @@ class Walls:
                 "memory of all processes together by " + cgroup
                 if self.cgroup
                 else f"memory by process only, {cgroup}",
-                "a user each" if self.own_users else "one user for all",
+                "one user for each sandbox" if self.own_users else "one user for all sandboxes",
             ]
         )

@@ -58,7 +58,7 @@ class Identity:
     def check(self, policy: Policy, path_params: Mapping[str, str]) -> None:
         if self.scope not in policy:
             opens = ", ".join(sorted(policy))
-            message = f"this needs a token of another scope ({opens}), not of {self.scope}"
+            message = f"this route needs a token of the scope {opens}, not {self.scope}"
             raise AccessDenied(message, status=403, code="wrong_scope")
         for_one = self.scope in OF_ONE_SESSION
         if for_one and path_params.get("session", self.subject) != self.subject:
@@ -80,7 +80,7 @@ class SignedTokens:
         self._authority = authority
 
     def identify(self, headers: Mapping[str, str], address: str) -> Identity:
-        why = "send a token of this server as 'Authorization: Bearer ..'"
+        why = "send a token of this server as 'Authorization: Bearer TOKEN'"
         for token in _tokens_in(headers):
             try:
                 claims = self._authority.verify(token)
@@ -109,7 +109,7 @@ class OneToken:
         for token in _tokens_in(headers):
             if hmac.compare_digest(token.encode("latin-1"), self._token):
                 return Identity(scope=Scope.ADMIN, client=address, token=token)
-        message = "send the token of this server as 'Authorization: Bearer ..'"
+        message = "send this server's token as 'Authorization: Bearer TOKEN'"
         raise AccessDenied(message, status=401, code="unauthorized")
 
 
@@ -122,14 +122,14 @@ class NoToken:
         host, origin = headers.get("host"), headers.get("origin")
         if host is not None and not is_loopback(_name_in(host)):
             raise AccessDenied(
-                f"a server without a token answers to 127.0.0.1 and localhost, not to "
+                f"a server without a token can only be called as 127.0.0.1 or localhost, not as "
                 f"{host[:200]!r}",
                 status=403,
                 code="wrong_host",
             )
         foreign = origin is not None and origin != f"http://{host}"
         if foreign or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-            message = "a server without a token answers no page of a browser"
+            message = "a server without a token does not accept requests from web pages"
             raise AccessDenied(message, status=403, code="wrong_origin")
         sent = next(iter(_tokens_in(headers)), "")
         return Identity(scope=Scope.ADMIN, token=sent)

@@ -115,7 +115,8 @@ class ScriptedSessions(_Sessions):
         await read(http, dict[str, object])
         if self._asked == len(self._answers):
             raise ApiError(
-                f"the script has {len(self._answers)} answers, and this is one more question",
+                f"the script has only {len(self._answers)} answers, and all of them have been "
+                f"given",
                 code="script_over",
             )
         message = {"role": "assistant", "content": None, **self._answers[self._asked]}
@@ -155,7 +156,7 @@ def _parse_line(line: str, number: int) -> dict[str, Json]:
     try:
         said = json.loads(line)
     except json.JSONDecodeError as e:
-        raise ValueError(f"line {number} is no JSON ({e.msg} at column {e.colno})") from e
+        raise ValueError(f"line {number} is not valid JSON ({e.msg} at column {e.colno})") from e
     if not isinstance(said, str | dict):
-        raise ValueError(f"line {number} must be a text or a message")
+        raise ValueError(f"line {number} must be a string or a message")
     return {"content": said} if isinstance(said, str) else said

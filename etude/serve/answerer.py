@@ -84,7 +84,7 @@ class ConcurrencyLimit:
         limit = MAX_ANSWERS if self.limit is None else self.limit
         limit = min(limit, self.per_client) if client else limit
         if count > limit:
-            message = f"{param}: this server gives at most {limit} answers at once, not {count}"
+            message = f"{param}: at most {limit} answers at once are allowed, not {count}"
             raise ApiError(message, param=param)
 
     @contextmanager
@@ -92,11 +92,14 @@ class ConcurrencyLimit:
         """`client`: the client that asks, if several share this server."""
         self.check(count, client=client)
         if self.limit is not None and self.in_use + count > self.limit:
-            raise _too_many(f"{self.in_use} answers are under way, and {self.limit} are the most")
+            raise _too_many(
+                f"too many requests: {self.in_use} answers are in progress, and the limit "
+                f"is {self.limit}"
+            )
         if client and self._of_clients[client] + count > self.per_client:
             raise _too_many(
-                f"{self._of_clients[client]} answers of yours are under way, and {self.per_client} "
-                f"are the most for one client"
+                f"too many requests: {self._of_clients[client]} answers are in progress for "
+                f"this client, and the limit is {self.per_client}"
             )
         self.in_use += count
         self._of_clients[client] += count
@@ -110,7 +113,7 @@ class ConcurrencyLimit:
 
 
 def _too_many(message: str) -> Unavailable:
-    return Unavailable(f"{message}: try again soon", status=429, code="too_many_requests")
+    return Unavailable(f"{message}; try again soon", status=429, code="too_many_requests")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +151,9 @@ class ServedModel:
 
     def check_name(self, name: str) -> None:
         if name not in (known := (self.label, *self.adapters)):
-            message = f"there is no model {name[:200]!r} here, only {', '.join(map(repr, known))}"
+            message = (
+                f"model {name[:200]!r} is not served here; available: {', '.join(map(repr, known))}"
+            )
             raise ApiError(message, status=404, code="model_not_found", param="model")
 
     async def encode(
@@ -158,7 +163,7 @@ class ServedModel:
         them may take long. `plain`: nothing in the texts is a control token."""
         most = contexts * self.max_context
         if any(self.tokenizer.exceeds(text, most) for text in texts):
-            message = f"{param}: the text is too long for {most} tokens, whatever they are"
+            message = f"{param}: the text is too long: it cannot fit into {most} tokens"
             raise ApiError(message, code="context_length_exceeded", param=param)
         size = sum(map(len, texts))
         long = size > AT_ONCE_CHARS
@@ -201,9 +206,7 @@ def template_errors() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, RecursionError) as e:
-        raise ApiError(
-            f"messages: the chat template cannot show them: {e}", param="messages"
-        ) from e
+        raise ApiError(f"messages: the chat template rejects them: {e}", param="messages") from e
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes += len(part)
         if self._num_headers > MAX_HEADER_LINES or self._head_bytes > MAX_HEAD_BYTES:
             self._too_large = True
-            raise ValueError("the head of the request is too large")
+            raise ValueError("the request's headers are too large")
 
     def on_headers_complete(self) -> None:
         self._in_head = False

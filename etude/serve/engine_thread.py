@@ -153,7 +153,7 @@ class EngineThread:
             self.limit_batch(allowed)
             self.users_only = not self.lending.is_open(now)
             for inbox in self._batch.values() if self.users_only else ():
-                inbox.put_nowait(Unavailable("this worker is for users alone now"))
+                inbox.put_nowait(Unavailable("this worker is reserved for users at the moment"))
             await asyncio.sleep(LEND_EVERY_S)
 
     async def load(self, version: int) -> None:
@@ -206,7 +206,7 @@ class EngineThread:
         complete, the engine aborts the request."""
         if self.engine.version < 0:
             raise Unavailable(
-                "this worker has no weights yet; ask again when it has joined the gateway"
+                "this worker has no weights yet; try again once it has joined the gateway"
             )
         self.engine.check(request)
         id = str(next(self._ids))
@@ -332,7 +332,7 @@ def _deadline(request: Request) -> float:
 
 def _checked(sample: Sample, matcher: GrammarMatcher | None) -> Sample:
     if matcher is not None and matcher.error is not None:
-        raise ValueError(f"the grammar could not be followed to its end: {matcher.error}")
+        raise ValueError(f"the answer stopped following the grammar: {matcher.error}")
     return sample
 
 

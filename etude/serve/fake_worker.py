@@ -185,13 +185,17 @@ def main() -> None:
         prog="python -m etude.serve.fake_worker", description="A worker without a model."
     )
     parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--gateway", default="", help="where to join: URL,URL")
-    parser.add_argument("--join-s", type=float, default=1.0, help="how often")
-    parser.add_argument("--words", required=True, help="ids of the tokens that answers are of")
-    parser.add_argument("--end", type=int, required=True, help="the token that ends an answer")
-    parser.add_argument("--tokens", type=int, default=8, help="of an answer")
-    parser.add_argument("--first-s", type=float, default=0.0, help="before the first token")
-    parser.add_argument("--each-s", type=float, default=0.0, help="between two tokens")
+    parser.add_argument("--gateway", default="", help="gateways to join, comma-separated")
+    parser.add_argument("--join-s", type=float, default=1.0, help="seconds between joins")
+    parser.add_argument(
+        "--words", required=True, help="token ids to make answers of, comma-separated"
+    )
+    parser.add_argument(
+        "--end", type=int, required=True, help="id of the token that ends an answer"
+    )
+    parser.add_argument("--tokens", type=int, default=8, help="length of an answer")
+    parser.add_argument("--first-s", type=float, default=0.0, help="seconds before the first token")
+    parser.add_argument("--each-s", type=float, default=0.0, help="seconds between two tokens")
     a = parser.parse_args()
     pace = Pace(
         words=tuple(map(int, a.words.split(","))), end=a.end, num_tokens=a.tokens,

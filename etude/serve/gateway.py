@@ -206,7 +206,7 @@ class Gateway:
             segments, experts = recorder.segments(session), recorder.experts(session)
         except KeyError as e:
             raise ApiError(
-                f"session {session!r} has no recorded answer", status=404, code="unknown_session"
+                f"session {session!r} has no recorded answers", status=404, code="unknown_session"
             ) from e
         if http.query_params.get("experts") == "true":
             names = await asyncio.to_thread(
@@ -235,7 +235,7 @@ class Gateway:
         try:
             return respond(self.router.disturbed(session, float(age)))
         except ValueError as e:
-            raise ApiError(f"age_s is {age!r}: it must be a number", param="age_s") from e
+            raise ApiError(f"age_s must be a number, not {age!r}", param="age_s") from e
 
     async def openapi(self, http: HttpRequest) -> Response:
         return respond(gateway_document())
@@ -256,7 +256,7 @@ class Gateway:
         router = self.router
         if asked.pool:
             if self.pools is None:
-                raise ApiError("pools are for a gateway in production mode", param="pool")
+                raise ApiError("pools need a gateway in production mode", param="pool")
             router = self.pools.router(asked.pool)
         await router.join(asked, identity_of(http).token)
         return respond(LoadRequest(version=router.fleet.floor))
@@ -267,7 +267,9 @@ class Gateway:
         asked = await read(http, DrainRequest)
         fleet = self.router.fleet
         if asked.draining and not fleet.spares(asked.url, asked.keep):
-            raise ApiError(f"{asked.keep} workers have to stay", status=409, code="last_workers")
+            raise ApiError(
+                f"{asked.keep} workers must keep running", status=409, code="last_workers"
+            )
         if (worker := fleet.drain(asked.url, asked.draining)) is None:
             raise ApiError(f"no worker at {asked.url}", status=404, code="unknown_worker")
         if FORWARDED not in http.headers:
@@ -463,19 +465,19 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
-        "--version", type=int, default=-1, help="the oldest weights that may answer"
+        "--version", type=int, default=-1, help="oldest weight version that may answer"
     )
     parser.add_argument(
         "--await-load",
         action="store_true",
-        help="no worker answers before somebody says which weights may: the controller of a run "
-        "does, and again if this process is started again",
+        help="answer nothing until the controller of the run says which version to serve, "
+        "also after a restart",
     )
     parser.add_argument(
-        "--shards", default="", metavar="URL,URL", help="all gateway processes, each with a share"
+        "--shards", default="", metavar="URL,URL", help="URLs of all gateway processes of the run"
     )
-    parser.add_argument("--shard", type=int, default=0, help="which of them this is, from 0")
-    parser.add_argument("--production", type=Path, help="the file of production mode")
+    parser.add_argument("--shard", type=int, default=0, help="index of this process, from 0")
+    parser.add_argument("--production", type=Path, help="configuration file of production mode")
     a = parser.parse_args()
     process.run(
         lambda: serve_gateway(

@@ -65,9 +65,9 @@ def reason(message: str) -> str:
     """The error as one line for the author of the grammar, without llguidance's internal state."""
     text = message.partition("<state>")[0].strip()
     if text.startswith("NoExtension"):
-        return "nothing can satisfy it"
+        return "no text satisfies it"
     if text.startswith(("panic", "Parser Error")):
-        return "it is too large to be enforced; offer fewer tools, or a smaller schema"
+        return "it is too large to enforce; offer fewer tools, or use a smaller schema"
     first, _, rest = text.partition("\n")
     # llguidance shows the pattern between the first line and the error
     why = rest.rpartition("\nerror: ")[2] if "\nerror: " in rest else ""

@@ -57,8 +57,8 @@ def read_scheduling(http: HttpRequest) -> Scheduling:
     seconds = float(text) if SECONDS.fullmatch(text) else 0.0
     if not 0 < seconds <= MAX_DEADLINE_S:
         raise ApiError(
-            f"{DEADLINE_S} is {text[:200]!r}: it must be a number of seconds above 0 and at most "
-            f"{MAX_DEADLINE_S:g}",
+            f"{DEADLINE_S} must be a number of seconds above 0 and at most {MAX_DEADLINE_S:g}, "
+            f"not {text[:200]!r}",
             param=DEADLINE_S,
         )
     return Scheduling(priority, time.monotonic() + seconds)
@@ -73,6 +73,6 @@ def _one_of(headers: Mapping[str, str], name: str, values: tuple[T, ...], defaul
     given = headers.get(name, default)
     if given not in values:
         raise ApiError(
-            f"{name} is {given[:200]!r}: it must be one of {', '.join(values)}", param=name
+            f"{name} must be one of {', '.join(values)}, not {given[:200]!r}", param=name
         )
     return given

@@ -118,7 +118,7 @@ class InternalError(ApiError):
     """A failure of the server. Clients get no details."""
 
     def __init__(self) -> None:
-        super().__init__("the server failed: its log says why", status=500, code="internal_error")
+        super().__init__("internal error: see the server's log", status=500, code="internal_error")
 
 
 class ClientDisconnected(ApiError):
@@ -187,7 +187,7 @@ def _complaint(message: str, kind: object) -> str:
     if not re.search(r"unknown field `[^`]*`$", message):
         return message
     known = ", ".join(field.encode_name for field in msgspec.structs.fields(kind))
-    return f"{message}; known are: {known}"
+    return f"{message}; known fields: {known}"
 
 
 def _param(message: str) -> str | None:
@@ -212,7 +212,7 @@ async def read_bytes(request: Request) -> bytearray:
                     message = f"request body: more than {MAX_BODY_BYTES} bytes"
                     raise ApiError(message, status=413, code="request_too_large")
     except TimeoutError as e:
-        message = f"request body: not whole after {BODY_S:g} s"
+        message = f"request body: incomplete after {BODY_S:g} s"
         raise ApiError(message, status=408, code="request_timeout") from e
     return body
 

@@ -17,36 +17,39 @@ from etude.serve.http import ErrorResponse
 Schema = dict[str, Any]
 
 SCHEMAS = "#/components/schemas/{name}"
-ALWAYS = {401: "no token, or a wrong one"}
-NO_SUCH_MODEL = {404: "another model than the one that is served"}
+ALWAYS = {401: "no token, or an invalid one"}
+NO_SUCH_MODEL = {404: "the model is not served here"}
 BODY = {
-    400: "a request that cannot be answered; the message says why",
-    408: "a body that did not come in time, or a deadline that has passed",
-    413: "a body that is too large",
+    400: "the request is invalid; the message says why",
+    408: "the body did not arrive in time, or the deadline has passed",
+    413: "the body is too large",
 }
 ASKING = {
     **NO_SUCH_MODEL,
     **BODY,
-    429: "too many answers are under way; see Retry-After",
-    503: "nobody can answer now; see Retry-After",
+    429: "too many answers are in progress; see Retry-After",
+    503: "no worker can answer at the moment; see Retry-After",
 }
 SCHEDULING = [
     {
         "name": headers.PRIORITY,
         "in": "header",
-        "description": "who is served first; standard if it is left out, and in sessions",
+        "description": "which requests are served first; default and always in sessions: standard",
         "schema": {"type": "string", "enum": list(get_args(Priority))},
     },
     {
         "name": headers.DEADLINE_S,
         "in": "header",
-        "description": "seconds after which nobody wants the answer any more",
+        "description": "seconds after which the answer is not needed any more",
         "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": headers.MAX_DEADLINE_S},
     },
 ]
 
 _REQUEST_ID = {
-    "x-request-id": {"description": "the request's own, or ours", "schema": {"type": "string"}}
+    "x-request-id": {
+        "description": "the id that the request sent, or a new one",
+        "schema": {"type": "string"},
+    }
 }
 
 
@@ -64,10 +67,10 @@ class Description:
 
 def document(dialects: Iterable[Description]) -> Schema:
     paths: dict[str, Schema] = {
-        "/health": {"get": reading(Health, "That the server is there.")},
+        "/health": {"get": reading(Health, "Whether the server is up.")},
         "/metrics": {
             "get": _answers(
-                "Figures for Prometheus.", {"text/plain": {"schema": {"type": "string"}}}, {}
+                "Metrics for Prometheus.", {"text/plain": {"schema": {"type": "string"}}}, {}
             )
         },
         "/openapi.json": {"get": _answers("This document.", _json({"type": "object"}), {})},

@@ -81,6 +81,6 @@ def policy_of(method: str, path: str) -> Policy:
         return POLICIES["GET" if method == "HEAD" else method, path]
     except KeyError:
         raise EtudeError(
-            f"{method} {path} has no policy: say who may use it, by a row of POLICIES in "
+            f"{method} {path} has no access policy: add a row to POLICIES in "
             f"etude/serve/policies.py"
         ) from None

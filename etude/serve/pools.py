@@ -82,7 +82,9 @@ class Pools:
             try:
                 await self.refresh()
             except EtudeError as e:
-                log_to_stderr(f"what users are answered by is not known anew: {e}")
+                log_to_stderr(
+                    f"the versions that users get cannot be refreshed, and stay as they are: {e}"
+                )
             for router in self._routers.values():
                 router.expire_silent()
             await asyncio.sleep(FOLLOW_S)

@@ -39,12 +39,12 @@ def token(file: Path | None = None) -> str | None:
         text = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as e:
         raise EtudeError(
-            f"cannot read a token from {file}: {getattr(e, 'strerror', None) or e}"
+            f"cannot read the token from {file}: {getattr(e, 'strerror', None) or e}"
         ) from e
     if not text:
         raise EtudeError(
-            f"{file} is empty: write a token into it, for example with: openssl rand -hex 32 > "
-            f"{file}"
+            f"{file} is empty: write a token into it, for example with `openssl rand -hex 32 > "
+            f"{file}`"
         )
     return text
 
@@ -59,12 +59,10 @@ def bind(host: str, port: int, key: str | None, variable: str = TOKEN_VARIABLE) 
     `variable`: the variable that the key comes from, for the error message."""
     if key is None and not is_loopback(host):
         raise EtudeError(
-            f"{host} can be reached from outside: set {variable}, or serve on 127.0.0.1"
+            f"{host} can be reached from other machines: set {variable}, or listen on 127.0.0.1"
         )
     if not 0 <= port < 2**16:
-        raise EtudeError(
-            f"there is no port {port}: choose one up to 65535, or 0 for any that is free"
-        )
+        raise EtudeError(f"invalid port {port}: choose one up to 65535, or 0 for any free port")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -74,8 +72,8 @@ def bind(host: str, port: int, key: str | None, variable: str = TOKEN_VARIABLE) 
     except OSError as e:
         listener.close()
         raise EtudeError(
-            f"cannot listen on {host}:{port}: {os.strerror(e.errno or 0)}; stop what runs there, "
-            f"or choose another port"
+            f"cannot listen on {host}:{port}: {os.strerror(e.errno or 0)}; stop the process "
+            f"that uses the port, or choose another one"
         ) from e
     return listener
 

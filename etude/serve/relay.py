@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--store", required=True, help="the run's store")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--cache", type=Path, help="where it keeps what it has downloaded")
+    parser.add_argument("--cache", type=Path, help="directory for downloaded weights")
     a = parser.parse_args()
     process.run(lambda: serve_relay(store_url=a.store, port=a.port, host=a.host, cache=a.cache))
 

@@ -128,7 +128,7 @@ class Router:
         """Raise WorkerFailed if the worker was removed in the meantime: it may have continued with
         weights that are too old by now."""
         if not self.fleet.knows(worker):
-            raise WorkerFailed(f"{worker.url} was taken out")
+            raise WorkerFailed(f"{worker.url} was removed from the fleet")
 
     @contextmanager
     def under_way(self, session: str) -> Iterator[None]:
@@ -230,7 +230,9 @@ class Router:
                     if not answer.ok:
                         raise Unavailable(f"{url}{path}: {error_message(await answer.read())}")
             except aiohttp.ClientError as e:
-                raise Unavailable(f"the gateway at {url} is away: {type(e).__name__}") from e
+                raise Unavailable(
+                    f"the gateway at {url} cannot be reached: {type(e).__name__}"
+                ) from e
 
         await asyncio.gather(*map(one, gateways))
 
@@ -251,7 +253,7 @@ class Router:
         finally:
             worker.joining = False
         if not self.fleet.knows(worker):
-            raise Unavailable(f"{worker.url} went away while it joined")
+            raise Unavailable(f"{worker.url} left while it was joining")
         await self.wake()
 
     async def regions(self) -> dict[str, WorkerStatus]:
@@ -281,7 +283,9 @@ class Router:
                     await self.up()
             except TimeoutError as e:
                 if not (self.fleet.suspects or self.fleet.up):
-                    raise Unavailable(f"no worker came up within {WORKER_WAIT_S:.0f} s") from e
+                    raise Unavailable(
+                        f"no worker became available within {WORKER_WAIT_S:.0f} s"
+                    ) from e
         return worker
 
     async def wake(self) -> None:
@@ -371,4 +375,4 @@ def _decoded(data: bytes, type: type[T], decode: Callable[..., T] = decode_msgpa
     try:
         return decode(data, type=type)
     except msgspec.MsgspecError as e:
-        raise WorkerFailed(f"it does not speak as a worker: {e}") from e
+        raise WorkerFailed(f"its answer is not that of a worker: {e}") from e

@@ -79,9 +79,9 @@ class SessionDesk:
         self.outcome(session)
         offer = self._offers.get(session)
         if offer and result.id not in ("", offer.request.id):
-            raise ValueError(f"is of the rollout {offer.request.id!r}, not of {result.id!r}")
+            raise ValueError(f"belongs to rollout {offer.request.id!r}, not {result.id!r}")
         if self._results.setdefault(session, result) != result:
-            raise ValueError("has another result already")
+            raise ValueError("already has another result")
 
     def outcome(self, session: str) -> SessionOutcome:
         """The session's state. Raises KeyError for a session that was not offered."""
@@ -134,8 +134,8 @@ class SessionRoutes:
         result = await read(http, RolloutResult, decode_known)
         if result.status not in ENDED or (result.score is None) != (result.status == "failed"):
             raise ApiError(
-                f"status {result.status!r} {'with' if result.score else 'without'} a score: give "
-                f"one with done and timeout, and none with failed",
+                f"status {result.status!r} {'with' if result.score else 'without'} a score: "
+                f"done and timeout need a score, and failed must not have one",
                 param="status",
             )
         try:
@@ -158,9 +158,9 @@ class SessionRoutes:
             return  # sent again, perhaps after the session was read
         if result.score is not None and not self._has_answer(session):
             raise ApiError(
-                f"session {session!r} has a score, but no answer of the model was recorded in it, "
-                f"so there is nothing to train on: ask the model at the session's base_url, with "
-                f"its token, before the score is sent; or send the status 'failed'",
+                f"session {session!r} has a score, but no recorded answer of the model, so "
+                f"there is nothing to train on: call the model at the session's base_url, with "
+                f"its token, before sending the score; or send the status 'failed'",
                 code="no_answer",
             )
 
@@ -218,6 +218,4 @@ class SessionRoutes:
 
 
 def _unknown(session: str) -> ApiError:
-    return ApiError(
-        f"session {session!r} is not one that was offered", status=404, code="unknown_session"
-    )
+    return ApiError(f"session {session!r} was never offered", status=404, code="unknown_session")

@@ -233,7 +233,7 @@ class SessionJournal:
             try:
                 await asyncio.to_thread(self._create, number, data)
             except EtudeError as e:
-                raise Unavailable(f"what was said cannot be stored: {e}") from e
+                raise Unavailable(f"the session's turns could not be stored: {e}") from e
             self._object = None
             self._num_stored = self._num_taken
             await asyncio.to_thread(self._delete_unneeded)
@@ -255,7 +255,9 @@ class SessionJournal:
         lost."""
         key = self._key(number)
         if not self._objects.create(key, data) and self._objects.get(key) != data:
-            raise EtudeError(f"{self._objects.url}: another gateway has written {key}; stop it")
+            raise EtudeError(
+                f"{self._objects.url}: another gateway has written {key}; stop the other gateway"
+            )
 
     def _delete_unneeded(self) -> None:
         # Only from the oldest on: a later file may hold the end of a session of an earlier one.
@@ -270,7 +272,7 @@ class SessionJournal:
         for record in read_frames(self._objects.get(key)):
             if isinstance(record, DamagedFrame):
                 where = f"{self._objects.url}: {key} is damaged at byte {record.place}"
-                live.break_all(f"{where}, so that turns may be missing")
+                live.break_all(f"{where}, so turns may be missing")
             else:
                 yield decode_msgpack(record, Envelope)
 
@@ -279,9 +281,9 @@ class SessionJournal:
         shards = self._folder.rpartition("-")[2]
         if others := sorted(name for name in folders if name.rpartition("-")[2] != shards):
             raise EtudeError(
-                f"{self._objects.url}: sessions of a gateway in other shards are in "
-                f"{FOLDER}/{others[0]}: start as many processes as then, or delete the folder if "
-                f"nobody needs them"
+                f"{self._objects.url}: {FOLDER}/{others[0]} has sessions of a gateway with a "
+                f"different number of shards: start the same number of gateway processes again, "
+                f"or delete the folder if its sessions are not needed any more"
             )
 
     def _key(self, number: int) -> str:
@@ -299,17 +301,17 @@ class _AppendedFile:
         except OSError as e:
             os.close(self._fd)
             raise EtudeError(
-                f"another gateway writes {path}: stop it, or give each a shard of its own"
+                f"another gateway is writing to {path}: stop it, or give each gateway its own shard"
             ) from e
 
     def append(self, data: bytes, key: str) -> None:
         try:
             written = os.write(self._fd, data)
             if written < len(data):
-                raise OSError(f"only {written} of {len(data)} bytes")
+                raise OSError(f"only {written} of {len(data)} bytes written")
         except OSError as e:
             os.ftruncate(self._fd, self.size)
-            raise Unavailable(f"what was said cannot be stored in {key}: {e}") from e
+            raise Unavailable(f"the session's turns could not be stored in {key}: {e}") from e
         self.size += len(data)
 
     def close(self) -> None:
@@ -351,7 +353,7 @@ def _packed(said: object) -> bytes:
     try:
         return msgspec.msgpack.encode(said)
     except OverflowError as e:
-        raise ValueError(f"a number is too large to be recorded ({e})") from e
+        raise ValueError(f"a number is too large to record ({e})") from e
 
 
 def _owner(entry: Entry) -> str:

@@ -92,7 +92,7 @@ class SessionRecords:
         try:
             yield
         except Hole as e:
-            self._break(session, f"the journal has a hole: {e}")
+            self._break(session, f"turns are missing from its journal: {e}")
 
     def _break(self, session: str, reason: str) -> None:
         self.recorder.forget(session)
@@ -123,7 +123,7 @@ class SessionRecords:
         request began. If the session was forgotten since, this raises ApiError (404): a late answer
         must not revive the session, since nobody would forget it again."""
         if self._lives.get(session) is not life:
-            raise ApiError(f"session {session!r} is over", status=404, code="unknown_session")
+            raise ApiError(f"session {session!r} has ended", status=404, code="unknown_session")
         turn = self.recorder.turn(session, prompt, sample, message, params, kind)
         self._journal.append(turn)
         self.recorder.apply(turn, prompt.text)

@@ -18,43 +18,43 @@ SESSION = {
     "description": "its id",
     "schema": {"type": "string", "minLength": 1},
 }
-NOT_YOURS = {403: "a token of another scope, or of another session"}
-UNKNOWN = {404: "nobody offered it, or it is over"}
+NOT_YOURS = {403: "the token has another scope, or belongs to another session"}
+UNKNOWN = {404: "the session was never offered, or has ended"}
 OUTCOME = [
     {
         "name": "wait_s",
         "in": "query",
-        "description": "how long to wait for news of it",
+        "description": "seconds to wait for news of the session",
         "schema": {"type": "number", "default": 0},
     },
     {
         "name": "claimed",
         "in": "query",
-        "description": "that it is claimed is known: news is its result alone",
+        "description": "the client knows that the session is claimed: wait for its result",
         "schema": {"type": "boolean", "default": False},
     },
 ]
 
 
 def description() -> Description:
-    claim = telling(ClaimRequest, "There is none to run now.", NOT_YOURS)
+    claim = telling(ClaimRequest, "There is no session to run.", NOT_YOURS)
     claimed = reading(remote.RolloutRequest, "A session to run.")
     claim["summary"] = claimed["summary"]
     claim["responses"]["200"] = claimed["responses"]["200"]
     score = telling(
         remote.RolloutResult,
-        "What became of a session. The first result stands.",
-        NOT_YOURS | UNKNOWN | {409: "it has another result already"},
+        "Send the result of a session. The first result counts.",
+        NOT_YOURS | UNKNOWN | {409: "the session already has another result"},
     )
     offer = telling(
-        remote.SessionOffer, "Offer a session. The same again changes nothing.", NOT_YOURS
+        remote.SessionOffer, "Offer a session. Repeating the request changes nothing.", NOT_YOURS
     )
     outcome = reading(
         remote.SessionOutcome,
-        "Whether it is claimed, and its result.",
-        NOT_YOURS | UNKNOWN | {400: "wait_s is no number"},
+        "Whether the session is claimed, and its result.",
+        NOT_YOURS | UNKNOWN | {400: "wait_s is not a number"},
     )
-    withdrawn = telling(None, "Take a session back: it is over.", NOT_YOURS)
+    withdrawn = telling(None, "Withdraw a session, which ends it.", NOT_YOURS)
     at_session = {"parameters": [SESSION]}
     return Description(
         {

@@ -36,7 +36,7 @@ class Shards:
 
     def __init__(self, urls: Sequence[str] = ("",), index: int = 0) -> None:
         if not 0 <= index < len(urls):
-            raise EtudeError(f"there is no shard {index}: {len(urls)} are named, counted from 0")
+            raise EtudeError(f"no shard {index}: --shards lists {len(urls)}, counted from 0")
         self._urls = [url.rstrip("/") for url in urls]
         self._index = index
 
@@ -78,8 +78,8 @@ class ShardedApp:
         try:
             if FORWARDED in request.headers:
                 message = (
-                    f"this session belongs to {url}: all shards need the same list of shards, in "
-                    f"the same order"
+                    f"this session belongs to {url}: all shards must be started with the same "
+                    f"list of shards, in the same order"
                 )
                 raise ApiError(message, status=421, code="wrong_shard")
             body = bytes(await read_bytes(request))
@@ -122,4 +122,6 @@ class ShardedApp:
         except aiohttp.ClientError as e:
             if started:
                 raise  # break off this connection as the other shard did
-            raise Unavailable(f"the gateway at {url}, whose session this is, is away") from e
+            raise Unavailable(
+                f"the gateway at {url}, which has this session, cannot be reached"
+            ) from e

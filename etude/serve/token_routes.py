@@ -64,7 +64,7 @@ class TokenRoutes:
         """Revoke a token; answers when this is stored."""
         id: str = http.path_params["id"]
         if not _ID.fullmatch(id):
-            raise ApiError(f"{id[:200]!r} is no id of a token", param="id")
+            raise ApiError(f"{id[:200]!r} is not a token id", param="id")
         self._authority.revoke(id)
         await asyncio.to_thread(self._objects.put, f"{FOLDER}/{id}", b"")
         return Response(status_code=204)
@@ -80,4 +80,4 @@ class TokenRoutes:
             try:
                 await self.restore()
             except EtudeError as e:
-                log_to_stderr(f"revoked tokens cannot be read, and are looked for again: {e}")
+                log_to_stderr(f"revoked tokens cannot be read, trying again: {e}")

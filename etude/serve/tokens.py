@@ -83,7 +83,7 @@ def verify(token: str, secret: str, now: float) -> Claims:
     expected = _mac(body, secret)
     genuine = hmac.compare_digest(mac.encode(errors="replace"), expected.encode())
     if not genuine or not token.startswith(PREFIX):
-        raise TokenRefused("this is no token of this server")
+        raise TokenRefused("this is not a token of this server")
     claims = decode_json(base64.urlsafe_b64decode(body + "=="), Claims)
     if claims.expires <= now:
         raise TokenRefused("this token has expired")
@@ -121,13 +121,16 @@ class TokenAuthority:
         longest = longest_s(scope)
         if not 0 < lifetime_s <= longest:
             raise ValueError(
-                f"a token of this scope lives for more than 0 s and at most {longest:.0f} s, not "
-                f"{lifetime_s!r}"
+                f"a token of the scope {scope} must have a lifetime above 0 s and at most "
+                f"{longest:.0f} s, not {lifetime_s!r}"
             )
         if scope in OF_ONE_SESSION and not subject:
-            raise ValueError("the token of a session needs the id of the session as its subject")
+            raise ValueError("a session token needs the session's id as its subject")
         if organisation and scope not in OF_USERS:
-            raise ValueError(f"an organisation has users: a token of the scope {scope} has none")
+            raise ValueError(
+                f"a token of the scope {scope} cannot belong to an organisation: only "
+                f"tokens of users can"
+            )
         expires = self._clock() + lifetime_s
         id = secrets.token_hex(8)
         return Claims(scope, subject, expires, id, organisation)
@@ -168,7 +171,7 @@ def read_secret() -> str | None:
     secret = os.environ.get(SECRET_VARIABLE) or None
     if secret is not None and len(secret) < MIN_SECRET_CHARS:
         raise EtudeError(
-            f"{SECRET_VARIABLE} has {len(secret)} characters, and whoever has a token could find "
-            f"it by trying: make one of at least {MIN_SECRET_CHARS} with: openssl rand -hex 32"
+            f"{SECRET_VARIABLE} has only {len(secret)} characters, so it could be guessed from "
+            f"a token: make one of at least {MIN_SECRET_CHARS} with `openssl rand -hex 32`"
         )
     return secret

@@ -133,21 +133,21 @@ class VllmServer:
         config = told["vllm_config"]["model_config"]
         if config["logprobs_mode"] != LOGPROBS_MODE:
             raise EtudeError(
-                f"vLLM at {self.url} reports {config['logprobs_mode']}, which are not those of the "
-                f"distribution that "
-                f"it samples from: start it with --logprobs-mode {LOGPROBS_MODE}"
+                f"vLLM at {self.url} reports {config['logprobs_mode']}, which are not the "
+                f"log-probs of the distribution that it samples from: start it with "
+                f"--logprobs-mode {LOGPROBS_MODE}"
             )
         self.max_context = min(self.max_context, config["max_model_len"])
 
     async def sample(self, request: Request) -> Sample:
         if self.version < 0:
             raise Unavailable(
-                "vLLM has no weights of this run yet; ask again when the worker has joined the "
+                "vLLM has no weights of this run yet; try again once the worker has joined the "
                 "gateway"
             )
         if request.params.grammar is not None:
             raise ValueError(
-                "grammars are not passed on to vLLM: serve this model with our own engine"
+                "grammars are not supported with vLLM: serve this model with Etude's own engine"
             )
         async with deadline(request.deadline_s):
             return await self._sample(request)
@@ -185,7 +185,7 @@ class VllmServer:
 
     async def weights(self) -> tuple[int, dict[str, Tensor]]:
         raise ApiError(
-            "vLLM does not give back the weights that it computes with",
+            "vLLM cannot return the weights that it serves",
             status=501,
             code="not_implemented",
         )
@@ -206,7 +206,7 @@ class VllmServer:
                 check_fit(self.config, tensors)
         except ValueError as e:
             raise EtudeError(
-                f"these weights are not sent to vLLM, which would serve nonsense: {e}"
+                f"these weights do not fit the model and are not sent to vLLM: {e}"
             ) from e
         memory = Path("/dev/shm")
         directory = Path(
@@ -260,9 +260,9 @@ class VllmServer:
         except (aiohttp.ClientError, TimeoutError) as e:
             raise Unavailable(f"vLLM at {self.url} does not answer: {type(e).__name__} {e}") from e
         if 400 <= status < 500:
-            raise ValueError(f"vLLM refuses {path}: {text[:300]}")
+            raise ValueError(f"vLLM rejects {path}: {text[:300]}")
         if status != 200:
-            raise Unavailable(f"vLLM at {self.url}{path} answers {status}: {text[:300]}")
+            raise Unavailable(f"vLLM at {self.url}{path} returned {status}: {text[:300]}")
         return msgspec.json.decode(text) if text else None
 
 
@@ -281,7 +281,7 @@ async def connect(
             await server.check()
         except (ApiError, ValueError) as e:
             raise EtudeError(
-                f"{e}; start vLLM as docs/serve.md says, then start this worker"
+                f"{e}; start vLLM as described in docs/serve.md, then this worker"
             ) from e
         yield server
 
@@ -306,7 +306,7 @@ def generate_request(request: Request, version: int) -> dict[str, Any]:
 
 def to_sample(choice: Choice, request: Request, config: ModelConfig) -> Sample:
     if choice.finish_reason not in ("stop", "length"):
-        raise Unavailable(f"vLLM gave the request up: {choice.finish_reason}")
+        raise Unavailable(f"vLLM aborted the request: {choice.finish_reason}")
     tokens = tuple(choice.token_ids)
     drawn = choice.logprobs.content
     versions = tuple(

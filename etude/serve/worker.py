@@ -116,7 +116,7 @@ class Worker:
         asked = await read(http, GenerateRequest, decode_msgpack)
         if self.version < asked.min_weight_version:
             raise Unavailable(
-                f"this worker serves version {self.version}, and the request wants "
+                f"this worker serves version {self.version}, but the request needs "
                 f"{asked.min_weight_version} or newer"
             )
         if asked.stream:
@@ -222,7 +222,7 @@ async def keep_joined(
                     async with session.post(f"{gateway_url}/workers", data=body) as response:
                         if response.status in (401, 403) and not refused:
                             said = (await response.text())[:500]
-                            process.log_to_stderr(f"the gateway does not take this worker: {said}")
+                            process.log_to_stderr(f"the gateway rejects this worker: {said}")
                         refused = response.status in (401, 403)
             await asyncio.sleep(HEARTBEAT_S)
 
@@ -343,34 +343,36 @@ async def serve_worker(
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m etude.serve.worker",
-        description="A worker of a run. Its settings are those of the run's configuration; an "
-        "option of the engine that is given here holds for this worker alone.",
+        description="A worker of a run, configured by the run's configuration; engine options "
+        "given here override it for this worker alone.",
     )
     parser.add_argument("--store", required=True, help="the run's store")
     parser.add_argument("--region", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument(
-        "--gateway", help="where to join, or URL,URL; without it the worker is alone"
+        "--gateway", help="gateways to join: URL[,URL...]; without any, the worker runs alone"
     )
     parser.add_argument(
-        "--version", type=int, help="weights to load at once; otherwise the gateway says which"
+        "--version", type=int, help="weights to load at once; by default the gateway decides"
     )
     parser.add_argument(
-        "--cache", type=Path, help="where this host's workers keep what one of them has downloaded"
+        "--cache", type=Path, help="directory shared by this host's workers for downloaded weights"
     )
-    parser.add_argument("--relay", help="the relay of this region (default: that of the run)")
-    parser.add_argument("--advertise", metavar="URL", help="where the gateway reaches this worker")
+    parser.add_argument("--relay", help="the relay of this region (default: the run's)")
+    parser.add_argument(
+        "--advertise", metavar="URL", help="URL at which the gateway can reach this worker"
+    )
     parser.add_argument(
         "--pool",
         default="",
         choices=("", "blue", "green", "heldout"),
-        help="of a run that learns from users: which of its pools (docs/realtime.md)",
+        help="pool to join, for a run that learns from users (docs/realtime.md)",
     )
-    own = parser.add_argument_group("in place of the run's [engine]")
+    own = parser.add_argument_group("overrides of the run's [engine]")
     own.add_argument("--max-num-seqs", type=int)
     own.add_argument("--threads", type=int)
-    own.add_argument("--device", choices=("auto", "cpu", "cuda"), help="auto: cuda if there is one")
+    own.add_argument("--device", choices=("auto", "cpu", "cuda"), help="auto: cuda if available")
     a = parser.parse_args()
     given = {"max_num_seqs": a.max_num_seqs, "threads": a.threads, "device": a.device}
     process.run(

@@ -55,9 +55,9 @@ class Wait:
 
     def failure(self, error: Exception) -> WorkerFailed:
         if isinstance(error, msgspec.MsgspecError):
-            return WorkerFailed(f"{self.url}: it does not speak as a worker: {error}")
+            return WorkerFailed(f"{self.url}: its answer is not that of a worker: {error}")
         if self.in_vain:
-            return WorkerSilent(f"{self.url}: it fell silent")
+            return WorkerSilent(f"{self.url}: it stopped responding")
         return WorkerFailed(f"{self.url}: {type(error).__name__} {error}")
 
 
@@ -106,7 +106,7 @@ class WorkerAnswer:
         try:
             data = await self._connection.read()
             if not data:
-                raise ConnectionError("it ended in the middle")
+                raise ConnectionError("the stream ended early")
         except OSError as e:
             raise self._wait.failure(e) from e
         return self._events(data)
@@ -181,7 +181,7 @@ class Attempts:
         silences = sum(isinstance(failure, WorkerSilent) for failure in failures)
         if len(failures) - silences > MAX_RETRIES or silences >= MAX_SILENCES:
             raise Unavailable(
-                f"{len(failures)} workers in a row have failed, the last one with: {failures[-1]}"
+                f"{len(failures)} workers in a row failed, the last with: {failures[-1]}"
             )
 
 

@@ -135,7 +135,7 @@ def read_model_files(run: Run) -> dict[str, bytes]:
     files = run.model_files()
     if missing := [name for name in MODEL_FILES if name not in files]:
         raise EtudeError(
-            f"{run.objects.url} holds no model to serve, {', '.join(missing)} missing: start a run "
-            f"there first"
+            f"{run.objects.url} has no model to serve ({', '.join(missing)} missing): start a "
+            f"run there first"
         )
     return cut_context(files, run.config().model.max_context)

@@ -32,7 +32,7 @@ KEEP_CHECKPOINTS = 2
 PARTS_TIMEOUT_S = 600.0
 """The longest wait of rank 0 for the parts of the others."""
 POLL_S = 0.05
-GO_BACK = "remove that checkpoint, and the run goes on from the one before"
+GO_BACK = "remove that checkpoint, and the run continues from the one before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def read(run: Run, name: str) -> Checkpoint:
 def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
     """Read a part, checked against its digest."""
     part = checkpoint.parts[rank]
-    damage = "not what its name says"
+    damage = "damaged"
     try:
         data = run.checkpoint_part(checkpoint.name, part)
         if hashlib.sha256(data).hexdigest() == part.partition(".")[2]:
@@ -94,8 +94,8 @@ def read_part(run: Run, checkpoint: Checkpoint, rank: int) -> bytes:
     except Missing:
         damage = "gone"
     raise EtudeError(
-        f"{_where(run, checkpoint.name)}: checkpoints/{checkpoint.name}/{part}, the part of rank "
-        f"{rank}, is {damage}: {GO_BACK}"
+        f"{_where(run, checkpoint.name)}: the part of rank {rank}, "
+        f"checkpoints/{checkpoint.name}/{part}, is {damage}: {GO_BACK}"
     )
 
 
@@ -159,14 +159,14 @@ class CheckpointWriter:
                 return tuple(parts)
             if len(set(ranks)) < len(ranks):
                 raise EtudeError(
-                    f"{_where(self.run, name)} is being written by another trainer too: stop one "
-                    f"of them, then start "
-                    f"again"
+                    f"{_where(self.run, name)} is also being written by another trainer: stop "
+                    f"one of them, then start again"
                 )
             if self._given_up.wait(POLL_S) or time.monotonic() > deadline:
                 missing = sorted(set(range(self.ranks)) - set(ranks))
                 raise EtudeError(
-                    f"{_where(self.run, name)} has no part of the ranks {missing}: see their logs"
+                    f"{_where(self.run, name)} is incomplete: ranks {missing} did not write "
+                    f"their parts; see their logs"
                 )
 
 

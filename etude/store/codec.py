@@ -61,14 +61,12 @@ def unseal(data: bytes, where: str) -> bytes:
         return inner
     if not re.fullmatch(rb'\{"blake3": "[0-9a-f]{64}"\}\n', digest):
         raise Damaged(
-            f"{where} does not end with its digest: it is damaged, or the run is of an older "
-            f"format, which this "
-            f"version of etude does not read. Bring it back from a copy, or begin anew with "
-            f"--fresh"
+            f"{where} does not end with its digest: it is damaged, or an older version of etude "
+            f"wrote it. Restore it from a backup, or start over with --fresh"
         )
     raise Damaged(
-        f"{where} is damaged: its digest is {digest[12:28].decode()}..., and that of its bytes "
-        f"{found[12:28].decode()}...; bring it back from a copy, or begin anew with --fresh"
+        f"{where} is damaged: its digest is {digest[12:28].decode()}..., but its content has "
+        f"{found[12:28].decode()}...; restore it from a backup, or start over with --fresh"
     )
 
 
@@ -106,7 +104,7 @@ class _Header(msgspec.Struct):
 def to_line(t: float, record: object) -> bytes:
     fields = msgspec.to_builtins(record)
     assert not fields.keys() & {"t", "kind"}, (
-        f"{type(record).__name__} uses a name that the log needs"
+        f"{type(record).__name__} uses a field name that is reserved for the log"
     )
     return (
         json.dumps({"t": t, "kind": type(record).__name__} | fields, allow_nan=False) + "\n"
@@ -122,8 +120,7 @@ def from_line(line: bytes, kinds: Mapping[str, type[T]], where: str) -> Stamped[
 
 
 def _damaged(where: str, expected: str, e: Exception) -> str:
-    article = "an" if expected[0] in "AEIOU" else "a"
     return (
-        f"{where} does not hold {article} {expected} ({e}): it is damaged, or another version of "
-        f"etude wrote it"
+        f"{where} is not a valid {expected} ({e}): it is damaged, or another version of etude "
+        f"wrote it"
     )

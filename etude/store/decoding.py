@@ -58,7 +58,7 @@ def _refuse_unknown(said: Any, known: Any, place: str) -> None:
             if name not in known:
                 at = "" if place == "$" else f" - at `{place}`"
                 raise msgspec.ValidationError(
-                    f"Object contains unknown field `{name[:200]}`{at}; known are: "
+                    f"Object contains unknown field `{name[:200]}`{at}; known fields: "
                     f"{', '.join(known)}"
                 )
             _refuse_unknown(value, known[name], f"{place}.{name}")

@@ -16,7 +16,8 @@ from etude.store.codec import Damaged
 from etude.store.objects import Missing, Objects
 
 ADVICE = (
-    "bring it back from a copy, or begin anew with --fresh, and router_replay = false to do without"
+    "restore it from a backup, or start over with --fresh, with router_replay = false to train "
+    "without it"
 )
 
 

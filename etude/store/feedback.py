@@ -25,8 +25,8 @@ def add_feedback(run: Run, trajectory: str, feedback: Feedback) -> None:
     group_id, dot, _ = trajectory.rpartition(".")
     if not dot or "/" in trajectory:
         raise ValueError(
-            f"{trajectory!r} is not the id of a trajectory: it is its group's and a number, such "
-            f"as g000001.0"
+            f"{trajectory!r} is not a trajectory id: it must be the id of a group and a number, "
+            f"such as g000001.0"
         )
     group = run.group(group_id)
     if trajectory not in {t.id for t in group.trajectories}:
@@ -46,7 +46,7 @@ def _read(run: Run, key: str) -> Feedback:
     data = run.objects.get(key)
     where = f"{run.objects.url}: {key}"
     if not key.endswith(f"/{_digest(data)}.json"):
-        raise Damaged(f"{where} is damaged: bring it back from a copy, or delete it")
+        raise Damaged(f"{where} is damaged: restore it from a backup, or delete it")
     return from_json(data, Feedback, where)
 
 

@@ -86,8 +86,8 @@ class Log(Generic[R]):
         assert self._segment is not None
         if not self._objects.create(key, self._segment) and self._objects.get(key) != self._segment:
             raise EtudeError(
-                f"{self._objects.url}: somebody else has written {key}; "
-                f"stop the other process that works on this run, then start again"
+                f"{self._objects.url}: another process has written {key}; stop the other "
+                f"process of this run, then start again"
             )
 
     def read(self, start: int = 0) -> tuple[list[Stamped[R]], int]:
@@ -122,8 +122,8 @@ class Log(Generic[R]):
             return None
         otherwise = "" if self._durable else f", or delete the folder {self.name}/"
         return Damaged(
-            f"{self._objects.url}: {key} is not there, and later ones are: bring it back from a "
-            f"copy{otherwise}"
+            f"{self._objects.url}: {key} is missing, but later segments exist: restore it from "
+            f"a backup{otherwise}"
         )
 
     def end(self, start: int = 0) -> int:

@@ -111,10 +111,11 @@ class Objects:
         )
         if "://" in path or not path:
             raise EtudeError(
-                f"{url!r} is no store: give a path, file:PATH, or a bucket ({', '.join(BUCKETS)})"
+                f"{url!r} is not a store: give a path, file:PATH, or a bucket "
+                f"({', '.join(BUCKETS)})"
             )
         if not create and not Path(path).is_dir():
-            what = "is not a directory" if Path(path).exists() else "is not there"
+            what = "is not a directory" if Path(path).exists() else "does not exist"
             raise EtudeError(f"{path} {what}: check the path, or start a run that writes to it")
         with _explained(f"open {url}"):
             return cls(LocalStore(Path(path).absolute(), mkdir=True), url)
@@ -298,7 +299,7 @@ def _explained(doing: str) -> Iterator[None]:
     try:
         yield
     except _MISSING as e:
-        raise Missing(f"cannot {doing}: it is not there") from e
+        raise Missing(f"cannot {doing}: it does not exist") from e
     except (BaseError, OSError, ValueError) as e:  # ValueError: invalid keys
         what = str(e).partition("\n")[0]  # the rest is the library's debug output
         if "error sending request" in what:
@@ -311,10 +312,7 @@ def _explained(doing: str) -> Iterator[None]:
 def _advice(what: str) -> str:
     # The library passes the operating system's error only as text.
     if any(f"os error {code})" in what for code in (27, 28, 122)):
-        return (
-            "free some space or choose another place, then start again: nothing half-written is "
-            "left"
-        )
+        return "free some space or choose another place, then start again: no partial file was left"
     if any(f"os error {code})" in what for code in (1, 13, 30)):
-        return "give this user the right to write there, or choose another place"
-    return "check the address, the credentials and the connection"
+        return "give this user write permission there, or choose another place"
+    return "check the address, the credentials and the network"

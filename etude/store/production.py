@@ -161,7 +161,7 @@ class ProductionStore:
             return True
         there = self._get(key, FeedbackEvent)
         if there is not None and _said(there) != _said(event):
-            raise Conflict("this event id was used for another event: give each one its own")
+            raise Conflict("this event id belongs to another event: use a new id for each event")
         return False
 
     def feedback(self) -> list[FeedbackEvent]:

@@ -70,8 +70,8 @@ class Life:
     def check(self) -> None:
         if first_free(self._objects, LIVES, _life_key, self._number + 1) > self._number + 1:
             raise EtudeError(
-                f"{self._objects.url}: another loop of real-time RL has begun to work on this run; "
-                f"this one ends, so that no update is made twice"
+                f"{self._objects.url}: another real-time loop has started on this run; this one "
+                f"stops, so that no update is made twice"
             )
 
 
@@ -82,8 +82,8 @@ def create_update(run: Run, record: UpdateRecord) -> None:
     if not run.objects.create(key, data):
         if record.step in run.batches():
             raise EtudeError(
-                f"{run.objects.url}: another loop of real-time RL has made the batch of step "
-                f"{record.step}; stop it, or let it go on alone"
+                f"{run.objects.url}: another real-time loop has made the batch of step "
+                f"{record.step}; stop one of the two"
             )
         run.objects.put(key, data)
 

@@ -34,8 +34,8 @@ from etude.store.objects import Objects
 
 FOLDER = "rollouts"
 _ADVICE = (
-    f"bring it back from a copy, or delete the folder {FOLDER}/, and the next start of the run "
-    f"writes the rows of training again"
+    f"restore it from a backup, or delete the folder {FOLDER}/: the next start of the run "
+    f"writes the training rollouts again"
 )
 
 
@@ -149,8 +149,8 @@ class RolloutLog:
         key, data = _key(self._number), encode_rows(rows)
         if not self._objects.create(key, data) and self._objects.get(key) != data:
             raise EtudeError(
-                f"{self._objects.url}: somebody else has written {key}; stop the other process "
-                f"that works on this run, then start again"
+                f"{self._objects.url}: another process has written {key}; stop the other "
+                f"process of this run, then start again"
             )
         self._number += 1
 
@@ -204,7 +204,7 @@ class RolloutLog:
         key = find_gap(self._objects, FOLDER, _key)
         if key is None:
             return None
-        return Damaged(f"{self._objects.url}: {key} is not there, and later ones are: {_ADVICE}")
+        return Damaged(f"{self._objects.url}: {key} is missing, but later files exist: {_ADVICE}")
 
     def _check_whole(self) -> None:
         if (lost := self.lost()) is not None:
@@ -312,10 +312,10 @@ def _check(data: bytes) -> None:
     """Raises ValueError if the data is not what was written."""
     found = list(_DIGEST.finditer(data))
     if not found:
-        raise ValueError("there is no digest in its footer")
+        raise ValueError("its footer has no digest")
     begin, end = found[-1].span(1)
     if blake3(data[:begin] + _BLANK + data[end:]).hexdigest().encode() != data[begin:end]:
-        raise ValueError("its digest is another")
+        raise ValueError("its digest does not match its content")
 
 
 def _key(number: int) -> str:

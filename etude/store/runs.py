@@ -90,18 +90,18 @@ class Run:
         self.ledger.check_whole()
         if not (self.checkpoints() or self.ledger.end()):
             return
-        otherwise = "choose another --dir, or begin anew with --fresh, which removes this one"
+        otherwise = "choose another --dir, or start over with --fresh, which deletes this run"
         if not self.objects.exists(_CONFIG):
             raise EtudeError(
-                f"{self.place} holds a run that has lost its config.json, and nothing else "
-                f"says what it was started with: bring the file back from a copy, {otherwise}"
+                f"{self.place} has a run without its config.json, so its settings are unknown: "
+                f"restore the file from a backup, {otherwise}"
             )
         version = max(0, self.saved_version(), *self.batches())
         if refused := refused_changes(self.config(), config, version=version):
             changes = "".join(f"\n  {change}" for change in refused)
             raise EtudeError(
-                f"{self.place} holds a run that was started with other settings. These "
-                f"cannot change within a run:{changes}\ngo on with the old values, {otherwise}"
+                f"{self.place} has a run that was started with other settings. These cannot "
+                f"change within a run:{changes}\ncontinue with the old values, {otherwise}"
             )
 
     def put_config(self, config: RunConfig) -> None:
@@ -118,14 +118,15 @@ class Run:
             data = self.objects.get_sealed(_CONFIG)
         except Missing as e:
             raise Missing(
-                f"{self.place} holds no run: check the path{runs_below(self.place)}, or start one "
+                f"{self.place} has no run: check the path{runs_below(self.place)}, or start one "
                 f"with `etude run`"
             ) from e
         try:
             return RunConfig.model_validate_json(data)
         except ValueError as e:
             raise EtudeError(
-                f"{self.objects.url}: config.json was written by another version of etude: {e}"
+                f"{self.objects.url}: config.json cannot be read; another version of etude may "
+                f"have written it: {e}"
             ) from e
 
     def check_is_run(self) -> None:
@@ -207,7 +208,7 @@ class Run:
         where = f"{self.objects.url}: groups/{id}"
         group = unpack(self.objects.get_sealed(f"groups/{id}"), Group, where)
         if group.id != id:
-            raise Damaged(f"{where} holds group {group.id}: bring it back from a copy")
+            raise Damaged(f"{where} contains group {group.id} instead: restore it from a backup")
         return group
 
     def groups(self) -> list[str]:
@@ -218,9 +219,8 @@ class Run:
         key, data = _batch_key(batch.step), seal(pack(batch))
         if not self.objects.create(key, data) and self.objects.get(key) != data:
             raise EtudeError(
-                f"{self.objects.url}: there is another {key} already; stop the other process that "
-                f"works on this run, "
-                f"then start again"
+                f"{self.objects.url}: a different {key} already exists; stop the other process "
+                f"of this run, then start again"
             )
 
     def batch(self, step: int) -> Batch:
@@ -242,7 +242,7 @@ class Run:
         batch = unpack(data, Batch, where)
         if batch.step != step:
             raise Damaged(
-                f"{where} holds the batch of step {batch.step}: bring it back from a copy"
+                f"{where} contains the batch of step {batch.step} instead: restore it from a backup"
             )
         return batch, hashlib.sha256(data).digest()
 

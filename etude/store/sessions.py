@@ -55,7 +55,7 @@ class SessionReader:
         for own, raw in self._each(key):
             if own == id:
                 return unpack(bytes(raw), Trajectory, where)
-        raise Missing(f"{where} holds no session {id!r}")
+        raise Missing(f"{where} has no session {id!r}")
 
     def conversations(self, key: str, only: Collection[str] | None = None) -> list[Trajectory]:
         """The sessions of an object, without their tokens. `only`: those with these ids, since an

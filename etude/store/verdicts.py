@@ -58,7 +58,9 @@ class Preference:
 
 def _check_text(who: str, note: str) -> None:
     if not who.strip() or max(len(who), len(note)) > MOST_TEXT:
-        raise ValueError(f"a verdict needs a name, and at most {MOST_TEXT} characters")
+        raise ValueError(
+            f"a verdict needs a name, and name and note may have at most {MOST_TEXT} characters"
+        )
 
 
 def add_verdict(run: Run, verdict: Verdict | Preference) -> None:

@@ -115,8 +115,8 @@ class ContextGroup:
     def __init__(self, world: World, size: int) -> None:
         if world.world_size % size:
             raise EtudeError(
-                f"trainer.context_parallel = {size} ranks compute one row, and {world.world_size} "
-                f"cannot be divided into such groups: give a number that divides trainer.ranks"
+                f"trainer.context_parallel = {size} does not divide the {world.world_size} "
+                f"ranks into equal groups: choose a number that divides trainer.ranks"
             )
         self.size = size
         self.rank = world.rank % size
@@ -193,7 +193,7 @@ def check_context_parallel(config: ModelConfig, *, invariant: bool) -> None:
     }
     if found := [name for name, there in cannot.items() if there]:
         raise EtudeError(
-            f"trainer.context_parallel does not know {' and '.join(found)}: leave it at 1"
+            f"trainer.context_parallel does not support {' and '.join(found)}: leave it at 1"
         )
 
 

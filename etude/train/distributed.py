@@ -87,7 +87,8 @@ class World:
             )
         except RuntimeError as e:
             raise EtudeError(
-                f"rank {rank} of {size} did not find all others within {timeout_s:.0f} s: {e}"
+                f"rank {rank} of {size} could not connect to all others within {timeout_s:.0f} "
+                f"s: {e}"
             ) from e
         return cls(rank, size, PrefixStore("roll", store))
 
@@ -255,9 +256,9 @@ class RankLiveness:
             f"{self._world.world_size}"
         )
         return (
-            f"{lost} cannot be reached any more, and so rank {self._world.rank} stops at "
-            f"{self._world.activity}: see the log "
-            f"of {lost}, then start again; the run goes on from its newest checkpoint"
+            f"{lost} cannot be reached, so rank {self._world.rank} stops at "
+            f"{self._world.activity}: see the log of {lost}, then start again; the run "
+            f"continues from its newest checkpoint"
         )
 
     def close(self) -> None:

@@ -38,19 +38,19 @@ def check_expert_parallel(
     """Raise EtudeError for experts that cannot be divided in this way."""
     asked = f"trainer.expert_parallel = {size}"
     if config.experts is None:
-        raise EtudeError(f"{asked} divides experts, and the model has none: leave it at 1")
+        raise EtudeError(f"{asked}: the model has no experts to divide; leave it at 1")
     if invariant:
-        raise EtudeError(f"{asked} does not know invariant arithmetic: leave it at 1")
+        raise EtudeError(f"{asked} does not support batch-invariant arithmetic: leave it at 1")
     if ranks % size:
         raise EtudeError(
-            f"{asked} ranks hold the experts of a layer together, and {ranks} cannot be divided "
-            f"into such groups: give a number that divides trainer.ranks"
+            f"{asked} does not divide the {ranks} ranks into equal groups: choose a number that "
+            f"divides trainer.ranks"
         )
     if config.experts.num_experts % ranks:
         raise EtudeError(
-            f"{asked} gives each rank as many experts as any other, and {ranks} ranks cannot share "
-            f"{config.experts.num_experts} in this way: leave it at 1, or give trainer.ranks that "
-            f"divide the number of experts"
+            f"{asked}: {config.experts.num_experts} experts cannot be shared equally among "
+            f"{ranks} ranks; leave it at 1, or choose trainer.ranks that divides the number of "
+            f"experts"
         )
 
 

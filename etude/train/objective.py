@@ -139,10 +139,10 @@ def _checked_losses(loss: PolicyLoss, tokens: LossInputs, clip: Clip) -> Tensor:
     elif loss_N.shape != tokens.logp_N.shape:
         wrong = f"a tensor of shape {tuple(loss_N.shape)} for {len(tokens.logp_N)} tokens"
     elif tokens.logp_N.requires_grad and not loss_N.requires_grad:
-        wrong = "numbers that do not depend on tokens.logp_N, so nothing can be learnt from them"
+        wrong = "values that do not depend on tokens.logp_N, so nothing can be learnt from them"
     if wrong:
         raise EtudeError(
-            f"the loss returned {wrong}: it must return a tensor of shape (N,), one number for "
+            f"the loss returned {wrong}: it must return a tensor of shape (N,), one value for "
             f"each token"
         )
     return loss_N

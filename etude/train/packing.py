@@ -306,10 +306,11 @@ def check(rows: Sequence[Row], *, max_tokens: int) -> None:
         )
         if len(row.tokens) > max_tokens:
             raise ValueError(
-                f"{row.sample}: a row of {len(row.tokens)} tokens does not fit: the model's "
-                f"context has {max_tokens}"
+                f"{row.sample}: a row of {len(row.tokens)} tokens does not fit into the model's "
+                f"context of {max_tokens}"
             )
         if row.mask[0]:
             raise ValueError(
-                f"{row.sample}: its first token counts as sampled, but nothing stands before it"
+                f"{row.sample}: its first token is marked as sampled, but there is nothing "
+                f"before it to predict it from"
             )

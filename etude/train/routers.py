@@ -145,20 +145,19 @@ def experts_to_replay(
         return None
     if config is None:
         raise EtudeError(
-            f"the row of {row.sample} names experts, and the model has none: another model sampled "
-            f"it"
+            f"the row of {row.sample} has recorded experts, but the model has none: another "
+            f"model sampled it"
         )
     try:
         ids = read_ids(fetch(row.experts), config)
     except ValueError as e:
         raise EtudeError(
-            f"the experts that the row of {row.sample} names are none of this model: {e}"
+            f"the recorded experts of the row of {row.sample} do not fit this model: {e}"
         ) from e
     if len(ids) > len(row.tokens):
         raise EtudeError(
-            f"the experts that the row of {row.sample} names are another row's: it has "
-            f"{len(row.tokens)} tokens, and "
-            f"they are of {len(ids)}"
+            f"the recorded experts of the row of {row.sample} belong to another row: they are "
+            f"for {len(ids)} tokens, but the row has {len(row.tokens)}"
         )
     return ids
 

@@ -225,5 +225,6 @@ def _check(
         longest = max(len(tokens) for tokens, _ in sessions)
         if longest > context:
             raise ValueError(
-                f"the longest of the {name} has {longest} tokens, and the model's context {context}"
+                f"the longest of the {name} has {longest} tokens, but the model's context is "
+                f"{context}"
             )

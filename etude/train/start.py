@@ -54,7 +54,6 @@ def initial_model(directory: Path | None, config_json: bytes, seed: int) -> Tran
     # RuntimeError is what torch raises for a tensor of another shape.
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as e:
         raise EtudeError(
-            f"the model in {directory} cannot be read ({type(e).__name__}: {e}): fetch it again, "
-            f"or give another "
-            f"model.path"
+            f"the model in {directory} cannot be read ({type(e).__name__}: {e}): download it "
+            f"again, or set another model.path"
         ) from e

@@ -90,9 +90,9 @@ def check_fits(
     longest = max((len(tokens) for tokens, _ in sessions), default=0)
     if longest > context:
         raise EtudeError(
-            f"{where} has {longest} tokens, and the model's context {context}: set "
-            f"model.max_context to "
-            f"{longest} or more, and give no model.path whose own context is shorter"
+            f"{where} has {longest} tokens, but the model's context is {context}: set "
+            f"model.max_context to {longest} or more, without a model.path whose own context is "
+            f"shorter"
         )
 
 
@@ -107,9 +107,7 @@ def read_sessions(
         messages, tools = _messages(record, "messages", where), _tools(record, where)
         rows = _recorded(record, tokenizer, where) or _rendered(messages, tools, tokenizer, where)
         if not rows:
-            raise EtudeError(
-                f"{where}: the assistant says nothing that could be imitated; take the line out"
-            )
+            raise EtudeError(f"{where}: the assistant says nothing to imitate; remove the line")
         if _fits(rows, context, overlong, where, skipped):
             digest = hashlib.blake2b(
                 json.dumps(messages, sort_keys=True).encode(), digest_size=8
@@ -118,8 +116,8 @@ def read_sessions(
     digests = {digest for digest, _ in found}
     if len(digests) < 2:
         raise EtudeError(
-            f"{pattern}: sft needs two different sessions that fit, one of them to tell when to "
-            f"stop"
+            f"{pattern}: sft needs at least two different sessions that fit, one of them for "
+            f"validation"
         )
     # with few sessions, chance may put all on one side
     border = min(max(2**64 // HELDOUT_ONE_IN, 1 + min(digests)), max(digests))
@@ -142,13 +140,11 @@ def read_preferences(
             _answer(record, key, prompt, tools, tokenizer, where) for key in ("chosen", "rejected")
         ]
         if answers[0] == answers[1]:
-            raise EtudeError(f"{where}: chosen and rejected are the same; take the line out")
+            raise EtudeError(f"{where}: chosen and rejected are the same; remove the line")
         if _fits(answers, context, overlong, where, skipped):
             pairs.append((answers[0], answers[1]))
     if not pairs:
-        raise EtudeError(
-            f"{pattern}: there is no pair that fits into the model's context of {context} tokens"
-        )
+        raise EtudeError(f"{pattern}: no pair fits into the model's context of {context} tokens")
     return pairs, skipped
 
 
@@ -182,9 +178,9 @@ def _answer(
     rows = _rendered([*prompt, *answer], tools, tokenizer, where, first=len(prompt))
     if len(rows) != 1:
         raise EtudeError(
-            f"{where}: {key} makes {len(rows)} token sequences and not one: it needs an answer of "
-            f"the assistant, and "
-            f"only one where the chat template shows earlier turns in another way"
+            f"{where}: {key} makes {len(rows)} token sequences instead of one: it needs an "
+            f"answer of the assistant, and exactly one if the chat template changes earlier "
+            f"turns"
         )
     return rows[0]
 
@@ -204,8 +200,8 @@ def _recorded(record: Json, tokenizer: ChatTokenizer, where: str) -> list[Demons
         or True in mask[:1]
     ):
         raise EtudeError(
-            f"{where}: tokens and mask do not fit: export the session again, or take both out, and "
-            f"its messages are read"
+            f"{where}: tokens and mask are invalid: export the session again, or remove both so "
+            f"that its messages are used"
         )
     return [(tokens, mask)] if any(mask) else []
 
@@ -216,7 +212,7 @@ def _rendered(
     try:
         return tokenize(messages, tokenizer, tools, first=first)
     except ValueError as e:
-        raise EtudeError(f"{where}: {e}; repair the line, or take it out") from e
+        raise EtudeError(f"{where}: {e}; fix or remove the line") from e
 
 
 def tokenize(
@@ -240,9 +236,9 @@ def tokenize(
         said, end, rest = whole.removeprefix(prompt).rpartition(tokenizer.eos_token)
         if not whole.startswith(prompt) or not end or rest.strip():
             raise ValueError(
-                f"message {number + 1}: the chat template does not show it as an answer to what "
-                f"stands before, ended "
-                f"by {tokenizer.eos_token!r}, and so nothing says what the model is to learn"
+                f"message {number + 1}: the chat template does not render it as an answer to "
+                f"the messages before it that ends with {tokenizer.eos_token!r}, so its tokens "
+                f"cannot be found"
             )
         if not rows or not prompt.startswith(text):
             rows.append(([], []))
@@ -263,7 +259,7 @@ def tokenize(
 def _messages(record: Json, key: str, where: str) -> list[Message]:
     messages = record.get(key)
     if not isinstance(messages, list) or not messages:
-        raise EtudeError(f"{where}: {key!r} is no list of messages: write it as in OpenAI's API")
+        raise EtudeError(f"{where}: {key!r} is not a list of messages: write it as in OpenAI's API")
     for number, message in enumerate(messages, start=1):
         if wrong := _wrong(message):
             raise EtudeError(f"{where}: {key} {number}: {wrong}; write it as in OpenAI's API")
@@ -273,25 +269,25 @@ def _messages(record: Json, key: str, where: str) -> list[Message]:
 def _wrong(message: Json) -> str | None:
     """The fault of a message, or None; checked so that templates see only well-formed messages."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        return "it is no object with a role"
+        return "it is not an object with a role"
     calls = message.get("tool_calls") or []
     if not isinstance(message.get("content"), str) and not (
         message.get("content") is None and calls
     ):
-        return "its content is no text"
+        return "its content is not a string"
     if not isinstance(calls, list):
-        return "its tool_calls are no list"
+        return "its tool_calls is not a list"
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            return "a tool call has no function with a name"
+            return "a tool call has no function name"
         try:
             arguments = function.get("arguments")
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except ValueError as e:
-            return f"the arguments of {function['name']} are no JSON ({e})"
+            return f"the arguments of {function['name']} are not valid JSON ({e})"
         if not isinstance(arguments, dict):
-            return f"the arguments of {function['name']} are no object"
+            return f"the arguments of {function['name']} are not an object"
     return None
 
 
@@ -305,6 +301,6 @@ def _tools(record: Json, where: str) -> list[Tool]:
     )
     if not named:
         raise EtudeError(
-            f"{where}: tools is no list of functions with a name: write it as in OpenAI's API"
+            f"{where}: tools is not a list of functions with names: write it as in OpenAI's API"
         )
     return list(tools)

@@ -56,7 +56,7 @@ def read_corpus(stage: MidtrainConfig, files: Mapping[str, bytes], seed: int) ->
     for source, part in zip(stage.sources, parts, strict=True):
         if not len(part.train.ends_D):
             raise EtudeError(
-                f"{source.path}: no document is left to train on: all are empty, or held out"
+                f"{source.path}: no documents are left to train on: all are empty or held out"
             )
     heldout_parts = parts
     if stage.heldout_path is not None:
@@ -149,9 +149,8 @@ def _part(
             _write(folder, _texts(source), tokenizer, rule)
         except OSError as e:
             raise EtudeError(
-                f"the tokens of {source.path} cannot be written to {folder.parent} ({e.strerror}): "
-                f"free some space "
-                f"there, or set XDG_CACHE_HOME to another place"
+                f"cannot write the tokens of {source.path} to {folder.parent} ({e.strerror}): "
+                f"free some space there, or set XDG_CACHE_HOME to another directory"
             ) from e
     train, heldout = (_mapped(folder, name) for name in PARTS)
     return _Part(train, heldout, (folder / "digest").read_text())

@@ -50,7 +50,7 @@ def is_prepared(run: Run) -> bool:
     for name in MODEL_FILES:
         if not run.objects.exists(f"model/{name}"):
             raise EtudeError(
-                f"{run.objects.url}: model/{name} is not there: bring it back from a copy"
+                f"{run.objects.url}: model/{name} is missing: restore it from a backup"
             )
     return True
 
@@ -68,8 +68,8 @@ def model_directory(path: str, key: str = "model.path") -> Path:
             ", or remove model.path to start from fresh weights" if key == "model.path" else ""
         )
         raise EtudeError(
-            f"{key} = {path!r} is no model to start from: {', '.join(missing)} missing there; "
-            f"give a Hugging Face directory{otherwise}"
+            f"{key} = {path!r} is not a complete model: {', '.join(missing)} missing; give a "
+            f"Hugging Face directory{otherwise}"
         )
     return directory
 
@@ -183,8 +183,8 @@ def _check_teacher(stage: DistillConfig, config: RunConfig) -> None:
         read_model_files(Path(path))["tokenizer.json"],
     ):
         raise EtudeError(
-            f"stage.{stage.name}.teacher = {stage.teacher!r} has another vocabulary than the "
-            f"student in {path}: take one of the same family"
+            f"stage.{stage.name}.teacher = {stage.teacher!r} has a different vocabulary from "
+            f"the student in {path}: use a teacher of the same family"
         )
 
 
@@ -202,8 +202,7 @@ def pretrained_files(path: str, stretch: RopeScalingConfig | None = None) -> dic
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise EtudeError(
             f"{directory / 'config.json'} does not describe a model ({type(e).__name__}: {e}): "
-            f"fetch it again, or give "
-            f"another model.path"
+            f"download it again, or set another model.path"
         ) from e
     return files | {"config.json": json.dumps(shape, indent=2).encode()}
 
@@ -213,8 +212,7 @@ def _stretch(shape: dict[str, Json], stretch: RopeScalingConfig, own: int) -> No
     key = "rope_parameters" if rope and not shape.get("rope_scaling") else "rope_scaling"
     if rope_kind(rope) != "default":
         raise EtudeError(
-            f"rope_scaling: the model of model.path is stretched already ({rope}): leave the key "
-            f"out"
+            f"rope_scaling: the model of model.path already has a scaling ({rope}): remove the key"
         )
     told = {
         "rope_type": stretch.type,
@@ -263,7 +261,7 @@ def store_files(run: Run, files: Mapping[str, bytes]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="etude.trainer.prepare", description="Put the files of a run's model in its store."
+        prog="etude.trainer.prepare", description="Write a run's model files to its store."
     )
     parser.add_argument("--store", required=True, help="the run's store")
     args = parser.parse_args()

@@ -233,13 +233,13 @@ def read_teacher(path: str, files: Mapping[str, bytes], context: int) -> Teacher
     model = initial_model(directory, small["config.json"], 0)
     if not same_vocabulary(small["tokenizer.json"], files["tokenizer.json"]):
         raise EtudeError(
-            f"the teacher in {path} has another vocabulary than the student: take one of the same "
-            f"family"
+            f"the teacher in {path} has a different vocabulary from the student: use a teacher "
+            f"of the same family"
         )
     if model.config.max_position_embeddings < context:
         raise EtudeError(
             f"the teacher in {path} has a context of {model.config.max_position_embeddings} "
-            f"tokens, and sessions may "
-            f"have {context}: lower model.max_context, or take another teacher"
+            f"tokens, but sessions may have {context}: lower model.max_context, or use another "
+            f"teacher"
         )
     return Teacher(model)

@@ -206,9 +206,8 @@ class TrainerState:
         origin = self.lineage[-1]
         if self.step and origin.data != data:
             raise EtudeError(
-                f"stage {self.stage} learnt from other data before it was stopped ({origin.data}, "
-                f"and now {data}): put "
-                f"the files back as they were, or begin anew with --fresh"
+                f"the data of stage {self.stage} has changed since it was stopped (then "
+                f"{origin.data}, now {data}): restore the files, or start over with --fresh"
             )
         self.lineage = (*self.lineage[:-1], replace(origin, data=data))
 
@@ -360,8 +359,8 @@ class TrainerState:
         name = version_name(version)
         if not self.run.has_checkpoint(name):
             raise EtudeError(
-                f"{self.run.objects.url}: the next step begins with version {version}, and there "
-                f"is no checkpoints/{name} of it any more: bring it back from a copy"
+                f"{self.run.objects.url}: the next step starts from version {version}, but "
+                f"checkpoints/{name} does not exist any more: restore it from a backup"
             )
         self.saver.wait()
         checkpoint = checkpoints.read(self.run, name)

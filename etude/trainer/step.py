@@ -71,12 +71,11 @@ def _try_out(objective: RlObjective, name: str) -> None:
             logp_N, engine_logp_N, adv_N, torch.tensor([0, 0, 1]), engine_logp_N
         )
     except EtudeError as e:
-        raise EtudeError(f"stage.rl.loss = {name!r}, tried on three tokens: {e}") from e
+        raise EtudeError(f"stage.rl.loss = {name!r}, tested on three tokens: {e}") from e
     if not losses.loss_N.isfinite().all():
         raise EtudeError(
-            f"stage.rl.loss = {name!r}, tried on three tokens: the loss returned "
-            f"{losses.loss_N.tolist()}; its numbers "
-            f"must be finite"
+            f"stage.rl.loss = {name!r}, tested on three tokens: the loss returned "
+            f"{losses.loss_N.tolist()}; all values must be finite"
         )
 
 

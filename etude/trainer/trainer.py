@@ -63,7 +63,8 @@ def main() -> int:
     parser.add_argument(
         "--rendezvous",
         type=Path,
-        help="the file that ranks of one machine use as rendezvous; without it: as torchrun says",
+        help="rendezvous file of the ranks of one machine; without it, torchrun's "
+        "environment variables are used",
     )
     args = parser.parse_args()
     heartbeat.send_heartbeats_from_thread()
@@ -113,10 +114,10 @@ def train(run: Run, config: RunConfig, world: World, device: torch.device) -> No
             trainer.train()
         except torch.OutOfMemoryError as e:
             raise EtudeError(
-                f"{device} has too little memory at {world.activity} "
-                f"({str(e).partition('. ')[0]}): go on with "
-                f"trainer.gradient_checkpointing = true, less of microbatch_tokens or more ranks, "
-                f"or begin anew with --fresh and less of max_context"
+                f"{device} ran out of memory at {world.activity} ({str(e).partition('. ')[0]}): "
+                f"continue with trainer.gradient_checkpointing = true, a smaller "
+                f"microbatch_tokens or more ranks, or start over with --fresh and a smaller "
+                f"max_context"
             ) from e
         finally:
             trainer.close()

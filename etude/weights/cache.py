@@ -95,7 +95,7 @@ class HostCache:
             yield
         except OSError as e:
             raise EtudeError(
-                f"weights cannot be cached in {self._folder} ({e.strerror}): choose another place"
+                f"cannot cache weights in {self._folder} ({e.strerror}): choose another directory"
             ) from e
 
     def _shrink(self, room: int = 0) -> None:

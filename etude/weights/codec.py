@@ -94,10 +94,7 @@ def apply(
     """Write the new chunk to `out`, which may be `old`."""
     if not len(payload):
         if old is None:
-            raise Damaged(
-                "a chunk says that it did not change, but there is nothing that it could be equal "
-                "to"
-            )
+            raise Damaged("an unchanged chunk has no previous version")
         if out is not old:
             out[:] = old
     elif payload[0] == RAW:
@@ -109,7 +106,7 @@ def apply(
         (by or _coder().apply_delta)(kind, old, memoryview(payload)[1:], out)
     else:
         raise Damaged(
-            f"a chunk starts with {payload[0]}"
+            f"unknown chunk encoding {payload[0]}"
             if old is not None
             else "a difference needs an old chunk"
         )

@@ -81,7 +81,7 @@ def _tombstone(chain: Chain, key: str) -> Tombstone:
     try:
         return chain.read(key, Tombstone)
     except Corrupt as e:
-        raise Corrupt(f"{e}; delete it: what it names is found again") from e
+        raise Corrupt(f"{e}; delete it: garbage collection will find its objects again") from e
 
 
 def find_garbage(chain: Chain, *, keep: int, served: Collection[int] = (), now: float) -> list[str]:

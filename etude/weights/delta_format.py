@@ -129,7 +129,7 @@ class Reader:
                 if value > most:
                     break
                 return value
-        raise Damaged("a payload counts further than it can")
+        raise Damaged("a count in the payload is out of range")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,5 +148,5 @@ class ContextHeader:
         k, large = (reader.byte(), reader.varint(count)) if count else (0, 0)
         kb, order = (reader.byte(), reader.byte()) if large else (0, 0)
         if max(k, kb, order) > 31:
-            raise Damaged("a payload names widths that no number has")
+            raise Damaged("a payload has an impossible bit width")
         return cls(count, k, large, kb, order)

@@ -63,7 +63,7 @@ def apply_delta(
     if code == _NO_MEMORY:
         raise MemoryError
     if code:
-        raise Damaged("a payload contradicts itself, or the chunk that it is applied to")
+        raise Damaged("a payload is inconsistent, or does not fit the chunk that it is applied to")
 
 
 def _words(kind: Kind) -> tuple[int, int, int, int, int]:

@@ -79,8 +79,8 @@ class Image:
         row, start = entry.bytes // max(1, entry.shape[0]), slab.chunks.start * entry.chunk_bytes
         if last > first and not set(entry.holding(first, last)) <= set(slab.chunks):
             raise EtudeError(
-                f"rows {first} to {last - 1} of {name} are not held: `only` must ask for their "
-                f"chunks"
+                f"rows {first} to {last - 1} of {name} were not fetched: `only` must include "
+                f"their chunks"
             )
         data = slab.data[first * row - start : last * row - start]
         return tensor_of(entry.dtype, (last - first, *entry.shape[1:]), data)
@@ -243,11 +243,10 @@ class Follower:
             f"; damaged: {', '.join(sorted(self.chain.damaged))}" if self.chain.damaged else ""
         )
         return (
-            f"{self.chain.objects.url}: weight version {version} is not what was published (no "
-            f"route to it is whole: "
-            f"{tried or 'none is left'}{damaged}); it is not served. `etude weights verify` says "
-            f"which objects to "
-            f"restore"
+            f"{self.chain.objects.url}: weight version {version} cannot be restored exactly as "
+            f"published, and is not served (no intact route: "
+            f"{tried or 'none is left'}{damaged}). Run `etude weights verify` to see which "
+            f"objects to restore"
         )
 
 

@@ -70,8 +70,8 @@ def build_layout(holdings: Sequence[Sequence[Extent]]) -> Layout:
         for rank, extent in held:
             if extent.entry != entry:
                 raise EtudeError(
-                    f"ranks disagree on {name}: {entry} on rank {held[0][0]}, {extent.entry} on "
-                    f"{rank}"
+                    f"ranks disagree on {name}: rank {held[0][0]} has {entry}, rank {rank} has "
+                    f"{extent.entry}"
                 )
         table.append(entry)
         runs = list(_runs(entry, held))
@@ -96,7 +96,7 @@ def _runs(entry: TensorEntry, held: Sequence[tuple[int, Extent]]) -> Iterator[tu
         covering = [(rank, extent) for rank, extent in held if extent.start <= at < extent.stop]
         if not covering:
             raise EtudeError(
-                f"no rank holds byte {at} of {entry.name}: the parts of all ranks must cover every "
+                f"no rank has byte {at} of {entry.name}: together, the ranks must cover every "
                 f"tensor"
             )
         rank, extent = min(covering, key=lambda pair: pair[0])

@@ -139,8 +139,7 @@ class Chain:
         if not record.succeeds(epoch, number):
             raise Corrupt(
                 f"{self.objects.url}: {key} is the record of another epoch; restore it from a "
-                f"copy, or delete it if no "
-                f"trainer wrote it"
+                f"backup, or delete it if no trainer wrote it"
             )
         return record
 
@@ -191,7 +190,7 @@ class Chain:
                 with contextlib.suppress(Missing):
                     return self.at(epoch, version)
         kept = self.lineage()
-        there = f"; versions {min(kept)} to {max(kept)} are there" if kept else ""
+        there = f"; versions {min(kept)} to {max(kept)} exist" if kept else ""
         if kept and 0 <= version < min(kept):
             raise VersionGone(
                 f"{self.objects.url}: weight version {version} was deleted by `etude weights "
@@ -219,9 +218,9 @@ class Chain:
             found, _ = self.at(link.epoch, link.version)
             if found != link:
                 raise Corrupt(
-                    f"{self.objects.url}: the manifest of version {link.version} is not the one "
-                    f"that its successor was "
-                    f"made from; restore {manifest_key(link.epoch, link.version)} from a copy"
+                    f"{self.objects.url}: the manifest of version {link.version} does not match "
+                    f"the hash in its successor; restore "
+                    f"{manifest_key(link.epoch, link.version)} from a backup"
                 )
         return self._manifests[link]
 
@@ -243,7 +242,7 @@ class Chain:
                 or not leads_on(base, target.epoch, target.version)
             ):
                 raise Corrupt(
-                    f"{self.objects.url}: {key} is not the route that its name says; delete it"
+                    f"{self.objects.url}: {key} does not contain the route of its name; delete it"
                 )
             return extra.route
 
@@ -257,7 +256,7 @@ class Chain:
             try:
                 return self.read(key, Lease)
             except Corrupt as e:
-                raise Corrupt(f"{e}; delete it if that reader is gone") from e
+                raise Corrupt(f"{e}; delete it if that reader no longer exists") from e
 
         keys = self.keys("weights/leases")
         return self._each(
@@ -295,7 +294,7 @@ class Chain:
                 self.damaged.discard(key)
                 return data
         self.damaged.add(key)
-        raise Corrupt(f"{self.objects.url}: {key} does not hold the bytes that it is named after")
+        raise Corrupt(f"{self.objects.url}: {key} does not match the hash in its name")
 
     def put_shard(self, epoch: int, version: int, data: bytes) -> str:
         hash = hash_of(data)
@@ -342,8 +341,8 @@ class Chain:
             self._trust.check(record, f"{self.objects.url}: {key}")
             if to_json(record) != data or not is_sound(record):
                 raise Corrupt(
-                    f"{self.objects.url}: {key} is no {type(record).__name__} that etude writes; "
-                    f"restore it from a copy"
+                    f"{self.objects.url}: {key} is not a valid {type(record).__name__}; restore "
+                    f"it from a backup"
                 )
             return record, hash_of(data)
 

@@ -303,10 +303,9 @@ class Publisher:
         if self._epoch not in (None, published.epoch):
             return Fenced(self._fenced())
         return EtudeError(
-            f"{self.chain.objects.url}: weight version {published.version} is published already, "
-            f"with other "
-            f"weights (stage {published.stage}, step {published.step}); "
-            f"stop the other trainer that works on this run, or start a new run"
+            f"{self.chain.objects.url}: weight version {published.version} is already published "
+            f"with other weights (stage {published.stage}, step {published.step}); stop the "
+            f"other trainer of this run, or start a new run"
         )
 
     def _claim(self, version: int) -> End:
@@ -319,9 +318,9 @@ class Publisher:
                 raise Fenced(self._fenced())
             if end.head is not None and version <= end.head.version:
                 raise EtudeError(
-                    f"{self.chain.objects.url}: cannot publish weight version {version}, since "
-                    f"{end.head.version} is "
-                    f"published already; start a new run, or go on from the newest checkpoint"
+                    f"{self.chain.objects.url}: cannot publish weight version {version}: "
+                    f"version {end.head.version} is already published; start a new run, or "
+                    f"continue from the newest checkpoint"
                 )
             if self._epoch is not None and version == end.next:
                 return end
@@ -340,9 +339,8 @@ class Publisher:
         that the listing does not show yet."""
         if head is not None and not self.chain.exists(manifest_key(head.epoch, head.version)):
             raise EtudeError(
-                f"{self.chain.objects.url}: weight version {head.version} was deleted, so there "
-                f"are newer ones, and "
-                f"the store does not list them yet; start again later"
+                f"{self.chain.objects.url}: weight version {head.version} was deleted, so newer "
+                f"versions exist, but the store does not list them yet; start again later"
             )
 
     def _count_links(self) -> None:
@@ -363,9 +361,8 @@ class Publisher:
 
     def _fenced(self) -> str:
         return (
-            f"{self.chain.objects.url}: another trainer has taken over this run; this one "
-            f"({self.name}) stops. "
-            f"If it is the right one, stop the other and start again"
+            f"{self.chain.objects.url}: another trainer has taken over this run, so this one "
+            f"({self.name}) stops. If this is the right one, stop the other and start again"
         )
 
 

@@ -59,10 +59,10 @@ def apply_delta(kind: Kind, old: Array, body: bytes | memoryview, out: Array) ->
         gaps, mine = _unpack_context(line, quotients, plain, len(old), 8 * kind.width)
         places.append(starts[c] + np.cumsum(gaps + 1) - 1)
         if line.count and places[-1][-1] >= starts[c + 1]:
-            raise Damaged("a payload changes elements that are not there")
+            raise Damaged("a payload changes elements beyond the end of its chunk")
         steps.append(mine)
     if read != len(ones):
-        raise Damaged("a payload goes on behind its last change")
+        raise Damaged("a payload continues after its last change")
     plain.end()
     where = order[np.concatenate(places)]
     value = _stepped(kind, old[where], np.concatenate(steps))
@@ -132,14 +132,13 @@ def _unpack_context(
     if line.large:
         lengths = rest[1::2] + line.order
         if int(lengths.max()) > 32:
-            raise Damaged("a payload steps further than the type goes")
+            raise Damaged("a payload steps beyond the range of the type")
         ends = plain.each(line.kb + lengths)
         where = np.cumsum(_rejoin(rest[0::2], ends & ((1 << line.kb) - 1), line.kb, limit) + 1) - 1
         sizes = (ends >> line.kb) + (np.int64(1) << lengths) - (1 << line.order) + 2
         if where[-1] >= line.count or int(sizes.max()) > 1 << (bits - 1):
             raise Damaged(
-                "a payload says that more steps are large than there are, or larger than the type "
-                "allows"
+                "a payload has more large steps than steps, or larger ones than the type allows"
             )
         steps[where] *= sizes
     return gaps, steps
@@ -148,7 +147,7 @@ def _unpack_context(
 def _rejoin(quotients: Array, remainders: Array, k: int, limit: int) -> Array:
     values: Array = quotients << k | remainders
     if len(values) and (int(quotients.max()) > limit or int(values.max()) >= limit):
-        raise Damaged("a payload leaps over the end of its chunk")
+        raise Damaged("a payload skips beyond the end of its chunk")
     return values
 
 
@@ -217,7 +216,7 @@ class _Plain:
     def end(self) -> None:
         rest = self._bits[self._at :]
         if len(rest) >= 8 or rest.any():
-            raise Damaged("a payload goes on behind its last bit")
+            raise Damaged("a payload continues after its last bit")
 
     def _take(self, count: int) -> Array:
         if count > len(self._bits) - self._at:

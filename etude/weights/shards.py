@@ -152,19 +152,19 @@ def unpack(
 
 def read(data: bytes, state: State) -> list[Chunk]:
     if data[: len(MAGIC)] != MAGIC:
-        raise Damaged("a shard does not start as shards do")
+        raise Damaged("a shard has no valid header")
     reader = Reader(data[len(MAGIC) :])
     heads: list[tuple[int, int, int]] = []
     for _ in range(reader.varint(reader.left)):
         tensor = reader.varint(len(state) - 1)
         chunk = reader.varint(len(state[tensor].chunks) - 1)
         if heads and (tensor, chunk) <= heads[-1][:2]:
-            raise Damaged("a shard holds its chunks in disorder")
+            raise Damaged("the chunks of a shard are out of order")
         heads.append((tensor, chunk, reader.varint(len(data))))
     at = len(data) - reader.left
     view = memoryview(data)
     if sum(size for _, _, size in heads) != reader.left:
-        raise Damaged("a shard is longer or shorter than its chunks")
+        raise Damaged("the size of a shard does not match its chunks")
     chunks = []
     for tensor, chunk, size in heads:
         chunks.append(Chunk(tensor, chunk, view[at : at + size]))

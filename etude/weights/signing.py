@@ -66,7 +66,7 @@ class Trust:
         hash, _, signature = record.seal.partition(" ")
         if blake3(data).hexdigest() != hash:
             raise Corrupt(
-                f"{where} is damaged: it is not what its seal was made over; restore it from a copy"
+                f"{where} is damaged: it does not match its seal; restore it from a backup"
             )
         if self._public is None:
             return
@@ -77,9 +77,8 @@ class Trust:
             )
         except (invalid, ValueError) as e:
             raise Untrusted(
-                f"{where} is not signed by the key in {TRUSTED}; it is not read. Check who writes "
-                f"to this store, "
-                f"or start the trainer with {PRIVATE}"
+                f"{where} is not signed with the key in {TRUSTED}, so it is not used. Check who "
+                f"writes to this store, or start the trainer with {PRIVATE}"
             ) from e
 
 
@@ -95,7 +94,7 @@ def signer_from_environment() -> Signer:
         raise EtudeError(f"{PRIVATE}: cannot read a private key from {path}: {e}") from e
     if not isinstance(key, ed25519.Ed25519PrivateKey):
         raise EtudeError(
-            f"{PRIVATE}: {path} holds another kind of key; make one with `openssl genpkey "
+            f"{PRIVATE}: {path} is not an ed25519 key; make one with `openssl genpkey "
             f"-algorithm ed25519`"
         )
     return Signer(key.sign)
@@ -110,7 +109,7 @@ def trust_from_environment() -> Trust:
         public = b""
     if len(public) != 32:
         raise EtudeError(
-            f"{TRUSTED} must be the 64 hex digits of a public ed25519 key, and is {text!r}"
+            f"{TRUSTED} must be the 64 hex digits of a public ed25519 key, not {text!r}"
         )
     return Trust(public)
 
@@ -125,6 +124,6 @@ def _cryptography() -> tuple[Any, type[Exception]]:
         from cryptography.hazmat.primitives.asymmetric import ed25519
     except ImportError as e:
         raise EtudeError(
-            "signing needs the package cryptography: run `pip install etude[signing]`"
+            "signing needs the package cryptography: pip install 'etude[signing]'"
         ) from e
     return ed25519, InvalidSignature

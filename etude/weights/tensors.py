@@ -99,8 +99,8 @@ def torch_dtype(dtype: str) -> torch.dtype:
     known = getattr(torch, dtype, None)
     if not isinstance(known, torch.dtype):
         raise EtudeError(
-            f"tensors of type {dtype} were published, which this torch does not know: install a "
-            f"newer one"
+            f"the published weights have tensors of type {dtype}, which this version of torch "
+            f"does not support: install a newer one"
         )
     return known
 
@@ -169,11 +169,9 @@ def read_state(data: bytes, num_bytes: int, where: str) -> State:
         raise Corrupt(f"{where} are not sorted by name")
     for entry in state:
         if not _is_possible(entry):
-            raise Corrupt(
-                f"{where}: {entry.name} has a dtype, a shape or digests that no tensor has"
-            )
+            raise Corrupt(f"{where}: {entry.name} has an impossible dtype, shape or digest")
     if sum(entry.bytes for entry in state) != num_bytes:
-        raise Corrupt(f"{where} do not have the size that the manifest says")
+        raise Corrupt(f"{where} do not have the size that the manifest states")
     return state
 
 

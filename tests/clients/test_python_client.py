@@ -132,5 +132,5 @@ def test_a_result_that_is_refused_has_failed(then: int) -> None:
     assert failed == {
         "id": "x",
         "status": "failed",
-        "error": "the gateway refuses its result: no answer of the model",
+        "error": "the gateway rejected the result: no answer of the model",
     }

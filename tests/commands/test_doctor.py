@@ -40,7 +40,7 @@ NOTHING = Probe(
     kubernetes_refused="isolation kubernetes needs a cluster: export KUBECONFIG=FILE",
     kubernetes="",
     gvisor_refused="isolation gvisor needs runsc, which is not installed",
-    vm_refused="isolation vm needs what is not installed",
+    vm_refused="isolation vm needs packages that are not installed",
     vm="",
     vm_packages=("qemu-system-x86", "busybox-static"),
     sysctls={"kernel.unprivileged_userns_clone": "0", "user.max_user_namespaces": "0"},
@@ -115,13 +115,15 @@ def test_a_tier_that_cannot_be_had_is_not_used(monkeypatch: pytest.MonkeyPatch) 
         open_sandbox_pool("gvisor")
     with pytest.raises(EtudeError, match="needs podman or docker.*: apt install podman"):
         open_sandbox_pool("container")
-    with pytest.raises(EtudeError, match="vm needs what is not installed: apt install qemu-system"):
+    with pytest.raises(
+        EtudeError, match="vm needs packages that are not installed: apt install qemu-system"
+    ):
         open_sandbox_pool("vm")
 
 
 def test_a_run_does_not_start_below_the_tier_that_it_accepts() -> None:
     weak = open_sandbox_pool("process")
     check_tier(weak, "process")
-    with pytest.raises(EtudeError, match="no more than tier process.*none below namespaces"):
+    with pytest.raises(EtudeError, match="only tier process.*requires namespaces"):
         check_tier(weak, "namespaces")
     check_tier(FakeSandboxPool(), "vm")

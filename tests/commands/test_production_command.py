@@ -94,7 +94,7 @@ async def test_every_export_trains(recorded: Path, tmp_path: Path) -> None:
     rendered = read_sessions(str(tmp_path / "foreign.jsonl"), TOKENIZER, 4096, "error")
     assert len((*rendered.train, *rendered.heldout)) == len(exact)
     (tmp_path / "wrong.jsonl").write_text(sft.read_text().replace('"mask": [false', '"mask": [1'))
-    with pytest.raises(EtudeError, match=r"wrong\.jsonl:1: tokens and mask do not fit"):
+    with pytest.raises(EtudeError, match=r"wrong\.jsonl:1: tokens and mask are invalid"):
         read_sessions(str(tmp_path / "wrong.jsonl"), TOKENIZER, 4096, "error")
     tuned = learner()
     config = SftConfig(kind="sft", path=str(sft), max_epochs=1)
@@ -161,12 +161,14 @@ async def test_what_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         return capsys.readouterr().err
 
     assert "user_key_file" in told("sampling_rate = 1.0")
-    assert "sampling_rate: from 0 to 1" in told('user_key_file = "k"\nsampling_rate = 2.0')
+    assert "sampling_rate must be between 0 and 1" in told(
+        'user_key_file = "k"\nsampling_rate = 2.0'
+    )
     assert "no such kind" in told('user_key_file = "k"\n[redaction]\nkinds = ["mail"]')
     assert "retention" in told('user_key_file = "k"\nretention = 3')
-    assert "names no store" in told('user_key_file = "k"')
+    assert "has no store" in told('user_key_file = "k"')
     (tmp_path / "store").mkdir()
-    assert "holds no key" in told('user_key_file = "k"\nstore = "store"')
+    assert "has no readable pseudonym key" in told('user_key_file = "k"\nstore = "store"')
     key = read_user_key(tmp_path / "k", create=True)
     assert read_user_key(tmp_path / "k", create=True) == key and len(key) == 32
     assert (tmp_path / "k").stat().st_mode & 0o077 == 0

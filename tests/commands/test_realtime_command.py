@@ -235,7 +235,7 @@ async def test_a_start_shows_the_change_that_holds_and_those_that_come(run: Run)
         ({"safety = 0": "safety = 8"}, "give the run a table [harness.code]"),
         ({"safety = 0": 'safety = 8\nprobes = "none.jsonl"'}, "none.jsonl"),
         ({"[tasks]": f"[tasks]\n{FOLDER}"}, "none"),
-        ({"hidden_size = 32\nnum_layers = 1": 'path = "none"'}, "is no model to start from"),
+        ({"hidden_size = 32\nnum_layers = 1": 'path = "none"'}, "is not a complete model"),
     ],
 )
 def test_a_mistake_is_told_before_anything_starts(

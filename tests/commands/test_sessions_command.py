@@ -334,7 +334,7 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
 
 
 def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(EtudeError, match=f"^{tmp_path} holds no run: check the path, or"):
+    with pytest.raises(EtudeError, match=f"^{tmp_path} has no run: check the path, or"):
         shown(tmp_path)
     there = tmp_path / "runs" / "mine"
     Run.open(f"file:{there}").put_config(parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n'))

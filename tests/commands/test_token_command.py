@@ -16,7 +16,7 @@ def test_a_token_from_the_command_line(
     claims = TokenAuthority(SECRET).verify(capsys.readouterr().out.strip())
     assert (claims.scope, claims.subject) == (Scope.WORKER, "east")
     assert main(["token", "session", "--days", "1"]) == 2
-    assert "id of the session" in capsys.readouterr().err
+    assert "session's id" in capsys.readouterr().err
     assert main(["token", "user", "--days", "-1"]) == 2
     monkeypatch.delenv("ETUDE_SECRET")
     assert main(["token", "user"]) == 2

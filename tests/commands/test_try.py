@@ -197,7 +197,7 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
     insistent = ("--set", "harness.agent=mine.py:Insistent")
     for script, more, why in (
         ("crash.jsonl", (), "score: OSError in .*mine.py, line .*: out of cats"),
-        ("over.jsonl", insistent, "agent: RuntimeError .*script has 1 answers"),
+        ("over.jsonl", insistent, "agent: RuntimeError .*script has only 1 answers"),
     ):
         found = tried(capsys, "--script", script, *more, code=1)
         assert re.search(why, found["by_name"][SESSION]["error"])
@@ -210,10 +210,13 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
         (["--task", "train-9"], "there is no task train-9: the nearest of 6 are train-"),
         (["--solution", "nowhere"], "--solution nowhere: No such file"),
         (["--script", "nowhere"], "--script nowhere: No such file"),
-        (["--script", "run.jsonl"], "--script run.jsonl: line 3 is no JSON (Expecting value at c"),
+        (
+            ["--script", "run.jsonl"],
+            "--script run.jsonl: line 3 is not valid JSON (Expecting value at c",
+        ),
         (["--script", "empty.jsonl"], "--script empty.jsonl: it has no answers; give a text"),
         (["--script", "empty.txt"], "--script empty.txt: it has no answers; give a text"),
-        (["--set", "sandbox.mounts=['gone']"], "there is no directory"),
+        (["--set", "sandbox.mounts=['gone']"], "does not exist"),
     ],
 )
 def test_what_cannot_be_tried(
@@ -311,7 +314,7 @@ def test_scripts() -> None:
         {"content": "a\u2028b"},
         {"content": None, "tool_calls": []},
     ]
-    with pytest.raises(ValueError, match="line 1 must be a text or a message"):
+    with pytest.raises(ValueError, match="line 1 must be a string or a message"):
         parse_script("[1]", lines_of_json=True)
 
 

@@ -174,7 +174,9 @@ def test_damaged_records_are_told_and_the_rest_goes_on(
     assert main(["weights", "log", url]) == 0
     told = capsys.readouterr().out
     assert (
-        whole in told and manifest_key(1, 2) in told and "delete it if that reader is gone" in told
+        whole in told
+        and manifest_key(1, 2) in told
+        and "delete it if that reader no longer exists" in told
     )
     assert [line.split()[0] for line in told.splitlines() if line.split()[0].isdigit()] == list(
         "1234567"
@@ -188,7 +190,7 @@ def test_damaged_records_are_told_and_the_rest_goes_on(
     assert f"version 5: right by 0 of 2 routes, not from 4, {whole}\n  restore {whole}\n" in told
     assert "6 versions are damaged" in told
     assert main(["weights", "gc", url]) == 2
-    assert "delete it if that reader is gone" in capsys.readouterr().err
+    assert "delete it if that reader no longer exists" in capsys.readouterr().err
 
 
 def test_verify_names_each_object_to_restore(

@@ -492,7 +492,7 @@ def test_an_export_of_conversations_that_are_gone_says_so(app: ASGIApp, run: Run
     for name in run.groups():
         run.objects.delete(f"groups/{name}")
     answer = ask(app, "/api/runs/x/export?format=sessions.jsonl&kind=train")
-    assert answer.status == 404 and "it is not there" in answer.json["error"]
+    assert answer.status == 404 and "it does not exist" in answer.json["error"]
     assert ask(app, "/api/runs/x/export?format=jsonl&kind=train").status == 200
 
 
@@ -525,7 +525,7 @@ def test_a_run_that_was_cut_off_says_what_is_missing(tmp_path: Path) -> None:
         "0000000000.parquet",
         "controller/0000000000.jsonl",
         "ledger/0000000001",
-        "holds no run",
+        "has no run",
         "1 trained groups",
         "step 2",
     ):

@@ -431,7 +431,7 @@ def test_ends(model: Transformer) -> None:
         ([1], {"repetition_penalty": 1e9}, "repetition_penalty"),
         ([1], {"repetition_penalty": float("nan")}, "repetition_penalty"),
         ([1], {"top_logprobs": -1}, "top_logprobs"),
-        ([1], {"max_tokens": 60}, "memory for"),
+        ([1], {"max_tokens": 60}, "KV cache"),
     ],
 )
 def test_what_cannot_be_served_is_refused(

@@ -135,7 +135,7 @@ def test_fast_paths_take_only_what_they_say_they_can() -> None:
 
 def test_a_model_that_no_fast_path_takes_says_why() -> None:
     model = random_model("gpt_oss")
-    with pytest.warns(RuntimeWarning, match=r"native\.c does not compute .*sinks True"):
+    with pytest.warns(RuntimeWarning, match=r"native\.c does not support .*sinks True"):
         runner = select.select_runner(model, 4, 1 << 20)
     assert isinstance(runner, TorchRunner)
 

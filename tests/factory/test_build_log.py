@@ -130,11 +130,13 @@ async def test_what_is_held_out_is_built_and_noted(
 async def test_what_cannot_be_built_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(EtudeError, match="give a source"):
+    with pytest.raises(EtudeError, match="give at least one source"):
         await begun(tmp_path, monkeypatch, [])
-    with pytest.raises(EtudeError, match=f"no kind 'bog' of tasks: {', '.join(KINDS)}"):
+    with pytest.raises(
+        EtudeError, match=f"unknown kind of tasks 'bog'; choose from {', '.join(KINDS)}"
+    ):
         await begun(tmp_path, monkeypatch, ["shop"], kinds=("bug", "bog"))
-    with pytest.raises(EtudeError, match="both called shop"):
+    with pytest.raises(EtudeError, match="have the same name, shop"):
         await begun(tmp_path, monkeypatch, ["https://a/shop", "https://b/shop"])
 
 

@@ -169,16 +169,16 @@ def test_sizes_may_be_written_with_their_unit(folder: Path, text: str, size: int
         ("environment/Dockerfile", f"FROM {PYTHON}", "FROM ubuntu:24.04", "'FROM ubuntu:24.04'"),
         ("environment/Dockerfile", "CMD", "RUN pip install numpy\nCMD", "'RUN pip install numpy'"),
         ("environment/Dockerfile", "CMD", "USER agent\nCMD", "'USER agent'"),
-        ("environment/Dockerfile", "add.sh .", "add.sh /opt/", "at /opt/add.sh, which is not"),
-        ("environment/Dockerfile", "add.sh .", "missing.sh .", "no missing.sh to copy"),
+        ("environment/Dockerfile", "add.sh .", "add.sh /opt/", "which is not inside"),
+        ("environment/Dockerfile", "add.sh .", "missing.sh .", "which it copies, does not"),
         ("environment/Dockerfile", "add.sh .", "../../secret .", "../../secret must be named"),
         ("environment/Dockerfile", "add.sh .", "data/../../../s* .", "without '..'"),
-        ("environment/Dockerfile", "COPY add.sh", "ADD https://x.y/z.sh", "fetches or unpacks"),
+        ("environment/Dockerfile", "COPY add.sh", "ADD https://x.y/z.sh", "downloads or unpacks"),
         ("environment/Dockerfile", "COPY add.sh", "ADD data.tar.gz", "or unpacks data.tar.gz"),
-        ("environment/Dockerfile", "COPY add.sh", "COPY --chown=me add.sh", "no plain copy"),
-        ("environment/Dockerfile", "WORKDIR /app", "", "names no WORKDIR"),
-        ("environment/Dockerfile", "CMD", 'ENV A="b\nCMD', """'ENV A="b' cannot be read"""),
-        ("environment/Dockerfile", "COPY add.sh", "COPY 'add.sh", "cannot be read: No closing"),
+        ("environment/Dockerfile", "COPY add.sh", "COPY --chown=me add.sh", "not a plain copy"),
+        ("environment/Dockerfile", "WORKDIR /app", "", "has no WORKDIR"),
+        ("environment/Dockerfile", "CMD", 'ENV A="b\nCMD', """'ENV A="b' cannot be parsed"""),
+        ("environment/Dockerfile", "COPY add.sh", "COPY 'add.sh", "cannot be parsed: No closing"),
         ("task.toml", "memory_mb = 512", 'memory = "abcG"', "environment.memory is 'abcG'"),
         ("task.toml", "memory_mb = 512", "memory_mb = true", "environment.memory_mb is True"),
         ("task.toml", "storage_mb = 64", "os = 3", "environment.os is 3 in task.toml"),
@@ -197,19 +197,19 @@ def test_sizes_may_be_written_with_their_unit(folder: Path, text: str, size: int
         ("task.toml", "storage_mb = 64", 'os = "windows"', "environment.os is 'windows'"),
         ("task.toml", "storage_mb = 64", 'skills_dir = "/s"', "environment.skills_dir = '/s'"),
         ("task.toml", "timeout_sec = 120.0", 'user = "root"', "agent.user = 'root'"),
-        ("task.toml", "artifacts =", "steps = [{name = 'a'}]\nartifacts =", "asks for steps"),
+        ("task.toml", "artifacts =", "steps = [{name = 'a'}]\nartifacts =", "sets steps"),
         ("task.toml", '"hello"', '"${HOME}"', "environment.env takes GREETING"),
         ("task.toml", "timeout_sec = 30.0", 'environment_mode = "shared"\nx = 1', "verifier.x = 1"),
         ("task.toml", '"/app/sum.txt"]\n', '"/etc/x"]\nverifier.environment_mode = "separate"\n',
-         "artifact /etc/x lies outside"),
+         "artifact /etc/x is outside"),
         ("task.toml", '"/app/sum.txt"]\n', '"../etc/x"]\nverifier.environment_mode = "separate"\n',
-         "artifact /etc/x lies outside"),
+         "artifact /etc/x is outside"),
         ("task.toml", '"/app/sum.txt"]\n', '1]\nverifier.environment_mode = "separate"\n',
          "artifacts has 1"),
         ("task.toml", '"/app/sum.txt"]\n', ']\nverifier.environment_mode = "separate"\n',
-         "is given no artifacts of the working copy"),
+         "needs at least one artifact"),
         ("task.toml", '"/app/sum.txt"]\n', '{source = "/app/sum.txt", exclude = ["x"]}]\n'
-         'verifier.environment_mode = "separate"\n', "verifier with exclude are not read"),
+         'verifier.environment_mode = "separate"\n', "verifier do not support exclude"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(
@@ -389,7 +389,7 @@ def test_rewards_are_finite_numbers_by_name() -> None:
     ids=lambda report: report[:20],
 )
 def test_what_is_no_reward_is_told(report: bytes) -> None:
-    with pytest.raises(ValueError, match=r"tests/test\.sh wrote no reward"):
+    with pytest.raises(ValueError, match=r"tests/test\.sh wrote no readable reward"):
         read_rewards(report, "")
 
 

@@ -102,7 +102,7 @@ def test_a_folder_becomes_a_working_copy(tmp_path: Path) -> None:
     copy = store.layer(image.work)
     assert (copy / "inner" / "a.py").read_text() == "x = 1\n" and not (copy / ".git").exists()
     assert (image.hostname, image.user) == ("devbox", "dev")
-    with pytest.raises(EtudeError, match="is no git repository"):
+    with pytest.raises(EtudeError, match="is not a git repository"):
         spec = ImageSpec(name="b", repository=Source(source=str(source), commit="0" * 40))
         build_image(spec, store, print)
 
@@ -133,8 +133,8 @@ def test_an_image_is_found_by_its_tag_and_its_machine(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_text() == "1"
     for tag, why in (
         ("other", f"no image for {MACHINE} machines"),
-        ("", r"must mean one image; there are: \(none\), many, other"),
-        ("gone", "oci.tag 'gone' must mean one image"),
+        ("", r"must match exactly one image; available: \(none\), many, other"),
+        ("gone", "oci.tag 'gone' must match exactly one image"),
     ):
         with pytest.raises(EtudeError, match=why):
             manifest_digest(layout, tag)
@@ -147,7 +147,7 @@ def test_an_image_is_found_by_its_tag_and_its_machine(tmp_path: Path) -> None:
 def test_what_is_no_layout(tmp_path: Path, index: str | None) -> None:
     if index is not None:
         (tmp_path / "index.json").write_text(index)
-    with pytest.raises(EtudeError, match="is no OCI layout"):
+    with pytest.raises(EtudeError, match="is not an OCI layout"):
         manifest_digest(tmp_path, "")
 
 

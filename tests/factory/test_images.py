@@ -63,11 +63,11 @@ def test_a_commit_becomes_a_layer_that_is_made_once(
     assert (layer / "run.sh").stat().st_mode & 0o111 and not (layer / ".git").exists()
     said: list[str] = []
     again = build_image(spec_of(place, commits[1], name="other"), store, said.append)
-    assert said == [f"repository: there already ({image.work[:12]})"]
+    assert said == [f"repository: already built ({image.work[:12]})"]
     assert again.digest == image.digest and store.find(image.reference) == image
     other = build_image(spec_of(place, commits[2]), store, quiet)
     assert other.digest != image.digest
-    with pytest.raises(EtudeError, match="asks for another"):
+    with pytest.raises(EtudeError, match="the task needs sha256"):
         store.find(image.reference)
 
 
@@ -85,7 +85,7 @@ def test_a_build_that_broke_off_goes_on(
     (store.root / "scratch" / "999999999-left").mkdir()
     said: list[str] = []
     build_image(wanted, store, said.append)
-    assert said[0].startswith("repository: there already") and said[1] == "realism: at work"
+    assert said[0].startswith("repository: already built") and said[1] == "realism: building"
     assert list((store.root / "scratch").iterdir()) == []
 
 
@@ -340,19 +340,19 @@ def test_a_working_directory_of_an_oci_image_is_the_working_copy(tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('name = "a"', "give one of"),
-        ('name = "a"\n[pypi]\nrequirments = []', "requirments is no key"),
-        ('name = "a"\n[pypi]\nrequirements = "pytest"', "a list of texts"),
+        ('name = "a"', "give at least one of"),
+        ('name = "a"\n[pypi]\nrequirments = []', "requirments is an unknown key"),
+        ('name = "a"\n[pypi]\nrequirements = "pytest"', "a list of strings"),
         (
             'name = "a"\n[pypi]\nrequirements = ["pytest", 3]',
-            "requirements must be a text, and is 3",
+            "requirements must be a string, not 3",
         ),
         ('name = "a"\npypi = ["pytest"]', "pypi must be a table"),
         ('name = "a"\nenv = ["A=1"]', "env must be a table"),
-        ("name = 3", "name must be a text, and is 3"),
-        ('name = "a"\n[repository]\nsource = 3', "repository.source must be a text, and is 3"),
+        ("name = 3", "name must be a string, not 3"),
+        ('name = "a"\n[repository]\nsource = 3', "repository.source must be a string, not 3"),
         ('[pypi]\nrequirements = ["pytest"]', "name is missing"),
-        ('name = "a"\n[debian]\n[oci]\nlayout = "x"', "keep one"),
+        ('name = "a"\n[debian]\n[oci]\nlayout = "x"', "remove one of them"),
         ("name = ", "is not TOML"),
     ],
 )

@@ -179,7 +179,7 @@ def test_what_is_left_without_a_function() -> None:
     "content", [b"def f(:\n", b"x = '\n", b"\xff\xfe\n", b"# coding: no-such\n", b"x = '\xe9'\n"]
 )
 def test_what_is_no_python(content: bytes) -> None:
-    with pytest.raises(ValueError, match="not to be parsed"):
+    with pytest.raises(ValueError, match="cannot be parsed"):
         SourceFile(content)
 
 
@@ -194,5 +194,5 @@ def test_what_is_no_python(content: bytes) -> None:
     ids=["brackets", "prefixes", "sums", "null byte"],
 )
 def test_a_file_that_python_itself_refuses_is_none(content: bytes) -> None:
-    with pytest.raises(ValueError, match="not to be parsed"):
+    with pytest.raises(ValueError, match="cannot be parsed"):
         SourceFile(content)

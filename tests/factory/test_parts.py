@@ -296,7 +296,7 @@ def test_a_folder_is_fetched_without_caches(tmp_path: Path) -> None:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("a")
     assert fetch(str(tmp_path), tmp_path / "clones").files.keys() == {"shop/a.py"}
-    with pytest.raises(EtudeError, match="no such folder"):
+    with pytest.raises(EtudeError, match="not a folder, an archive"):
         fetch("./nothing/here", tmp_path)
 
 

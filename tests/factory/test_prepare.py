@@ -160,7 +160,7 @@ async def test_half_of_the_tests_are_enough_but_errors_are_looked_into(
 
 def test_sources_of_one_name_are_refused() -> None:
     check_names(["https://a/shop.git", "https://a/shop.git", "other"])
-    with pytest.raises(EtudeError, match="are both called shop"):
+    with pytest.raises(EtudeError, match="have the same name, shop"):
         check_names(["https://a/shop.git", "https://b/shop"])
 
 

@@ -230,7 +230,7 @@ async def test_every_change_must_be_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_what_is_no_python_any_more_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     for broken in (b"def total(:\n", b"\0"):
-        with pytest.raises(Rejected, match="not to be parsed"):
+        with pytest.raises(Rejected, match="cannot be parsed"):
             await proved(monkeypatch, replace(CANDIDATE, broken={"shop/cart.py": broken}), FAILS)
     data = replace(CANDIDATE, broken={"shop/cart.py": BAD, "notes.md": b"def total(:\n"})
     await proved(monkeypatch, data, FAILS)
@@ -365,10 +365,10 @@ def test_rows_are_written_and_read_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(written)
     assert [row.problem_statement for row in read_rows(tmp_path / "rows.jsonl")] == ["a\u2028b"]
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{oh\n')
-    with pytest.raises(EtudeError, match=r"rows.jsonl:1: no row .* 'instance_id'"):
+    with pytest.raises(EtudeError, match=r"rows.jsonl:1: not a SWE-bench row: 'instance_id'"):
         read_rows(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text(f"{first.to_json()}\n{{oh\n")
-    with pytest.raises(EtudeError, match=r"rows.jsonl:2: the line is no JSON \(.* column 2"):
+    with pytest.raises(EtudeError, match=r"rows.jsonl:2: the line is not valid JSON \(.* column 2"):
         read_rows(tmp_path / "rows.jsonl")
 
 
@@ -414,7 +414,7 @@ def test_a_task_that_is_written_again_is_the_new_one(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "task.toml").write_bytes(content)
-    with pytest.raises(EtudeError, match="is this a task of Harbor"):
+    with pytest.raises(EtudeError, match="is this a Harbor task"):
         read_settings(tmp_path)
 
 

@@ -150,7 +150,10 @@ async def test_what_is_no_object_is_told_so_and_not_asked(body: str) -> None:
             RawTestServer(session) as server,
             http.post(server.make_url("/v1/chat/completions"), data=body) as answer,
         ):
-            assert answer.status == 400 and "the body is no JSON object" in await answer.text()
+            assert (
+                answer.status == 400
+                and "the body is not a valid JSON object" in await answer.text()
+            )
     assert not session.has_asked
 
 
@@ -238,7 +241,7 @@ async def test_a_template_is_a_program() -> None:
         ("1 / 0", "exit code 1; .*ZeroDivisionError"),
         ("os.kill(os.getpid(), 9)", "exit code -9"),
         ("print(ask(messages=[])); sys.exit(2)", "exit code 2; .*last words: 503 no engine"),
-        ("ask(messages=[]); 1 / 0", r"its last question was refused \(503 no engine\); its last"),
+        ("ask(messages=[]); 1 / 0", r"its last request was rejected \(503 no engine\); its last"),
         ("print('long ' * 99); print('the end'); sys.exit(3)", "its last words: the end"),
     ],
 )
@@ -306,7 +309,7 @@ subprocess.run(["sleep", "1000"])
             transcript, _ = await play(text, sandbox, says(content="la"), timeout_s=15.0)
             assert (transcript.finished, transcript.limit) == (False, "time")
         else:
-            over = r"its time was over after 2 s \(harness.timeout_s\)"
+            over = r"it ran for 2 s \(harness.timeout_s\) without"
             with pytest.raises(RolloutFailure, match=over):
                 await play(text, sandbox, timeout_s=2.0)
     assert not alive(marker)

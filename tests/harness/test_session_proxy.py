@@ -100,7 +100,7 @@ async def test_there_is_nothing_else(
     model, _, url = opened
     place = aiohttp.client.URL(f"{url}{path}", encoded=True)
     async with http.post(place, json={}) as response:
-        assert response.status == 404 and "nothing here" in (await response.text())
+        assert response.status == 404 and "only the model's routes" in (await response.text())
     assert model.asked == []
 
 
@@ -113,7 +113,7 @@ async def test_what_is_no_object_is_refused(
     monkeypatch.setattr(session_proxy, "_MAX_BODY_BYTES", 20)
     for body, why in (
         (b"[1]", "it is a list"),
-        (b"{oh", "no JSON object"),
+        (b"{oh", "not a valid JSON object"),
         (b" " * 21, "20 bytes"),
     ):
         async with http.post(f"{url}/v1/chat/completions", data=body) as response:

@@ -107,9 +107,9 @@ TEACHER = '[[stage]]\nkind = "distill"\nsteps = 1\nteacher = "model/teacher"\n'
         ("stage.rl.loss=code.py:loss", "code.py:loss' is a function: it must be", nothing),
         ("engine.device=cuda", "torch sees no CUDA device", nothing),
         ("trainer.device=cuda", "torch sees no CUDA device", nothing),
-        ("model.path=model", "model_type is 'mamba'", other_family),
+        ("model.path=model", "model_type 'mamba' is not supported", other_family),
         ("model.path=model", "model.safetensors cannot be read", half_a_download),
-        ("model.path=model", "stage.distill.teacher = .* another vocabulary", other_vocabulary),
+        ("model.path=model", "stage.distill.teacher = .* a different vocabulary", other_vocabulary),
     ],
 )
 async def test_what_a_child_process_would_refuse(
@@ -131,7 +131,7 @@ async def test_what_a_child_process_would_refuse(
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("model.path=nowhere", "is no model to start from"),
+        ("model.path=nowhere", "is not a complete model"),
         ("stage.midtrain.heldout_path=nowhere.txt", "no such file"),
         ('engine.vllm_urls={east = "http://127.0.0.1:9"}', "no vLLM server for the region east"),
         ("stage.midtrain.lr=1.0", "stage.midtrain.lr: 0.003 -> 1.0"),
@@ -274,7 +274,7 @@ def test_fresh_also_removes_a_run_that_lost_its_config(
     monkeypatch.setattr(check, "_ask", ask)
     place = tmp_path / "r"
     Run.open(f"file:{place}").put_checkpoint("000001.000000", b"")
-    with pytest.raises(EtudeError, match="lost its config.json"):
+    with pytest.raises(EtudeError, match="without its config.json"):
         check_start(parse(TOML), RunPlace.of(place))
     with pytest.raises(EtudeError, match="is no run of etude"):
         check_start(parse(TOML), RunPlace.of(place), fresh=True)

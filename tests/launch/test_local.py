@@ -128,7 +128,7 @@ def test_a_model_is_stretched_for_more_context(tmp_path: Path) -> None:
     assert told["rope_parameters"]["rope_type"] == "yarn"
 
     (tmp_path / "config.json").write_bytes(stretched)
-    with pytest.raises(EtudeError, match="is stretched already"):
+    with pytest.raises(EtudeError, match="already has a scaling"):
         pretrained_files(str(tmp_path), yarn)
 
 
@@ -245,7 +245,7 @@ def test_what_cannot_run_is_refused_before_anything_is_made(
         assert started == [] and not place.directory.exists()
         return str(caught.value)
 
-    assert "is no model to start from" in refused(f"model.path={tmp_path}")
+    assert "is not a complete model" in refused(f"model.path={tmp_path}")
     assert "tasks.environment" in refused(f"tasks.environment={tmp_path}/none.py:A")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -38,7 +38,7 @@ def test_a_bucket_has_a_folder_for_lock_and_logs() -> None:
 
 
 def test_what_is_neither_is_refused() -> None:
-    with pytest.raises(EtudeError, match="http://x.*is no store: give a path"):
+    with pytest.raises(EtudeError, match="http://x.*is not a store: give a path"):
         RunPlace.of("http://x/y")
 
 

@@ -145,8 +145,8 @@ BY_HAND = (
 )
 REASONS = {
     "google/gemma-3-27b-it": "sees images; the text-only 1B and 270M are read",
-    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "layers that see chunks, score by position, norm "
-    "after they rotate and weigh what goes into experts: features of no other family; and images",
+    "meta-llama/Llama-4-Scout-17B-16E-Instruct": "chunked attention, scores scaled by position, "
+    "norms after the rotation and weighted expert inputs: features of no other family; and images",
     "microsoft/Phi-4-mini-instruct": "longrope beyond 4096 tokens; read with "
     "`model.max_context = 4096`",
 }

@@ -303,18 +303,18 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "said"),
     [
-        ("tokenizer.json", b"junk", r"tokenizer.json cannot be read .* fetch"),
+        ("tokenizer.json", b"junk", r"tokenizer.json cannot be read .* download"),
         ("tokenizer.json", b"\xff\xfe", r"tokenizer.json cannot be read"),
         ("tokenizer.json", b'{"model": {"type": "Spells"}}', r"tokenizer.json cannot be read"),
-        ("tokenizer_config.json", b"{", r"tokenizer_config.json is no JSON"),
-        ("tokenizer_config.json", b"[]", r"tokenizer_config.json is no JSON object"),
+        ("tokenizer_config.json", b"{", r"tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", b"[]", r"tokenizer_config.json is not a JSON object"),
         ("tokenizer_config.json", b"{}", r"eos_token '' is not in the vocabulary"),
         (
             "tokenizer_config.json",
             b'{"eos_token": "<|end|>", "tool_syntax": "xml"}',
-            r"tool_syntax is 'xml'",
+            r"unknown tool_syntax 'xml'",
         ),
-        ("chat_template.jinja", b"{% if %}", r"chat template cannot be read"),
+        ("chat_template.jinja", b"{% if %}", r"chat template cannot be parsed"),
     ],
 )
 def test_junk_is_named(name: str, data: bytes, said: str) -> None:

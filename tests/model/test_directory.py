@@ -43,7 +43,7 @@ def test_what_a_directory_lacks_is_named(tmp_path: Path) -> None:
 
 
 def test_every_file_of_weights_that_an_index_names_must_be_whole(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"^{SINGLE_FILE} cannot be read .*: fetch it again"):
+    with pytest.raises(ValueError, match=rf"^{SINGLE_FILE} cannot be read .*: download it again"):
         check_weights(tmp_path)
     for name in ("a", "b"):
         save_file({name: torch.ones(3)}, tmp_path / name)
@@ -75,7 +75,7 @@ def test_an_index_names_files_of_its_directory(tmp_path: Path, index: str) -> No
     own.mkdir()
     put(own, {INDEX: index.replace("/ABSOLUTE", str(tmp_path)).encode("latin-1")})
     for read in (check_weights, Checkpoint):
-        with pytest.raises(ValueError, match=f"^{INDEX} does not say .*: fetch it again"):
+        with pytest.raises(ValueError, match=f"^{INDEX} does not list .*: download it again"):
             read(own)
 
 

@@ -98,7 +98,7 @@ def test_models_that_keep_something_else_have_no_kv_cache_in_fp8() -> None:
         ("deepseek_v3", replace(config(), model_type="deepseek_v3", latent=latent)),
         ("qwen3_next", replace(config(), model_type="qwen3_next", linear=linear)),
     ):
-        with pytest.raises(EtudeError, match=f"FP8 is not to be had for {name}"):
+        with pytest.raises(EtudeError, match=f"FP8 KV cache is not available for {name}"):
             Transformer(shape).compute_with(FP8_KV)
 
 

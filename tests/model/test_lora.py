@@ -122,7 +122,7 @@ def test_other_adapters_are_refused_by_name(
 def test_an_adapter_of_another_model_is_refused() -> None:
     adapter = random_adapter(config(), 1)
     wider = Transformer(replace(config(), hidden_size=64))
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj are .*model wants"):
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj have .*model needs"):
         dict(layer_pairs(wider, adapter, wider.model.norm.weight))
     shorter = Transformer(replace(config(), num_hidden_layers=1))
     with pytest.raises(ValueError, match="model.layers.1"):

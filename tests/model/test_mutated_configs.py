@@ -201,5 +201,5 @@ def test_a_key_that_nobody_knows_is_refused_by_name(model_type: str) -> None:
     name = next((n for n in MODELS if n.split()[0] == model_type), "deepseek_v3")
     said = SHAPE | MODELS[name] | {"model_type": model_type}
     ModelConfig.from_json(json.dumps(said))
-    with pytest.raises(ValueError, match="router_temperature: of no known meaning"):
+    with pytest.raises(ValueError, match="unknown keys for .*: router_temperature"):
         ModelConfig.from_json(json.dumps(said | {"router_temperature": 2.0}))

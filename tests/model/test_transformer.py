@@ -95,7 +95,7 @@ def test_a_directory_gives_back_the_model(tmp_path: Path) -> None:
         for name, tensor in hf_state_dict(model).items()
     )
     with pytest.raises(
-        FileNotFoundError, match=r"no config.json, tokenizer.json, model.safetensors"
+        FileNotFoundError, match=r"config.json, tokenizer.json, model.safetensors missing"
     ):
         read_directory(tmp_path)
 

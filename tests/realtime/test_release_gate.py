@@ -49,9 +49,7 @@ def test_a_suite_that_was_not_tried_is_a_refusal() -> None:
     del found["safety"]
     verdict = judge(found)
     assert not verdict.deploy
-    assert verdict.reasons == (
-        "safety: not tried, so nothing is known; try its tasks with both versions",
-    )
+    assert verdict.reasons == ("safety: not evaluated; run its tasks with both versions",)
 
 
 def test_one_bad_suite_is_enough_and_says_so() -> None:
@@ -94,9 +92,9 @@ def test_a_candidate_worse_by_the_margin_passes_as_rarely_as_stated(
 
 
 def test_what_cannot_be_a_gate_is_refused() -> None:
-    with pytest.raises(ValueError, match="everything pass"):
+    with pytest.raises(ValueError, match="every candidate would pass"):
         judge({}, ())
-    with pytest.raises(ValueError, match="suite x: a margin between 0 and 1"):
+    with pytest.raises(ValueError, match="suite x: margin must be between 0 and 1"):
         Suite(name="x", margin=0.0)
     with pytest.raises(ValueError, match="confidence"):
         Suite(name="x", margin=0.1, confidence=1.0)

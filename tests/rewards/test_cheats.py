@@ -357,7 +357,7 @@ def test_answers_that_no_probe_gives_are_equal_to_nothing(answer: object) -> Non
 
 @pytest.mark.parametrize("value", [object(), {"a": [b"bytes"]}, {1j}])
 def test_what_has_no_json_is_no_answer(value: object) -> None:
-    with pytest.raises(ValueError, match="^(object|bytes|complex) is no type of an answer"):
+    with pytest.raises(ValueError, match="^(object|bytes|complex) is not an answer type"):
         encoded(value)
 
 

@@ -216,7 +216,7 @@ def test_words_in_parts_are_read() -> None:
 def test_a_source_that_the_diff_does_not_show_is_a_finding(why: str) -> None:
     told = "diff --git a/{0} b/{0}\nnew file mode 100644\n{1} files /dev/null and b/{0} differ\n"
     (found,) = detect([], told.format("src/m.py", why))
-    assert found == Finding("unreadable", "working copy: new src/m.py is no text")
+    assert found == Finding("unreadable", "working copy: new src/m.py is not text")
     assert detect([], told.format("logo.png", why)) == []
     assert detect([], told.format("src/m.py", why).replace("new file", "deleted file")) == []
 

@@ -192,7 +192,7 @@ async def test_a_machine_on_which_the_solution_runs_out_of_time_is_no_verdict() 
             )
 
     assert await worth_of("while 1: pass", hangs=["while 1: pass"]) == (0.0, 0.0)
-    with pytest.raises(RolloutFailure, match="the solution are still at work after 180 s"):
+    with pytest.raises(RolloutFailure, match="the solution did not end within 180 s"):
         await worth_of("while 1: pass", hangs=["while 1: pass", HONEST])
     assert await worth_of("return 1", hangs=[HONEST]) == (1.0, 1.0)
 

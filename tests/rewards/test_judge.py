@@ -250,7 +250,7 @@ async def test_work_of_which_a_part_would_be_judged_fails() -> None:
         fits = await judge.part("style", "GOOD".ljust(MAX_CHARACTERS))
         longer = await judge.part("style", "GOOD".ljust(MAX_CHARACTERS + 1))
     assert (fits.value, longer.value) == (1.0, 0.0)
-    assert longer.evidence == "too long to judge: 60001 characters, and at most 60000"
+    assert longer.evidence == "too long to judge: 60001 characters, of at most 60000"
 
 
 def test_a_verdict_is_read_as_it_stands() -> None:

@@ -147,7 +147,7 @@ async def test_events_that_are_lost_are_told(run: Run) -> None:
         log.flush()
     run.objects.delete("events/trainer/0000000001.jsonl")
     (alarm,) = audit(run).alarms
-    assert "events/trainer/0000000001.jsonl is not there, and later ones are" in alarm.what
+    assert "events/trainer/0000000001.jsonl is missing, but later segments exist" in alarm.what
 
 
 @pytest.mark.parametrize("place", [0, 3])
@@ -157,7 +157,9 @@ async def test_a_ledger_with_a_gap_is_not_read_as_if_it_ended_there(run: Run, pl
     key = run.objects.list("ledger")[place]
     run.objects.delete(key)
     for reads in (audit, lambda run: run.put_config(run.config())):
-        with pytest.raises(EtudeError, match=f"{key} is not there, and later ones are: bring it"):
+        with pytest.raises(
+            EtudeError, match=f"{key} is missing, but later segments exist: restore it"
+        ):
             reads(run)
 
 

@@ -93,15 +93,15 @@ def test_probes_of_a_product(tmp_path: Path) -> None:
     ("given", "why"),
     [
         ({"forbidden": ["("]}, "unterminated"),
-        ({"forbidden": "secret"}, "forbidden is a list"),
-        ({"files": ["a"]}, "files are texts"),
-        ({"files": {"a": 1}}, "files are texts"),
-        ({"suite": "speed"}, "suite is safety or cheats"),
+        ({"forbidden": "secret"}, "forbidden must be a list"),
+        ({"files": ["a"]}, "files must map paths to strings"),
+        ({"files": {"a": 1}}, "files must map paths to strings"),
+        ({"suite": "speed"}, "suite must be safety or cheats"),
     ],
 )
 def test_what_is_no_probe_is_named_with_its_line(given: dict[str, Json], why: str) -> None:
     line: dict[str, Json] = {"suite": "safety", "prompt": "x", "forbidden": ["y"]} | given
-    with pytest.raises(ValueError, match=rf"probes, line 2: no probe \(.*{why}.*write"):
+    with pytest.raises(ValueError, match=rf"probes, line 2: invalid probe \(.*{why}.*write"):
         read_probes("\n" + json.dumps(line), "safety", "probes")
 
 

@@ -188,7 +188,7 @@ async def test_a_field_that_is_unknown_is_refused() -> None:
         await client.offer("g.0", offer("g.0"))
         status, said = await post(client, "/v1/sessions", {"wait": 30})
         assert (status, said["error"]["param"]) == (400, "wait")
-        assert "unknown field `wait`; known are: wait_s" in said["error"]["message"]
+        assert "unknown field `wait`; known fields: wait_s" in said["error"]["message"]
         outcome = await client.outcome("g.0", 0.0)
         assert outcome is not None and not outcome.claimed, "it is still free"
 
@@ -196,12 +196,12 @@ async def test_a_field_that_is_unknown_is_refused() -> None:
 @pytest.mark.parametrize(
     ("wrong", "field", "why"),
     [
-        ({"artefacts": []}, "artefacts", "`artefacts`; known are: id, status, score, error, "),
+        ({"artefacts": []}, "artefacts", "`artefacts`; known fields: id, status, score, error, "),
         ({"score": {"reward": 1, "credits": []}}, "credits", "`credits` - at `$.score`; known"),
         (
             {"score": {"reward": 1, "parts": [{"name": "a", "value": 1, "proof": ""}]}},
             "proof",
-            "`proof` - at `$.score.parts[0]`; known are: name, value, evidence",
+            "`proof` - at `$.score.parts[0]`; known fields: name, value, evidence",
         ),
         ({"artifacts": [{"name": "film", "link": ""}]}, "link", "`link` - at `$.artifacts[0]`"),
     ],
@@ -227,7 +227,7 @@ async def test_a_score_needs_an_answer_of_the_model() -> None:
             await client.offer(session, offer(session))
             status, said = await post(client, f"/v1/sessions/{session}/score", RESULT)
             assert (status, said["error"]["code"]) == (400, "no_answer")
-            assert "no answer of the model was recorded" in said["error"]["message"]
+            assert "no recorded answer of the model" in said["error"]["message"]
         answered.add("g.0")
         assert (await post(client, "/v1/sessions/g.0/score", RESULT))[0] == 204
         failed = {"status": "failed", "error": "no browser"}
@@ -363,13 +363,13 @@ def test_the_desk_alone() -> None:
     assert second is not None and second.id == "b", "told again, it stays claimed"
     assert desk.claim(now=100.0) is None
     result = RolloutResult(status="done", score=Score(1.0))
-    with pytest.raises(ValueError, match="is of the rollout 'a', not of 'b'"):
+    with pytest.raises(ValueError, match="belongs to rollout 'a', not 'b'"):
         desk.settle("a", replace(result, id="b"))
     assert desk.outcome("a").result is None
     desk.settle("b", replace(result, id="b"))
     desk.settle("a", result)
     desk.settle("a", result)
-    with pytest.raises(ValueError, match="has another result already"):
+    with pytest.raises(ValueError, match="already has another result"):
         desk.settle("a", RolloutResult(status="done", score=Score(0.0)))
     assert desk.outcome("a").result == result
     desk.forget("a")

@@ -248,7 +248,7 @@ def test_an_update_that_nobody_is_left_of_is_passed_over() -> None:
     ends = [(action, version) for action, version, _ in told(world) if action in ENDS]
     assert ends == [("start", 0), ("refuse", 1), ("settle", 2), ("settle", 3)]
     why = next(each.why for each in TrafficLog(world.objects).changes() if each.version == 1)
-    assert why == "all users whose sessions it was made of were deleted"
+    assert why == "all users whose sessions it was trained on were deleted"
     assert world.run.batch(2).base == 0
     record = forgotten(world.run, min(taught))
     assert record is not None and record.steps == (1,)
@@ -311,7 +311,7 @@ def test_of_two_loops_the_one_that_began_last_works_on() -> None:
     world.follow(first, until=Evaluate(0))
     second = world.loop()
     world.follow(second, until=Evaluate(1))
-    with pytest.raises(EtudeError, match="another loop of real-time RL has begun"):
+    with pytest.raises(EtudeError, match="another real-time loop has started"):
         asyncio.run(first.step())
     world.follow(second, until=Done())
     check(world)
@@ -326,7 +326,7 @@ def test_two_loops_that_begin_at_once_do_not_share_a_life() -> None:
 
     objects = Objects.open("memory:")
     first, second = Life(objects), Life(Late(objects._store, objects.url))
-    with pytest.raises(EtudeError, match="another loop of real-time RL has begun"):
+    with pytest.raises(EtudeError, match="another real-time loop has started"):
         first.check()
     second.check()
     names = [f"realtime/lives/{number:06d}.json" for number in (0, 1)]
@@ -353,7 +353,7 @@ def test_what_another_loop_writes_after_this_one_began_is_found_out() -> None:
     asyncio.run(second.step())
     world.tick()
     asyncio.run(first.collect(Collect(step=1, base=0)))
-    with pytest.raises(EtudeError, match="somebody else has written ledger"):
+    with pytest.raises(EtudeError, match="another process has written ledger"):
         asyncio.run(second.step())
     world.follow(world.loop(), until=Done())
     check(world)
@@ -450,7 +450,7 @@ def test_a_loop_that_was_overtaken_while_tasks_are_attempted_writes_nothing() ->
         assert await newer.step() == Collect(step=1, base=0)
         written.append(updates(world.run))
 
-    with pytest.raises(EtudeError, match="another loop of real-time RL has begun"):
+    with pytest.raises(EtudeError, match="another real-time loop has started"):
         world.follow(simulating(world, overtake), until=Done())
     assert [updates(world.run)] == written and world.run.batches() == [1]
     world.follow(newer, until=Done())
@@ -461,7 +461,7 @@ def test_the_record_of_a_batch_is_not_overwritten() -> None:
     world = World(Objects.open("memory:"))
     world.follow(world.loop(), until=AwaitVersion(1))
     record = updates(world.run)[1]
-    with pytest.raises(EtudeError, match="another loop of real-time RL has made the batch of"):
+    with pytest.raises(EtudeError, match="another real-time loop has made the batch of"):
         create_update(world.run, replace(record, answers=()))
     assert updates(world.run)[1] == record
 

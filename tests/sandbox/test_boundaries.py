@@ -50,7 +50,7 @@ def test_hosts_have_addresses_of_their_own() -> None:
     ]
     assert Hosts.parse(["a:1", "b:65535"]).places == {"a": (1,), "b": (65535,)}
     Hosts.parse([f"h{n}" for n in range(60)])
-    with pytest.raises(EtudeError, match="61 hosts are too many: 60 at most"):
+    with pytest.raises(EtudeError, match="61 hosts are too many: at most 60"):
         Hosts.parse([f"h{n}" for n in range(61)])
 
 
@@ -62,7 +62,7 @@ def test_hosts_have_addresses_of_their_own() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_host(name: str) -> None:
-    with pytest.raises(EtudeError, match="is no host"):
+    with pytest.raises(EtudeError, match="is not a host"):
         Hosts.parse([name])
 
 
@@ -277,16 +277,18 @@ def test_what_a_backend_does_not_give_is_named() -> None:
     )  # fmt: skip
     everything = {"image", "services", "network", "user"}
     check_spec(spec, backend="x", gives=everything, limits={"cpus", "processes"})
-    with pytest.raises(EtudeError, match="^x sandboxes cannot .* for: image, network, limits.cpus"):
+    with pytest.raises(
+        EtudeError, match="^x sandboxes do not support .* needs: image, network, limits.cpus"
+    ):
         check_spec(spec, backend="x", gives={"services", "user"}, limits={"processes"})
     check_spec(SandboxSpec(files={"a": "b"}), backend="x", gives=())
-    with pytest.raises(ValueError, match="'A=B' cannot be the name"):
+    with pytest.raises(ValueError, match="'A=B' is not a valid name"):
         check_spec(SandboxSpec(env={"A=B": ""}), backend="x", gives=())
 
 
 @pytest.mark.parametrize(("name", "value"), [("", "x"), ("A=", "x"), ("A\0", "x"), ("A", "\0")])
 def test_what_is_no_variable(name: str, value: str) -> None:
-    with pytest.raises(ValueError, match="cannot be the name of an environment variable"):
+    with pytest.raises(ValueError, match="is not a valid name of an environment variable"):
         check_env({name: value})
 
 
@@ -329,5 +331,5 @@ async def test_a_spec_is_the_same_on_another_machine() -> None:
         message | {"limits": {"cups": 1}},
         {**message, "x": 1},
     ):
-        with pytest.raises(ValueError, match="this is no spec of a sandbox"):
+        with pytest.raises(ValueError, match="not a valid sandbox spec"):
             from_message(wrong)

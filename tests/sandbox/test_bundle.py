@@ -234,6 +234,6 @@ async def test_what_nobody_waits_for_is_cancelled_there(other: Other) -> None:
     with pytest.raises(asyncio.CancelledError):
         await call
     assert await other.hear() == [{"cancel": asked["id"]}]
-    with pytest.raises(RolloutFailure, match="no answer in 0 s"):
+    with pytest.raises(RolloutFailure, match="no answer within 0 s"):
         await lines.call("x", {}, 0.01)
     lines.close()

@@ -81,7 +81,7 @@ async def test_one_that_the_service_ended_is_a_failure(
 async def test_a_service_that_refuses_says_why() -> None:
     with stand_in() as (url, _):
         pool = E2bSandboxPool(service=E2bService(f"{url}/nowhere", KEY, "e2b.app", url))
-        with pytest.raises(RolloutFailure, match="answered 404"):
+        with pytest.raises(RolloutFailure, match="returned 404"):
             async with pool.open(SandboxSpec()):
                 pass
         await pool.close()
@@ -96,7 +96,7 @@ def test_where_a_service_is() -> None:
 
 async def test_what_a_template_decides_is_refused() -> None:
     pool = object.__new__(E2bSandboxPool)
-    with pytest.raises(EtudeError, match="e2b sandboxes cannot give.*: limits.cpus"):
+    with pytest.raises(EtudeError, match="e2b sandboxes do not support.*: limits.cpus"):
         pool.check(SandboxSpec(limits=Limits(cpus=2)))
 
 

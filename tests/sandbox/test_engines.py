@@ -51,15 +51,15 @@ class Engine:
 def test_the_first_engine_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     Engine(monkeypatch, info=lambda argv: (0, "yes") if argv[0] == "b" else (1, "x\nno daemon"))
     assert find_engine(("no", "a", "b")) == ("b", "yes")
-    with pytest.raises(EtudeError, match="an engine that answers; a says: no daemon$"):
+    with pytest.raises(EtudeError, match="a running container engine; a: no daemon$"):
         find_engine(("no", "a"))
     with pytest.raises(EtudeError, match="needs no, which is not installed"):
         find_engine(("no",))
     Engine(monkeypatch, info=(1, ""))
-    with pytest.raises(EtudeError, match="a says: nothing"):
+    with pytest.raises(EtudeError, match="a: no output"):
         find_engine(("a",))
     Engine(monkeypatch, info=(None, ""))
-    with pytest.raises(EtudeError, match="a says: a gave no answer in 5 s"):
+    with pytest.raises(EtudeError, match="a: a did not answer within 5 s"):
         find_engine(("a",))
 
 
@@ -82,7 +82,7 @@ def test_a_pool_imports_its_root_once(monkeypatch: pytest.MonkeyPatch) -> None:
     again = Engine(monkeypatch, image=(0, "[]"))
     other = ContainerSandboxPool(clients=("a",))
     assert not again.words("import") and name in other.argv("one", SandboxSpec())
-    with pytest.raises(EtudeError, match="a imports no image: disk full"):
+    with pytest.raises(EtudeError, match="a could not import the image: disk full"):
         Engine(monkeypatch, **{"import": (1, "disk full")})
         ContainerSandboxPool(clients=("a",))
 
@@ -130,9 +130,9 @@ async def test_a_few_machines_are_made_at_once() -> None:
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ((1, "first\nno rights"), "no container of a can hold a sandbox here: no rights"),
-        ((0, ""), "no container of a can hold a sandbox here: nothing"),
-        ((None, ""), "a: no container ended in 5 s"),
+        ((1, "first\nno rights"), "a: a container cannot run sandboxes here: no rights"),
+        ((0, ""), "a: a container cannot run sandboxes here: nothing"),
+        ((None, ""), "a: a test container did not end within 5 s"),
     ],
 )
 def test_an_engine_that_holds_no_sandbox(
@@ -157,12 +157,12 @@ def test_an_image_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool._image("mine").env == {"PATH": "/bin", "A": "b=c", "EMPTY": ""}
     assert "mine" in pool.argv("one", SandboxSpec(image="mine"))
     engine.answers["image"] = (1, "")
-    with pytest.raises(EtudeError, match="a has no image 'gone': a pull gone"):
+    with pytest.raises(EtudeError, match="a has no image 'gone': run `a pull gone`"):
         pool.check(SandboxSpec(image="gone"))
     engine.answers["image"] = (0, "null")
     for said, why in (("", "it has an older one"), ("no python3", "no python3")):
         engine.answers["run"] = (1, said)
-        with pytest.raises(EtudeError, match=f"image 'old' has no Python from 3.11 on.*{why}"):
+        with pytest.raises(EtudeError, match=f"image 'old' has no Python 3.11 or newer.*{why}"):
             pool.check(SandboxSpec(image="old"))
 
 

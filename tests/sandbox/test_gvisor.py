@@ -115,7 +115,7 @@ async def test_what_a_process_left_ends_with_it(pool: GvisorSandboxPool, end: st
 
 
 async def test_limits_that_it_cannot_hold_are_refused(pool: GvisorSandboxPool) -> None:
-    with pytest.raises(EtudeError, match="gvisor sandboxes cannot give.*: limits.processes"):
+    with pytest.raises(EtudeError, match="gvisor sandboxes do not support.*: limits.processes"):
         pool.check(SandboxSpec(limits=Limits(processes=4)))
 
 

@@ -93,9 +93,9 @@ async def test_forks_add_no_layer_while_nothing_changes(
 async def test_a_task_may_not_name_what_is_not_there(store: ImageStore, pool: SandboxPool) -> None:
     image = working_copy(store)
     pool.check(SandboxSpec(image=image.reference))
-    with pytest.raises(EtudeError, match="there: shop"):
+    with pytest.raises(EtudeError, match="available: shop"):
         pool.check(SandboxSpec(image="shopp"))
-    with pytest.raises(EtudeError, match="asks for another"):
+    with pytest.raises(EtudeError, match="the task needs sha256"):
         pool.check(SandboxSpec(image="shop@sha256:00"))
 
 

@@ -520,7 +520,7 @@ async def test_launchers_are_not_tried_for_ever(
 
     monkeypatch.setattr(walled, "_ask_for_one", silent)
     monkeypatch.setattr(namespaces, "_ZYGOTES", 2)
-    with pytest.raises(RolloutFailure, match="none came from 2 zygotes"):
+    with pytest.raises(RolloutFailure, match="2 zygotes did not start one"):
         async with walled.open(SandboxSpec()):
             pass
     assert len(set(asked)) == len(asked) == 2

@@ -206,11 +206,11 @@ async def test_a_pod_that_never_runs_says_why(served: Served) -> None:
 
 async def test_what_the_cluster_refuses_is_told(served: Served) -> None:
     pool, _ = served
-    with pytest.raises(RolloutFailure, match="answered 422: .*image"):
+    with pytest.raises(RolloutFailure, match="returned 422: .*image"):
         async with pool.open(SandboxSpec(image=7)):  # type: ignore[arg-type]
             pass
     pool.cluster = replace(pool.cluster, token="another")
-    with pytest.raises(RolloutFailure, match="answered 401"):
+    with pytest.raises(RolloutFailure, match="returned 401"):
         async with pool.open(SandboxSpec()):
             pass
     pool.cluster = replace(pool.cluster, token=TOKEN)
@@ -223,7 +223,7 @@ def test_a_cluster_without_agent_sandbox_is_told_how_to_get_it() -> None:
         with pytest.raises(EtudeError) as refused:
             check_cluster(cluster_at(url))
         assert str(refused.value).endswith(f"isolation kubernetes needs: {INSTALL}")
-        with pytest.raises(EtudeError, match="answered 401"):
+        with pytest.raises(EtudeError, match="returned 401"):
             check_cluster(replace(cluster_at(url), token="another"))
     with pytest.raises(EtudeError, match="does not answer"):
         check_cluster(cluster_at(url))
@@ -308,7 +308,7 @@ def test_a_kubeconfig_in_json(tmp_path: Path) -> None:
     for token in ("one", "the next"):
         (tmp_path / "token").write_text(f"{token}\n")
         assert found.headers() == {"Authorization": f"Bearer {token}"}
-    with pytest.raises(EtudeError, match=r"the certificates of .* are none"):
+    with pytest.raises(EtudeError, match=r"the certificates of .* are invalid"):
         found.connection()
 
 
@@ -352,7 +352,9 @@ users:
     (tmp_path / "ca.crt").write_bytes(b"authority")
     (tmp_path / "config").write_text(text)
     variables = {"KUBECONFIG": str(tmp_path / "config"), "HOME": str(tmp_path)}
-    with pytest.raises(EtudeError, match="without kubectl, since it is no JSON: install kubectl"):
+    with pytest.raises(
+        EtudeError, match="is not JSON, so reading it needs kubectl: install kubectl"
+    ):
         find_cluster({**variables, "PATH": "/nowhere"})
     need_kubectl()
     found = find_cluster({**variables, "PATH": os.environ["PATH"]})
@@ -360,7 +362,7 @@ users:
         url="https://10.0.0.1", namespace=NAMESPACE, authority=b"authority", token=TOKEN
     )
     (tmp_path / "config").write_text("current-context: nowhere")
-    with pytest.raises(EtudeError, match="kubectl config view.* says: "):
+    with pytest.raises(EtudeError, match="kubectl config view.* failed: "):
         find_cluster({**variables, "PATH": os.environ["PATH"]})
 
 
@@ -371,7 +373,9 @@ def test_in_a_pod_its_service_account_is_taken(tmp_path: Path) -> None:
     found = find_cluster({**variables, "HOME": str(tmp_path)}, tmp_path)
     assert (found.url, found.namespace) == ("https://[fd00::1]:443", "mine")
     assert (found.authority, found.headers()) == (b"c", {"Authorization": "Bearer t"})
-    with pytest.raises(EtudeError, match="there is no .*/.kube/config.*: export KUBECONFIG=FILE"):
+    with pytest.raises(
+        EtudeError, match="but .*/.kube/config does not exist.*: export KUBECONFIG=FILE"
+    ):
         find_cluster({"HOME": str(tmp_path)}, tmp_path)
 
 

@@ -116,13 +116,13 @@ def test_the_python_below_an_environment_comes_with_it(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{}/nothing", "there is no directory"),
+        ("{}/nothing", "does not exist"),
         ("{}:elsewhere", "must begin with /"),
-        ("{}:/", "/ is taken"),
-        ("{}:/work/deps", "/work/deps is taken"),
-        ("{}:/app/deps", "/app/deps is taken"),
-        ("{}:/usr/lib/x", "/usr/lib/x is taken"),
-        ("{}:/opt/../proc", "/proc is taken"),
+        ("{}:/", "/ is in use"),
+        ("{}:/work/deps", "/work/deps is in use"),
+        ("{}:/app/deps", "/app/deps is in use"),
+        ("{}:/usr/lib/x", "/usr/lib/x is in use"),
+        ("{}:/opt/../proc", "/proc is in use"),
     ],
 )
 def test_what_cannot_be_shown_is_told(text: str, why: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_an_ordinary_user_may_not_read_is_told(
 
 
 def test_without_walls_nothing_is_moved() -> None:
-    with pytest.raises(EtudeError, match="take :/opt/x out"):
+    with pytest.raises(EtudeError, match="remove :/opt/x"):
         open_sandbox_pool("process", mounts=["/usr/lib:/opt/x"])
 
 
@@ -155,7 +155,7 @@ async def test_limits_of_a_run_hold_where_a_task_says_nothing() -> None:
             told = (await output(sandbox, "bash", "-c", script)).split()
             assert told == [str(kib), "10", str(64 << 10)]
     await pool.close()
-    with pytest.raises(EtudeError, match=r"cannot give.*: limits.processes\. "):
+    with pytest.raises(EtudeError, match=r"do not support.*: limits.processes\. "):
         open_sandbox_pool("process", limits=Limits(processes=9))
 
 

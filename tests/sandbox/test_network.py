@@ -154,7 +154,7 @@ def test_what_is_public() -> None:
     "name", ["*.test", "127.0.0.1", "::1", "0x7f.1", "2130706433", "a b", "", "a:0", "a:x", "A.b"]
 )
 def test_only_names_are_hosts(name: str) -> None:
-    with pytest.raises(EtudeError, match="no host"):
+    with pytest.raises(EtudeError, match="not a host"):
         Hosts.parse([name])
 
 

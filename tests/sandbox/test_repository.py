@@ -127,7 +127,7 @@ async def test_a_tree_that_leaves_the_working_copy_is_refused(tmp_path: Path, pa
     tree = git(tmp_path, "hash-object", "-w", "-t", "tree", "--literally", "--stdin", stdin=entry)
     text = f"tree {tree}\nauthor x <x> 0 +0000\ncommitter x <x> 0 +0000\n\nx\n".encode()
     commit = git(tmp_path, "hash-object", "-w", "-t", "commit", "--stdin", stdin=text)
-    with pytest.raises(EtudeError, match="no path for a working copy"):
+    with pytest.raises(EtudeError, match="not a valid path in a working copy"):
         await read(tmp_path, commit)
 
 
@@ -136,7 +136,7 @@ async def test_what_is_wrong_is_said(repository: tuple[Path, str]) -> None:
     for url, name, words in (
         (place, "main", "full id"),
         (place, "0" * 40, "git ls-tree"),
-        (place.parent, commit, "there is no git repository"),
+        (place.parent, commit, "not a git repository"),
         ("https://example.com/x", commit, "file:// URL"),
         ("ssh://example.com/x", commit, "file:// URL"),
         ("ext::sh -c touch% /tmp/x", commit, "file:// URL"),
@@ -145,7 +145,7 @@ async def test_what_is_wrong_is_said(repository: tuple[Path, str]) -> None:
         with pytest.raises(EtudeError, match=words):
             await read(url, name)
     for limit in ({"max_bytes": 5}, {"max_entries": 2}):
-        with pytest.raises(EtudeError, match="do not fit"):
+        with pytest.raises(EtudeError, match="are too many"):
             await read(place, commit, **limit)
 
 
@@ -168,7 +168,7 @@ async def test_where_there_is_no_git_that_is_said(
 ) -> None:
     place, commit = repository
     monkeypatch.setenv("PATH", str(place))
-    with pytest.raises(EtudeError, match="needs git, which is not installed"):
+    with pytest.raises(EtudeError, match="git is not installed"):
         await read(place, commit)
 
 
@@ -195,11 +195,11 @@ def test_a_path_and_a_name_become_one_commit(repository: tuple[Path, str]) -> No
     git(place, "worktree", "add", "-q", "../other", "v1")
     assert repository_at(place.parent / "other") == tagged
     for ref in ("v2", "--all"):
-        with pytest.raises(EtudeError, match=f"no commit, branch or tag '{ref}'"):
+        with pytest.raises(EtudeError, match=f"no commit, branch or tag is named '{ref}'"):
             repository_at(place, ref)
     with pytest.raises(EtudeError, match="not a git repository"):
         repository_at(place.parent)
-    with pytest.raises(EtudeError, match="nowhere: there is no such folder"):
+    with pytest.raises(EtudeError, match="nowhere: the folder does not exist"):
         repository_at(place / "nowhere")
 
 

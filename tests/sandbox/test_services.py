@@ -87,8 +87,8 @@ async def test_a_check_of_its_own_and_services_that_need_others(
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        ("echo no such database; exit 3", "service db ended before it was up; it said: no such"),
-        ("echo wait; sleep 1000", "service db was not up after 0.5 s; it said: wait"),
+        ("echo no such database; exit 3", "service db ended before it was ready; it said: no such"),
+        ("echo wait; sleep 1000", "service db was not ready within 0.5 s; it said: wait"),
     ],
 )
 async def test_one_that_does_not_come_up_says_why_and_leaves_nothing(
@@ -104,7 +104,7 @@ async def test_one_that_does_not_come_up_says_why_and_leaves_nothing(
 
 
 async def test_who_cannot_give_services_says_so() -> None:
-    with pytest.raises(EtudeError, match="process sandboxes cannot give.*: services"):
+    with pytest.raises(EtudeError, match="process sandboxes do not support.*: services"):
         async with ProcessSandboxPool().open(SPEC):
             pass
     with pytest.raises(ValueError, match="letters, digits and hyphens"):

@@ -193,7 +193,7 @@ async def test_a_task_that_asks_for_more_is_refused(monkeypatch: pytest.MonkeyPa
         (SandboxSpec(network=("pypi.org",)), "network"),
         (SandboxSpec(user="root"), "user"),
     ):
-        with pytest.raises(EtudeError, match=f"vm sandboxes cannot give.*: {part}"):
+        with pytest.raises(EtudeError, match=f"vm sandboxes do not support.*: {part}"):
             pool.check(spec)
     pool.check(SandboxSpec(limits=Limits(cpus=0.5, memory_bytes=1 << 30, processes=3)))
 
@@ -247,7 +247,7 @@ def test_kvm_is_used_only_where_a_guest_boots(
     program.write_text(f"#!/bin/sh\necho {vm_boot.UP}\n")
     assert qemu._probe(str(program), kernel) == "kvm"
     program.write_text("#!/bin/sh\necho no such machine >&2; exit 1\n")
-    with pytest.raises(EtudeError, match="no virtual machine boots here: no such machine"):
+    with pytest.raises(EtudeError, match="virtual machines do not boot here: no such machine"):
         qemu._probe(str(program), kernel)
 
 

@@ -145,7 +145,7 @@ async def test_one_process_may_be_as_large_as_the_limit(walled: NamespaceSandbox
 
 
 async def test_a_limit_that_no_sandbox_fits_into(walled: NamespaceSandboxPool) -> None:
-    with pytest.raises(EtudeError, match="limits.memory_bytes is 1000: .* at least 16777216"):
+    with pytest.raises(EtudeError, match="limits.memory_bytes is 1000, .* at least 16777216"):
         async with walled.open(SandboxSpec(limits=Limits(memory_bytes=1000))):
             pass
     need_cgroup(walled)
@@ -265,7 +265,7 @@ zygote.main(socket.socket(fileno=int(sys.argv[2])), sys.argv[3], sys.argv[4])
         assert "no cgroup (/sys/fs/cgroup: Permission denied)" in str(pool.walls)
         async with pool.open(SandboxSpec()) as sandbox:
             assert (await sandbox.run(["echo", "hi"], timeout_s=LONG_S)).output == "hi\n"
-        told = r"^namespaces sandboxes cannot give.*: limits.cpus\. "
+        told = r"^namespaces sandboxes do not support.*: limits.cpus\. "
         with pytest.raises(EtudeError, match=told):
             limit = Limits(cpus=1.0, memory_bytes=1 << 30, processes=1)
             async with pool.open(SandboxSpec(limits=limit)):

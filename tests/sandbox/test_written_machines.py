@@ -95,7 +95,7 @@ def test_when_a_pod_is_ready() -> None:
         assert not is_ready(other)
     with pytest.raises(RolloutFailure, match="its pod has ended: WhyFinished: is True"):
         is_ready(pod(Finished="True", Ready="True"))
-    assert conditions({}) == "no controller has looked at it"
+    assert conditions({}) == "no controller has processed it"
     assert conditions(pod(A="x", B="y")) == "WhyA: is x; WhyB: is y"
 
 

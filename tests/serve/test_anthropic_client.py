@@ -186,7 +186,7 @@ async def test_thinking_is_not_shown_to_who_turned_it_off() -> None:
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "a " * 5000}]}, "prompt is too long: .*tokens"),
         ({"extra_body": {"temperature": "hot"}}, "temperature"),
-        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "none of the tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "no tool is named"),
     ],
 )
 async def test_mistakes_are_told_as_anthropic_does(more: dict[str, Any], words: str) -> None:

@@ -258,12 +258,12 @@ async def test_models_and_health(http: aiohttp.ClientSession, url: str) -> None:
         ("chat/completions", ASK | {"frobnicate": 1}, "frobnicate"),
         ("chat/completions", ASK | {"reasoning_effort": 3}, "reasoning_effort"),
         ("chat/completions", ASK | {"response_format": {"type": "xml"}}, "response_format"),
-        ("chat/completions", ASK | {"tools": TOOLS + TOOLS}, "same name"),
+        ("chat/completions", ASK | {"tools": TOOLS + TOOLS}, "names must be unique"),
         ("chat/completions", ASK | {"tool_choice": "required"}, "no tools"),
         (
             "chat/completions",
             ASK | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-            "none of the tools",
+            "no tool is named",
         ),
         ("completions", {"prompt": "a", "min_weight_version": 1}, "min_weight_version"),
         ("completions", {"prompt": "a", "detokenize": False}, "detokenize"),
@@ -308,7 +308,7 @@ async def test_what_is_not_supported_is_said_to_be(
     (name,) = more
     error = answer["error"]
     assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", name)
-    assert error["message"].startswith(f"{name} is not supported by this server: leave it out")
+    assert error["message"].startswith(f"{name} is not supported by this server: remove it")
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
@@ -320,7 +320,7 @@ async def test_a_model_that_is_not_served(
         status, answer = await post(http, f"{url}/v1/{path}", asked | {"model": "gpt-4o"})
     error = answer["error"]
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
-    assert "only 'etude'" in error["message"]
+    assert "available: 'etude'" in error["message"]
 
 
 async def test_a_body_has_a_largest_size(http: aiohttp.ClientSession, url: str) -> None:
@@ -395,7 +395,7 @@ def test_a_port_that_others_can_reach_needs_a_token() -> None:
     with pytest.raises(EtudeError, match="ETUDE_TOKEN"):
         process.bind("0.0.0.0", 0, None)
     for host in ("example.org", "10.0.0.1", "::"):
-        with pytest.raises(EtudeError, match="can be reached from outside"):
+        with pytest.raises(EtudeError, match="can be reached from other machines"):
             process.bind(host, 0, None)
     process.bind("0.0.0.0", 0, "secret").close()
 

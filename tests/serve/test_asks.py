@@ -293,7 +293,7 @@ def test_places_are_given_back_whatever_happens() -> None:
     with pytest.raises(KeyError), slots.acquire(2):
         assert slots.in_use == 2
         with (
-            pytest.raises(Unavailable, match="2 answers are under way, and 3 are the most"),
+            pytest.raises(Unavailable, match="2 answers are in progress, and the limit is 3"),
             slots.acquire(2),
         ):
             pass
@@ -302,7 +302,7 @@ def test_places_are_given_back_whatever_happens() -> None:
         raise KeyError
     assert slots.in_use == 0
     with (
-        pytest.raises(ApiError, match="n: this server gives at most 3 answers at once, not 4"),
+        pytest.raises(ApiError, match="n: at most 3 answers at once are allowed, not 4"),
         slots.acquire(4),
     ):
         pass

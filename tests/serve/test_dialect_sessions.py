@@ -195,5 +195,5 @@ async def test_what_no_journal_can_hold_is_refused_before_anything_is_sampled(
         asked = {"input": "read", "text": said, "stream": stream}
         async with http.post(f"{url}{session}/v1/responses", json=asked) as response:
             assert response.status == 400
-            assert "too large to be recorded" in (await response.json())["error"]["message"]
+            assert "too large to record" in (await response.json())["error"]["message"]
         assert engine.asked == []

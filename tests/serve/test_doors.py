@@ -212,7 +212,7 @@ def test_a_route_without_a_policy_does_not_start() -> None:
         return Response()
 
     for method, path in (("POST", "/new"), ("DELETE", "/health")):
-        with pytest.raises(EtudeError, match=f"{method} {path} has no policy"):
+        with pytest.raises(EtudeError, match=f"{method} {path} has no access policy"):
             create_app([Route(path, inside, methods=[method])], None)
 
 

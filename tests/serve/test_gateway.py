@@ -141,7 +141,10 @@ async def test_weights_that_are_not_what_was_published_are_not_served(
     regions: list[Worker], gateway: str, store: Store, http: aiohttp.ClientSession
 ) -> None:
     store.damage(1)
-    for version, words in ((1, "not what was published"), (7, "version 7 is not published")):
+    for version, words in (
+        (1, "cannot be restored exactly as published"),
+        (7, "version 7 is not published"),
+    ):
         async with http.post(f"{gateway}/load", json={"version": version}) as response:
             assert response.status == 502
             assert words in (await response.json())["error"]["message"]
@@ -199,7 +202,7 @@ async def test_a_request_is_not_sent_for_ever(
     for number in range(9):
         router.fleet.join(f"http://127.0.0.1:{number}", "east", 0, 0.0)
     with pytest.raises(
-        Unavailable, match="4 workers in a row have failed, the last one with: out of memory"
+        Unavailable, match="4 workers in a row failed, the last with: out of memory"
     ):
         await router.sample(Request(prompt=(1,), max_tokens=1, seed=0))
     assert len(set(asked)) == 4
@@ -276,7 +279,7 @@ async def test_pools_are_for_production_mode(store: Store, http: aiohttp.ClientS
     ):
         assert response.status == 400
         said = (await response.json())["error"]
-    assert said["message"] == "pools are for a gateway in production mode"
+    assert said["message"] == "pools need a gateway in production mode"
     assert said["param"] == "pool" and not made.router.fleet.workers
 
 

@@ -106,12 +106,18 @@ def test_one_client_does_not_keep_the_others_out() -> None:
     with ExitStack() as stack:
         stack.enter_context(limit.acquire(1, "ann"))
         stack.enter_context(limit.acquire(1, "ann"))
-        with pytest.raises(Unavailable, match="2 answers of yours"), limit.acquire(1, "ann"):
+        with (
+            pytest.raises(Unavailable, match="2 answers are in progress for this client"),
+            limit.acquire(1, "ann"),
+        ):
             raise AssertionError
         stack.enter_context(limit.acquire(2, "bob"))
-        with pytest.raises(Unavailable, match="4 answers are under way"), limit.acquire(1, "eve"):
+        with pytest.raises(Unavailable, match="4 answers are in progress"), limit.acquire(1, "eve"):
             raise AssertionError
-    with pytest.raises(ApiError, match="at most 2 answers at once, not 3"), limit.acquire(3, "ann"):
+    with (
+        pytest.raises(ApiError, match="at most 2 answers at once are allowed, not 3"),
+        limit.acquire(3, "ann"),
+    ):
         raise AssertionError
     with limit.acquire(2, "ann"), limit.acquire(2, "bob"):
         pass
@@ -308,7 +314,7 @@ def test_a_server_that_others_can_reach_needs_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("port", [-5, 99999])
 def test_a_port_that_is_none(port: int) -> None:
-    with pytest.raises(EtudeError, match=f"there is no port {port}"):
+    with pytest.raises(EtudeError, match=f"invalid port {port}"):
         process.bind("127.0.0.1", port, None)
 
 
@@ -396,7 +402,7 @@ def test_a_chat_in_the_terminal(tmp_path: Path) -> None:
 def test_a_chat_goes_on_after_a_turn_that_is_refused(tmp_path: Path) -> None:
     talked = chat(tmp_path, f"{'a ' * 300}\nread\n")
     assert (talked.returncode, talked.stderr) == (0, "")
-    assert "no room in a context of 256" in " ".join(talked.stdout.split())
+    assert "no room for an answer in a context of 256" in " ".join(talked.stdout.split())
     assert talked.stdout.count("5 tokens, ") == 1
 
 

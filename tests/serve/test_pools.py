@@ -173,4 +173,6 @@ async def test_the_store_is_followed_every_second_whatever_happens(
         GREEN: {"version": -1, "up": 0},  # it has nothing to serve yet
     }
     said = capsys.readouterr().err
-    assert "what users are answered by is not known anew: it is away" in said
+    assert (
+        "the versions that users get cannot be refreshed, and stay as they are: it is away" in said
+    )

@@ -57,12 +57,12 @@ def test_paths_in_the_file_begin_where_it_lies(tmp_path: Path) -> None:
         ("", "user_key_file"),
         ("user_key_file = ", "production.toml: "),
         ("sampling = 1", "sampling"),
-        ("sampling_rate = 1.1", "sampling_rate: from 0 to 1"),
-        ("sampling_rate = -0.1", "sampling_rate: from 0 to 1"),
-        ("retention_days = 0", "retention_days: a number above 0"),
-        ("pending_hours = 0", "pending_hours: a number above 0"),
-        ("session_idle_minutes = 1e6", "session_idle_minutes: a number above 0"),
-        ("feedback_per_minute = 0", "feedback_per_minute: a number above 0"),
+        ("sampling_rate = 1.1", "sampling_rate must be between 0 and 1"),
+        ("sampling_rate = -0.1", "sampling_rate must be between 0 and 1"),
+        ("retention_days = 0", "retention_days must be above 0"),
+        ("pending_hours = 0", "pending_hours must be above 0"),
+        ("session_idle_minutes = 1e6", "session_idle_minutes must be above 0"),
+        ("feedback_per_minute = 0", "feedback_per_minute must be above 0"),
         ("redaction.patterns.mine = '('", "mine"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_key_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
     path = tmp_path / "key"
-    with pytest.raises(EtudeError, match="holds no key"):
+    with pytest.raises(EtudeError, match="has no readable pseudonym key"):
         read_user_key(path, create=False)
     key = read_user_key(path, create=True)
     assert len(key) == KEY_BYTES and path.stat().st_mode & 0o777 == 0o600
@@ -107,7 +107,9 @@ def test_of_two_who_make_a_key_both_have_the_same(
     assert os.listdir(tmp_path) == ["key"]
 
 
-@pytest.mark.parametrize(("text", "why"), [("ab" * (KEY_BYTES - 1), "must have"), ("oh", "no key")])
+@pytest.mark.parametrize(
+    ("text", "why"), [("ab" * (KEY_BYTES - 1), "must have"), ("oh", "no readable pseudonym key")]
+)
 def test_what_is_no_key(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "key").write_text(text)
     with pytest.raises(EtudeError, match=why):
@@ -119,7 +121,7 @@ def test_a_place_is_the_store_that_the_file_names(tmp_path: Path) -> None:
     file.write_text('user_key_file = "k"\n[consent.users]\na = false\nb = true\n'
                     "[consent.organisations]\nc = false\n")  # fmt: skip
     (tmp_path / "k").write_text(KEY.hex())
-    with pytest.raises(EtudeError, match="names no store"):
+    with pytest.raises(EtudeError, match="has no store"):
         Place(file, None)
     Objects.open(f"file:{tmp_path}/run").put("x", b"")
     place = Place(file, f"file:{tmp_path}/run")
@@ -198,12 +200,12 @@ async def test_sessions_that_are_over_are_forgotten(
 @pytest.mark.parametrize(
     ("headers", "body", "why"),
     [
-        ({"X-Etude-Consent": "maybe"}, {}, "granted, or refused"),
-        ({"X-Etude-User": ""}, {}, "say whose feedback it is"),
+        ({"X-Etude-Consent": "maybe"}, {}, "must be granted or refused"),
+        ({"X-Etude-User": ""}, {}, "the feedback names no user"),
         ({"X-Etude-User": "x" * 5000}, {}, "at most"),
-        ({}, {"time": 0}, "time: seconds since 1970"),
-        ({}, {"time": 1e12}, "time: seconds since 1970"),
-        ({}, {"kind": "custom:own"}, "strength: say how much"),
+        ({}, {"time": 0}, "time must be in seconds since 1970"),
+        ({}, {"time": 1e12}, "time must be in seconds since 1970"),
+        ({}, {"kind": "custom:own"}, "strength is required for a custom kind"),
     ],
 )
 async def test_feedback_that_is_refused(
@@ -242,9 +244,21 @@ def test_arguments_are_read_to_be_looked_through_and_written_again() -> None:
 @pytest.mark.parametrize(
     ("headers", "body", "why"),
     [
-        ({}, {}, "say whose word it is, by X-Etude-User or by X-Etude-Organisation"),
-        ({"X-Etude-User": "a", "X-Etude-Organisation": "b"}, {}, "say whose word it is"),
-        ({"X-Etude-User": "a"}, {"time": -1}, "time: seconds since 1970, and not in the future"),
+        (
+            {},
+            {},
+            "that decides, by X-Etude-User or X-Etude-Organisation",
+        ),
+        (
+            {"X-Etude-User": "a", "X-Etude-Organisation": "b"},
+            {},
+            "name either the user or the organisation",
+        ),
+        (
+            {"X-Etude-User": "a"},
+            {"time": -1},
+            "time must be in seconds since 1970, and not in the future",
+        ),
         ({"X-Etude-User": "a"}, {"time": NOW + 300}, "not in the future"),
         ({"X-Etude-User": "a"}, {"time": NOW + 299}, None),
         ({"X-Etude-Organisation": "b"}, {"time": 0}, None),
@@ -268,7 +282,10 @@ async def test_what_names_nobody_deletes_nobody(
     async with production(http, f"file:{tmp_path}", ["one"]) as made:
         await made.say("hello")
         status, told = await made.call("DELETE", "/v1/users", headers={"X-Etude-Session": "one"})
-        assert (status, told["error"]["message"]) == (400, "say whom to delete: X-Etude-User")
+        assert (status, told["error"]["message"]) == (
+            400,
+            "the request names no user to delete: send X-Etude-User",
+        )
         assert len(made.store.users()) == 1
 
 
@@ -283,7 +300,7 @@ async def test_feedback_that_cannot_be_stored_is_to_be_sent_again(
         event = {"event": "e", "completion": f"chatcmpl-{'0' * 24}", "kind": "accepted"}
         status, told = await made.feedback(**event)
         assert status == 503
-        assert "the feedback cannot be stored now: the disk is full" in told["error"]["message"]
+        assert "the feedback could not be stored: the disk is full" in told["error"]["message"]
         assert made.mode.recording.counts["feedback"] == 0
 
 
@@ -322,7 +339,7 @@ async def test_a_gateway_looks_every_5_s_and_sweeps_every_hour(
     assert len(forgotten) == len(seen)
     kept = {"retention_s": 2 * 86400, "horizon_s": 3 * 3600}
     assert sweeps == [(50.0 + 3600 * hour, kept) for hour in range(3)]
-    assert capsys.readouterr().err == "the store of production mode: it is away\n"
+    assert capsys.readouterr().err == "production store: it is away\n"
 
 
 async def test_a_session_that_changes_its_pool_is_forgotten_by_the_one_before(

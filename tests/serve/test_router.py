@@ -204,7 +204,7 @@ async def test_a_worker_that_goes_away_while_it_joins_is_told(http: aiohttp.Clie
         return web.json_response({})
 
     async with Worker(load=leaves).listening() as url:
-        with pytest.raises(Unavailable, match="went away while it joined"):
+        with pytest.raises(Unavailable, match="left while it was joining"):
             await join(router, url)
 
 

@@ -51,7 +51,7 @@ def test_a_version_of_a_run_is_loaded(store: Store, tmp_path: Path, version: int
 
 
 def test_what_cannot_be_served_is_one_clear_message(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(EtudeError, match="version 9 is not published; versions 0 to 2 are there"):
+    with pytest.raises(EtudeError, match="version 9 is not published; versions 0 to 2 exist"):
         load(store.url, None, CPU, version=9)
     model = write_model(tmp_path / "tiny")
     with pytest.raises(EtudeError, match="--version 1: .* is not a run"):

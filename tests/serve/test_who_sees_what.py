@@ -191,7 +191,7 @@ async def test_a_worker_is_drained_by_an_admin_alone(world: World, stack: AsyncE
     assert (await world.ask("POST", "/workers/drain", own, drain))[0] == 403
     assert (await world.ask("POST", "/workers/drain", admin, {"url": "http://x"}))[0] == 404
     status, body = await world.ask("POST", "/workers/drain", admin, drain | {"keep": 1})
-    assert status == 409 and b"1 workers have to stay" in body
+    assert status == 409 and b"1 workers must keep running" in body
     status, body = await world.ask("POST", "/workers/drain", admin, drain)
     assert status == 200 and msgspec.json.decode(body) == {"state": "draining", "active": 0}
     told = msgspec.json.decode((await world.ask("GET", "/status", admin))[1])

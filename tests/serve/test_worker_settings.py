@@ -241,7 +241,7 @@ def test_a_gateway_with_a_secret_asks_everyone_for_a_token(
 
 def test_a_store_without_a_model_says_so(tmp_path: Path) -> None:
     objects = Run.open(f"file:{tmp_path}").objects
-    told = "holds no model to serve, .* missing: start a run there first"
+    told = "has no model to serve .* missing.: start a run there first"
     with pytest.raises(EtudeError, match=told):
         read_model_files(Run(objects))
 
@@ -274,4 +274,4 @@ async def test_a_worker_that_is_not_let_in_says_so_once(
     assert asked == [told] * len(statuses)
     assert slept == [worker.HEARTBEAT_S] * len(statuses)
     said = [line.partition("Z ")[2] for line in capsys.readouterr().err.splitlines()]
-    assert said == [f"the gateway does not take this worker: {'x' * 500}"] * 2
+    assert said == [f"the gateway rejects this worker: {'x' * 500}"] * 2

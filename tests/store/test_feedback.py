@@ -59,7 +59,9 @@ def test_feedback_needs_a_trajectory_and_a_number(run: Run) -> None:
     with pytest.raises(Missing, match="groups/g000002"):
         add_feedback(run, "g000002.0", MERGED)
     for wrong in ("g000001", "groups/g000001.0"):
-        with pytest.raises(ValueError, match=f"'{wrong}' is not the id .* such as g000001.0"):
+        with pytest.raises(
+            ValueError, match=f"'{wrong}' is not a trajectory id.* such as g000001.0"
+        ):
             add_feedback(run, wrong, MERGED)
     with pytest.raises(ValueError, match="must be finite"):
         add_feedback(run, "g000001.0", Feedback(kind="thumb", value=math.nan, time=1.0))

@@ -148,7 +148,7 @@ def test_records_that_are_lost_are_told_to_whoever_goes_on_from_them(place: int)
     objects.delete(f"notes/000000000{place}.jsonl")
     log = notes(objects)
     for goes_on in (log.records, log.resume, lambda: log.append(Note("d"))):
-        with pytest.raises(EtudeError, match=rf"notes/000000000{place}.jsonl is not there, and la"):
+        with pytest.raises(EtudeError, match=rf"notes/000000000{place}.jsonl is missing, but la"):
             goes_on()
     assert not objects.exists(f"notes/000000000{place}.jsonl"), "the place of what is lost"
 
@@ -183,7 +183,7 @@ def test_a_second_writer_is_found_out() -> None:
     new.append(Note("b"))
     with pytest.raises(
         EtudeError,
-        match=r"somebody else has written notes/0000000001.jsonl; stop the other process",
+        match=r"another process has written notes/0000000001.jsonl; stop the other process",
     ):
         old.append(Note("c"))
     assert [n.text for n in new.records()] == ["a", "b"]
@@ -269,7 +269,7 @@ def test_a_damaged_segment_is_named_or_left_out_and_told() -> None:
     objects.put(key, objects.get(key).replace(b'"value": 1', b'"value": 9'))
     with pytest.raises(
         Damaged,
-        match=rf"memory:: {key} is damaged: its digest is \w+..., and that of its bytes \w+",
+        match=rf"memory:: {key} is damaged: its digest is \w+..., but its content has \w+",
     ):
         notes(objects).read()
     told: list[Damaged] = []
@@ -280,7 +280,7 @@ def test_a_damaged_segment_is_named_or_left_out_and_told() -> None:
 def test_a_record_of_an_unknown_kind_is_refused_by_name() -> None:
     objects = Objects.open("memory:")
     Log(objects, "notes", [Other], durable=True).append(Other("x"))
-    with pytest.raises(EtudeError, match=r"notes/0000000000.jsonl does not hold a record \(Note\)"):
+    with pytest.raises(EtudeError, match=r"notes/0000000000.jsonl is not a valid record \(Note\)"):
         notes(objects).read()
 
 

@@ -75,7 +75,7 @@ def test_folders(objects: Objects) -> None:
 
 
 def test_what_is_missing_is_named(objects: Objects) -> None:
-    with pytest.raises(Missing, match=r"read a/1 in .*: it is not there"):
+    with pytest.raises(Missing, match=r"read a/1 in .*: it does not exist"):
         objects.get("a/1")
 
 
@@ -91,12 +91,12 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("runs/a", "file:runs/a", f"file://{tmp_path}/runs/a", str(tmp_path / "runs" / "a")):
         Objects.open(url).put("key", url.encode())
         assert (tmp_path / "runs" / "a" / "key").read_bytes() == url.encode()
-    with pytest.raises(EtudeError, match="'ftp://host/x' is no store: give a path"):
+    with pytest.raises(EtudeError, match="'ftp://host/x' is not a store: give a path"):
         Objects.open("ftp://host/x")
 
 
 def test_a_reader_leaves_nothing_behind_a_mistyped_path(tmp_path: Path) -> None:
-    with pytest.raises(EtudeError, match="typo is not there: check the path"):
+    with pytest.raises(EtudeError, match="typo does not exist: check the path"):
         Objects.open(str(tmp_path / "typo"), create=False)
     assert not list(tmp_path.iterdir())
 
@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_the_old_object_and_nothing_else(
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_no_right_to_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(EtudeError, match="right to write"):
+    with pytest.raises(EtudeError, match="write permission"):
         Objects.open(f"file:{tmp_path}").put("key", b"")
 
 
@@ -186,9 +186,9 @@ def test_a_killed_writer_leaves_whole_objects(tmp_path: Path) -> None:
         (errno.ENOSPC, "free some space"),
         (errno.EDQUOT, "free some space"),
         (errno.EFBIG, "free some space"),
-        (errno.EPERM, "give this user the right to write there"),
-        (errno.EACCES, "give this user the right to write there"),
-        (errno.EROFS, "give this user the right to write there"),
+        (errno.EPERM, "give this user write permission there"),
+        (errno.EACCES, "give this user write permission there"),
+        (errno.EROFS, "give this user write permission there"),
         (errno.EIO, "check the address"),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_second_writer_is_found_out() -> None:
     other.append([first])
     one._number = 0  # as if the first reply had been lost: the object is stored, and equal
     one.append([first])
-    with pytest.raises(EtudeError, match="somebody else has written rollouts/0000000001.parquet"):
+    with pytest.raises(EtudeError, match="another process has written rollouts/0000000001.parquet"):
         one.append([second])
 
 
@@ -147,9 +147,7 @@ def test_a_file_that_is_lost_is_told() -> None:
     objects.delete("rollouts/0000000001.parquet")
     log, reader = RolloutLog(objects), RolloutReader(objects)
     for goes_on in (log.rows, log.groups, lambda: log.append(group_rows(GROUP))):
-        with pytest.raises(
-            EtudeError, match=r"rollouts/0000000001\.parquet is not there, and later"
-        ):
+        with pytest.raises(EtudeError, match=r"rollouts/0000000001\.parquet is missing, but later"):
             goes_on()
     assert len(reader.new()) == len(GROUP.trajectories) and reader.new() == []
     assert len(reader.damaged) == 1

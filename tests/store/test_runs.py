@@ -83,14 +83,14 @@ def test_groups_and_batches_come_back_as_they_went_in(run: Run) -> None:
     with pytest.raises(Missing):
         run.batch(3)
     run.objects.put("batches/000003", run.objects.get("batches/000002"))
-    with pytest.raises(EtudeError, match="batches/000003 holds the batch of step 2"):
+    with pytest.raises(EtudeError, match="batches/000003 contains the batch of step 2"):
         run.batch(3)
 
 
 def test_a_batch_is_made_once(run: Run) -> None:
     run.put_batch(BATCH)
     run.put_batch(BATCH)
-    with pytest.raises(EtudeError, match="another batches/000002 already"):
+    with pytest.raises(EtudeError, match="a different batches/000002 already exists"):
         run.put_batch(replace(BATCH, oldest=0))
     assert run.batch(2) == BATCH
 
@@ -107,17 +107,17 @@ def test_the_trainer_gets_its_batch_when_it_comes(run: Run) -> None:
 
 def test_a_damaged_object_is_named(run: Run) -> None:
     run.objects.put_sealed("groups/g000007", b"\x93\x01")
-    with pytest.raises(EtudeError, match="groups/g000007 does not hold a Group"):
+    with pytest.raises(EtudeError, match="groups/g000007 is not a valid Group"):
         run.group("g000007")
     run.objects.put_sealed("groups/g000008", pack(GROUP))
-    with pytest.raises(EtudeError, match="groups/g000008 holds group g000007"):
+    with pytest.raises(EtudeError, match="groups/g000008 contains group g000007"):
         run.group("g000008")
 
 
 def test_a_config_can_be_corrected_until_there_is_work(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Missing, match="memory: holds no run"):
+    with pytest.raises(Missing, match="memory: has no run"):
         run.config()
     run.put_config(parse(TOML))
     run.objects.put("model/config.json", b"{}")
@@ -137,7 +137,9 @@ def test_the_config_of_a_run_with_work_in_it_is_kept(run: Run, work: str) -> Non
         run.put_checkpoint("000001.000000", b"")
     else:
         run.ledger.append(Trained(step=1))
-    with pytest.raises(EtudeError, match=r"run:\n  stage.rl.lr: 0.0003 -> 0.1\ngo on .* --fresh"):
+    with pytest.raises(
+        EtudeError, match=r"run:\n  stage.rl.lr: 0.0003 -> 0.1\ncontinue .* --fresh"
+    ):
         run.put_config(parse(TOML, ["stage.rl.lr=0.1", "engine.threads=2"]))
     assert run.config() == parse(TOML)
 
@@ -149,7 +151,7 @@ def test_a_run_that_lost_its_config_does_not_go_on(run: Run, work: str) -> None:
         run.put_checkpoint("000001.000000", b"")
     else:
         run.ledger.append(Trained(step=1))
-    with pytest.raises(EtudeError, match=r"lost its config.json.* bring the file back"):
+    with pytest.raises(EtudeError, match=r"without its config.json.* restore the file"):
         run.put_config(parse(TOML))
     assert not run.objects.exists("config.json")
 
@@ -307,7 +309,7 @@ def test_the_last_events_of_a_synchronous_process_are_stored(run: Run) -> None:
 def test_a_second_writer_of_events_is_told_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "FLUSH_S", 0.001)
     with (
-        pytest.raises(EtudeError, match="somebody else has written"),
+        pytest.raises(EtudeError, match="another process has written"),
         sync_event_writer(run, "trainer") as emit,
     ):
         emit(WeightsLive(version=1))
@@ -386,7 +388,7 @@ def test_every_flipped_bit_is_an_error_that_names_the_object(run: Run) -> None:
 
 
 def test_experts_that_are_gone_are_named_with_the_way_out(run: Run) -> None:
-    with pytest.raises(Missing, match="experts/none .*router_replay = false to do without"):
+    with pytest.raises(Missing, match="experts/none .*router_replay = false to train without it"):
         get_experts(run.objects, "none")
 
 
@@ -395,7 +397,7 @@ def test_a_run_of_an_older_format_is_told(run: Run) -> None:
     run.objects.put("config.json", run.objects.get_sealed("config.json"))
     with pytest.raises(
         EtudeError,
-        match=r"config.json does not end with its digest: .* the run is of an older format",
+        match=r"config.json does not end with its digest: .* an older version of etude wrote it",
     ):
         run.config()
 
@@ -404,7 +406,7 @@ def test_a_config_of_another_version_is_told(run: Run) -> None:
     run.objects.put_sealed("config.json", b'{"name": "r", "unheard_of": 1}')
     with pytest.raises(
         EtudeError,
-        match=r"config.json was written by another version of etude: (?s:.*)unheard_of",
+        match=r"config.json cannot be read; another version of etude .*: (?s:.*)unheard_of",
     ):
         run.config()
 

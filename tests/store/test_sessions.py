@@ -36,7 +36,7 @@ def test_a_session_is_read_as_it_was_written(run: Run, key: str) -> None:
     without = [replace(whole, segments=()) for whole in run.sessions(key)]
     assert reader.conversations(key) == without
     assert reader.conversations(key, {without[1].id, "x"}) == without[1:2]
-    with pytest.raises(Missing, match="holds no session 'x'"):
+    with pytest.raises(Missing, match="has no session 'x'"):
         reader.session(key, "x")
 
 
@@ -85,7 +85,9 @@ def test_who_comes_second_tries_again(times: int, is_kept: bool) -> None:
     run = Run(Busy.open("memory:"))
     run.objects.times = times  # type: ignore[attr-defined]
     mine = Verdict(session="s", verdict="cheat", who="w")
-    with nullcontext() if is_kept else pytest.raises(EtudeError, match="somebody else has written"):
+    with (
+        nullcontext() if is_kept else pytest.raises(EtudeError, match="another process has written")
+    ):
         add_verdict(run, mine)
     assert [each.record for each in read_verdicts(run)] == ([mine] if is_kept else [])
 

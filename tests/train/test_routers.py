@@ -135,16 +135,16 @@ def test_tokens_that_nobody_reported_are_left_to_the_router() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (b"\0" * 5, "row of s2 names are none of this model: 5 bytes"),
-        (b"\7" * 40, "row of s2 names are none of this model: expert 7"),
-        (b"\0" * 4000, "row of s2 names are another row's: it has .* tokens, and they are of 1000"),
+        (b"\0" * 5, "row of s2 do not fit this model: 5 bytes"),
+        (b"\7" * 40, "row of s2 do not fit this model: .* expert 7"),
+        (b"\0" * 4000, "row of s2 belong to another row: they are for 1000 tokens"),
     ],
 )
 def test_experts_that_do_not_fit_are_named(ids: bytes, message: str) -> None:
     batch, objects = sampled(served(SPARSE, torch.float32))
     with pytest.raises(EtudeError, match=message):
         step(SPARSE, batch, objects | {"2": ids})
-    with pytest.raises(EtudeError, match="row of s. names experts, and the model has none"):
+    with pytest.raises(EtudeError, match="row of s. has recorded experts, but the model has none"):
         step(config(), batch, objects)
 
 

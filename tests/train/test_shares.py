@@ -68,7 +68,7 @@ def test_a_rank_that_finds_nobody_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", alone], capture_output=True, text=True, check=False
     )
-    assert "EtudeError: rank 0 of 2 did not find all others within 1 s" in done.stderr
+    assert "EtudeError: rank 0 of 2 could not connect to all others within 1 s" in done.stderr
 
 
 @pytest.mark.parametrize("size", ["", "1"])

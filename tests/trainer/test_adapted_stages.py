@@ -193,5 +193,5 @@ def test_what_does_not_go_together_is_refused(settings: list[str], said: str) ->
 
 def test_targets_that_the_model_lacks_are_refused_before_any_stage(tmp_path: Path) -> None:
     _, config = open_run(tmp_path, "run", 'trainer.lora.targets=["q_proj", "w1"]')
-    with pytest.raises(EtudeError, match="is called w1; there are"):
+    with pytest.raises(EtudeError, match="named w1; adaptable layers: "):
         check_training(config, resumed=False)

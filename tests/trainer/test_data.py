@@ -101,7 +101,7 @@ def test_a_template_that_forgets_makes_a_row_for_each_turn() -> None:
 @pytest.mark.parametrize("template", [OPENS, ENDLESS])
 def test_a_template_whose_answers_cannot_be_told_is_refused(template: str) -> None:
     with pytest.raises(
-        ValueError, match=r"message 2: the chat template does not show it as an answer"
+        ValueError, match=r"message 2: the chat template does not render it as an answer"
     ):
         tokenize(SESSION, with_template(template), [])
 
@@ -156,9 +156,11 @@ def test_what_is_too_long_is_named_and_dropped_or_an_error(tmp_path: Path) -> No
     path = write(tmp_path / "a.jsonl", session(1), session(2), long)
     found = read_sessions(path, TOKENIZER, 64, "drop")
     assert found.skipped == [f"{path}:3"] and len(found.train) + len(found.heldout) == 2
-    with pytest.raises(EtudeError, match=r"a\.jsonl:3 has \d+ tokens, and the model's context 64"):
+    with pytest.raises(
+        EtudeError, match=r"a\.jsonl:3 has \d+ tokens, but the model's context is 64"
+    ):
         read_sessions(path, TOKENIZER, 64, "error")
-    with pytest.raises(EtudeError, match="sft needs two different sessions that fit"):
+    with pytest.raises(EtudeError, match="sft needs at least two different sessions that fit"):
         read_sessions(
             write(tmp_path / "b.jsonl", session(1), session(1), long), TOKENIZER, 64, "drop"
         )
@@ -170,18 +172,21 @@ ASSISTANT = SESSION[1]
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({}, "'messages' is no list of messages"),
-        ({"messages": []}, "'messages' is no list of messages"),
-        ({"messages": ["hi"]}, "messages 1: it is no object with a role"),
-        ({"messages": [SESSION[0], {"role": "assistant"}]}, "messages 2: its content is no text"),
+        ({}, "'messages' is not a list of messages"),
+        ({"messages": []}, "'messages' is not a list of messages"),
+        ({"messages": ["hi"]}, "messages 1: it is not an object with a role"),
+        (
+            {"messages": [SESSION[0], {"role": "assistant"}]},
+            "messages 2: its content is not a string",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-            "messages 1: its content is no text",
+            "messages 1: its content is not a string",
         ),
         ({"messages": [SESSION[0]]}, "the assistant says nothing"),
         (
             {"messages": [ASSISTANT | {"tool_calls": [{}]}]},
-            "a tool call has no function with a name",
+            "a tool call has no function name",
         ),
         (
             {
@@ -189,7 +194,7 @@ ASSISTANT = SESSION[1]
                     ASSISTANT | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
                 ]
             },
-            "the arguments of f are no JSON",
+            "the arguments of f are not valid JSON",
         ),
         (
             {
@@ -197,9 +202,12 @@ ASSISTANT = SESSION[1]
                     ASSISTANT | {"tool_calls": [{"function": {"name": "f", "arguments": "3"}}]}
                 ]
             },
-            "the arguments of f are no object",
+            "the arguments of f are not an object",
         ),
-        ({"messages": SESSION, "tools": [{"type": "function"}]}, "tools is no list of functions"),
+        (
+            {"messages": SESSION, "tools": [{"type": "function"}]},
+            "tools is not a list of functions",
+        ),
         ("{", "the line is no JSON"),
     ],
 )
@@ -212,7 +220,7 @@ def test_a_malformed_session_is_named(tmp_path: Path, record: object, message: s
 def test_a_session_that_the_template_refuses_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", session(1), session(2))
     refusing = with_template("{{ raise_exception('not today') }}")
-    with pytest.raises(EtudeError, match=r"a\.jsonl:1: .*not today; repair the line"):
+    with pytest.raises(EtudeError, match=r"a\.jsonl:1: .*not today; fix or remove the line"):
         read_sessions(path, refusing, 256, "error")
 
 
@@ -247,10 +255,10 @@ def test_pairs_share_their_prompt_and_count_their_answers(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"chosen": "a", "rejected": "b"}, "'prompt' is no list of messages"),
-        (pair("submit", None), "'rejected' is no list of messages"),
+        ({"chosen": "a", "rejected": "b"}, "'prompt' is not a list of messages"),
+        (pair("submit", None), "'rejected' is not a list of messages"),
         (pair("submit", "submit"), "chosen and rejected are the same"),
-        (pair("submit", [SESSION[0]]), "rejected makes 0 token sequences and not one"),
+        (pair("submit", [SESSION[0]]), "rejected makes 0 token sequences instead of one"),
     ],
 )
 def test_a_malformed_pair_is_named(tmp_path: Path, record: object, message: str) -> None:
@@ -266,9 +274,7 @@ def test_an_answer_of_several_turns_needs_a_template_that_does_not_forget(tmp_pa
     )
     with pytest.raises(EtudeError, match="chosen makes 2 token sequences"):
         read_preferences(path, with_template(FORGETS), 256, "error")
-    with pytest.raises(
-        EtudeError, match="there is no pair that fits into the model's context of 4 tokens"
-    ):
+    with pytest.raises(EtudeError, match="no pair fits into the model's context of 4 tokens"):
         read_preferences(write(tmp_path / "b.jsonl", pair("submit", "test")), TOKENIZER, 4, "drop")
 
 

@@ -87,17 +87,17 @@ def test_a_teacher_must_be_there_and_speak_of_the_same_tokens(
     other = small_files(vocab_size=290)
     run = Run.open("memory:")
     store_files(run, other)
-    with pytest.raises(EtudeError, match="has another vocabulary than the student"):
+    with pytest.raises(EtudeError, match="has a different vocabulary from the student"):
         Trainer(run, config, emit=lambda event: None).train()
     run = Run.open("memory:")
     store_files(run, small_files(context=512))
     longer = config.model.model_copy(update={"max_context": 512})
     config = config.model_copy(update={"model": longer})
-    with pytest.raises(EtudeError, match="has a context of 256 tokens, and sessions may have 512"):
+    with pytest.raises(EtudeError, match="has a context of 256 tokens, but sessions may have 512"):
         Trainer(run, config, emit=lambda event: None).train()
     (tmp_path / "teacher" / "model.safetensors").unlink()
     with pytest.raises(
-        EtudeError, match=r"stage\.distill\.teacher = .* model\.safetensors missing there"
+        EtudeError, match=r"stage\.distill\.teacher = .* model\.safetensors missing"
     ):
         check_stage_files(config)
 

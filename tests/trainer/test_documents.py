@@ -94,7 +94,9 @@ def test_of_two_that_write_the_same_tokens_either_wins(
 
     shutil.rmtree(folder.parent)
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(EtudeError, match=r"cannot be written to .* \(No space left on device\)"):
+    with pytest.raises(
+        EtudeError, match=r"cannot write the tokens of .* \(No space left on device\)"
+    ):
         read_corpus(told, FILES, 0)
 
 
@@ -140,11 +142,11 @@ def test_nothing_to_train_on_and_nowhere_to_write_are_named(
 ) -> None:
     write(tmp_path / "a.jsonl", ["", " "])
     told = f'sources = [{{path = "{tmp_path}/a.jsonl"}}]'
-    with pytest.raises(EtudeError, match=r"a\.jsonl: no document is left to train on"):
+    with pytest.raises(EtudeError, match=r"a\.jsonl: no documents are left to train on"):
         read_corpus(stage(told), FILES, 0)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(EtudeError, match="cannot be written to .* set XDG_CACHE_HOME"):
+    with pytest.raises(EtudeError, match="cannot write the tokens of .* set XDG_CACHE_HOME"):
         read_corpus(stage(told), FILES, 0)
 
 

@@ -63,7 +63,7 @@ def test_a_rank_is_killed_in_mid_step_and_the_run_goes_on(tmp_path: Path) -> Non
     assert len(read(straight, straight.checkpoints()[-1]).parts) == 2
     assert spawn_ranks(killed, tmp_path / "b", 2, die_at=7) == [2, -signal.SIGKILL]
     said = killed.objects.get("last words/0").decode()
-    assert "rank 1 of 2 cannot be reached any more, and so rank 0 stops at step 7 of rl" in said
+    assert "rank 1 of 2 cannot be reached, so rank 0 stops at step 7 of rl" in said
     assert killed.checkpoints()[-1] in ("000005.000000", "000006.000000")
     assert spawn_ranks(killed, tmp_path / "c", 2) == [0, 0]
     assert fingerprint(killed) == fingerprint(straight)

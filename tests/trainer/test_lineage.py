@@ -133,6 +133,6 @@ def test_data_that_changed_under_a_stopped_stage_is_named(
     live_briefly(run, config, steps=3)
     (tmp_path / "more.py").write_text("def more():\n    return 1\n")
     with pytest.raises(
-        EtudeError, match="stage midtrain learnt from other data before it was stopped"
+        EtudeError, match="the data of stage midtrain has changed since it was stopped"
     ):
         Trainer(run, config, emit=lambda event: None).train()

@@ -175,5 +175,5 @@ def test_a_trainer_that_is_started_again_goes_back_too() -> None:
 def test_a_base_that_is_gone_is_named() -> None:
     run = run_with(batch(1), batch(2), batch(3), steps=3)
     run.put_batch(of_version_1(batch(4)))
-    with pytest.raises(EtudeError, match="begins with version 1, and there is no checkpoints"):
+    with pytest.raises(EtudeError, match="starts from version 1, but checkpoints"):
         train(run, 4)

@@ -95,7 +95,7 @@ def of(losses: str, *parts: str) -> str:
         (of("logp[:-1]"), "mine", "returned a tensor of shape (2,) for 3 tokens"),
         (of("None"), "mine", "returned a NoneType"),
         (of("logp.detach()"), "mine", "do not depend on tokens.logp_N"),
-        (of("logp * float('nan')"), "mine", "returned [nan, nan, nan]; its numbers must be finite"),
+        (of("logp * float('nan')"), "mine", "returned [nan, nan, nan]; all values must be finite"),
         (of("logp / {}['x']"), "mine", "my_loss.py, line 2: 'x'"),
         (
             of("logp", "correction='trunc'"),

@@ -73,7 +73,7 @@ def test_the_model_directory_is_needed_once(
     )
     empty = Run.open("memory:")
     store_files(empty, files)
-    with pytest.raises(EtudeError, match="model.safetensors missing there"):
+    with pytest.raises(EtudeError, match="model.safetensors missing"):
         Trainer(empty, config, emit=lambda event: None)
 
 
@@ -117,8 +117,8 @@ def test_a_device_without_enough_memory_is_one_sentence(monkeypatch: pytest.Monk
     store_files(run, small_files())
     with pytest.raises(
         EtudeError,
-        match=r"too little memory at the start \(CUDA out of memory\): go on with "
-        r"trainer\.gradient_checkpointing = true, less of microbatch_tokens",
+        match=r"ran out of memory at the start \(CUDA out of memory\): continue with "
+        r"trainer\.gradient_checkpointing = true, a smaller microbatch_tokens",
     ):
         trainer_module.train(run, parse(TOML), World(), torch.device("cpu"))
 
@@ -130,7 +130,7 @@ def test_each_rank_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(trainer_module, "select_device", torch.device)
     assert rank_device("cpu", 7) == torch.device("cpu") and current == []
     assert rank_device("cuda", 1) == torch.device("cuda", 1) and current == [1]
-    with pytest.raises(EtudeError, match="rank 2 has no CUDA device of its own, .* has 2"):
+    with pytest.raises(EtudeError, match="rank 2 has no CUDA device of its own: .* has 2"):
         rank_device("cuda", 2)
     assert current == [1]
 

@@ -14,8 +14,11 @@ from tests.small_model import small_files
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["trainer.expert_parallel=2"], "expert_parallel = 2 divides experts, and the model has"),
-        (["trainer.context_parallel=2", "batch_invariant=true"], "not know invariant arithmetic"),
+        (["trainer.expert_parallel=2"], "expert_parallel = 2: the model has no experts"),
+        (
+            ["trainer.context_parallel=2", "batch_invariant=true"],
+            "not support invariant arithmetic",
+        ),
     ],
 )
 def test_ranks_that_cannot_share_the_work_are_refused(settings: list[str], said: str) -> None:
@@ -29,7 +32,7 @@ def test_files_of_the_model_that_are_lost_are_named_before_anything_starts() -> 
     store_files(run, small_files(context=64))
     assert is_prepared(run)
     run.objects.delete("model/tokenizer.json")
-    with pytest.raises(EtudeError, match=r"model/tokenizer\.json is not there: bring it back"):
+    with pytest.raises(EtudeError, match=r"model/tokenizer\.json is missing: restore it"):
         is_prepared(run)
     run.objects.delete("model/config.json")
     assert not is_prepared(run), "it was never whole"

@@ -103,7 +103,7 @@ def test_what_a_killed_process_left_half_written_goes_after_a_while(tmp_path: Pa
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        EtudeError, match="weights cannot be cached in .*file/cache .*: choose another place"
+        EtudeError, match="cannot cache weights in .*file/cache .*: choose another directory"
     ):
         HostCache(tmp_path / "file" / "cache")
 

@@ -168,13 +168,13 @@ def test_varints(value: int, data: str) -> None:
     reader = Reader(bytes.fromhex(data) + b"x")
     assert reader.varint(value) == value and reader.left == 1
     if value:
-        with pytest.raises(Damaged, match="counts further than it can"):
+        with pytest.raises(Damaged, match="count in the payload is out of range"):
             Reader(bytes.fromhex(data)).varint(value - 1)
 
 
 def test_a_varint_ends() -> None:
     assert Reader(b"\xff" * 8 + b"\x7f").varint(1 << 63) == (1 << 63) - 1
-    with pytest.raises(Damaged, match="counts further"):
+    with pytest.raises(Damaged, match="out of range"):
         Reader(b"\x80" * 9 + b"\x01").varint(1 << 80)
     with pytest.raises(Damaged, match="ends too early"):
         Reader(b"\x80").varint(9)
@@ -189,10 +189,10 @@ def test_a_header_names_widths_that_numbers_have() -> None:
     whole = ContextHeader.read(Reader(b"\x02\x1e\x02\x1f\x1f"), 9)
     assert whole == ContextHeader(2, 30, 2, 31, 31)
     for wrong in (b"\x02\x20\x00", b"\x02\x00\x01\x20\x00", b"\x02\x00\x01\x00\x20"):
-        with pytest.raises(Damaged, match="widths that no number has"):
+        with pytest.raises(Damaged, match="impossible bit width"):
             ContextHeader.read(Reader(wrong), 9)
     for wrong in (b"\x0a\x00\x00", b"\x02\x00\x03\x00\x00"):
-        with pytest.raises(Damaged, match="counts further"):
+        with pytest.raises(Damaged, match="out of range"):
             ContextHeader.read(Reader(wrong), 9)
 
 
@@ -203,13 +203,13 @@ def test_a_shard_is_read_to_its_last_byte() -> None:
     assert chunks == [Chunk(0, 0, b"abc"), Chunk(1, 0, b"d")]
     assert read(b"etude w1\x00", state) == []
     for wrong, why in (
-        (whole[:-1], "longer or shorter"),
-        (whole + b"e", "longer or shorter"),
-        (b"etude w2" + whole[8:], "does not start"),
-        (b"etude w1" + bytes((2, 1, 0, 3, 0, 0, 1)) + b"abcd", "disorder"),
-        (b"etude w1" + bytes((2, 0, 0, 3, 0, 0, 1)) + b"abcd", "disorder"),
-        (b"etude w1" + bytes((1, 2, 0, 1)) + b"a", "counts further"),
-        (b"etude w1" + bytes((1, 0, 1, 1)) + b"a", "counts further"),
+        (whole[:-1], "does not match its chunks"),
+        (whole + b"e", "does not match its chunks"),
+        (b"etude w2" + whole[8:], "no valid header"),
+        (b"etude w1" + bytes((2, 1, 0, 3, 0, 0, 1)) + b"abcd", "out of order"),
+        (b"etude w1" + bytes((2, 0, 0, 3, 0, 0, 1)) + b"abcd", "out of order"),
+        (b"etude w1" + bytes((1, 2, 0, 1)) + b"a", "out of range"),
+        (b"etude w1" + bytes((1, 0, 1, 1)) + b"a", "out of range"),
     ):
         with pytest.raises(Damaged, match=why):
             read(wrong, state)

@@ -87,7 +87,7 @@ def test_the_newest_version_by_its_number(chain: Chain) -> None:
     for version in (6, -1):
         with pytest.raises(Missing, match=f"version {version} is not published; versions 3 to 5"):
             read_manifest(chain.objects, version)
-    with pytest.raises(VersionGone, match="version 2 was deleted by .*; versions 3 to 5 are there"):
+    with pytest.raises(VersionGone, match="version 2 was deleted by .*; versions 3 to 5 exist"):
         read_manifest(chain.objects, 2)
 
 
@@ -116,15 +116,17 @@ def test_exactly_one_route_is_applied_or_refused_by_its_ends(chain: Chain) -> No
     before = follower.image(2)
     (shard,) = manifest.route.shards
     chain.objects.put(shard_key(third.epoch, 3, shard.hash), b"other bytes")
-    with pytest.raises(CorruptWeights, match=r"version 3 is not what .* whole: 2 to 3; damaged: "):
+    with pytest.raises(
+        CorruptWeights, match=r"version 3 cannot be restored .* route: 2 to 3; damaged: "
+    ):
         follower.apply_route(third, manifest.route)
     assert follower.held is before
     # a sound object, but of another version
     wrong = chain.find(2)[1].route
-    with pytest.raises(CorruptWeights, match=r"whole: 2 to 3"):
+    with pytest.raises(CorruptWeights, match=r"route: 2 to 3"):
         follower.apply_route(third, Route(before.link, wrong.shards))
     assert follower.held is before
-    with pytest.raises(CorruptWeights, match=r"whole: nothing to 3"):
+    with pytest.raises(CorruptWeights, match=r"route: nothing to 3"):
         follower.apply_route(third, Route(None, wrong.shards))
 
 
@@ -141,7 +143,7 @@ def test_rows_that_are_not_held_are_not_made_up(
     assert torch.equal(image.rows("w", 21, 22), whole[21:22])
     assert image.rows("w", 30, 30).shape == (0, 10)
     for first, last in ((18, 20), (19, 21), (44, 46), (0, 60)):
-        with pytest.raises(EtudeError, match=f"rows {first} to {last - 1} of w are not held"):
+        with pytest.raises(EtudeError, match=f"rows {first} to {last - 1} of w were not fetched"):
             image.rows("w", first, last)
 
 
@@ -192,9 +194,9 @@ def test_what_several_ranks_hold_is_the_lowest_ones() -> None:
     layout = build_layout([[], [upper], [whole], [whole]])
     assert layout.owners["w"] == ((2, range(1)),) and layout.owned(2) == {"w": range(1)}
     assert layout.owned(1) == {} and layout.transfers == ()
-    with pytest.raises(EtudeError, match="no rank holds byte 0 of w"):
+    with pytest.raises(EtudeError, match="no rank has byte 0 of w"):
         build_layout([[upper]])
-    with pytest.raises(EtudeError, match="ranks disagree on w: .* on rank 0, .* on 2"):
+    with pytest.raises(EtudeError, match="ranks disagree on w: rank 0 has .*, rank 2 has"):
         build_layout([[whole], [], [Extent(TensorEntry("w", "float32", (2, 10)), 0, 80)]])
 
 

@@ -128,7 +128,7 @@ def test_if_one_rank_fails_all_do_and_nothing_is_committed() -> None:
 
 def test_parts_that_do_not_make_a_whole_are_refused() -> None:
     entry = TensorEntry("w", "bfloat16", (100, 2))
-    with pytest.raises(EtudeError, match="no rank holds byte 200 of w"):
+    with pytest.raises(EtudeError, match="no rank has byte 200 of w"):
         build_layout([[Extent(entry, 0, 200)], [Extent(entry, 204, 400)]])
     with pytest.raises(EtudeError, match="ranks disagree on w"):
         build_layout(
@@ -172,7 +172,7 @@ def test_a_reader_of_some_rows_decodes_only_their_chunks(monkeypatch: pytest.Mon
         assert torch.equal(image.rows("w", 100, 150), now["w"][100:150])
         assert image.tensors() == {}
         now = moved(now, version)
-    with pytest.raises(EtudeError, match="rows 0 to 9 of w are not held"):
+    with pytest.raises(EtudeError, match="rows 0 to 9 of w were not fetched"):
         image.rows("w", 0, 10)
     image.held["w"].data[3] ^= 1
     assert wrong_tensors(part) == ["w"]

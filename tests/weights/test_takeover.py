@@ -85,7 +85,7 @@ class Scene:
             assert self.truth().epochs()[-1].publisher != trainer.name, "nobody has taken over"
             trainer = self.succeeded(trainer)
         except EtudeError as e:
-            assert epoch is None and "published already" in str(e), e
+            assert epoch is None and "already published" in str(e), e
             trainer = self.succeeded(trainer)
         if trainer._epoch is not None:
             assert self.owners.setdefault(trainer._epoch, trainer) is trainer

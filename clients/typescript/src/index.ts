@@ -214,7 +214,7 @@ export class Service {
 
   /** The request handler, for a server of your own. */
   async handle(request: IncomingMessage, response: ServerResponse): Promise<void> {
-    let [status, body]: Reply = [401, { error: "the token is wrong, or missing" }];
+    let [status, body]: Reply = [401, { error: "the token is missing or invalid" }];
     if (this.#isAllowed(request.headers.authorization ?? "")) {
       try {
         const url = new URL(request.url ?? "/", "http://service");
@@ -254,13 +254,13 @@ export class Service {
       if (method === "GET") return this.#look(name, numberOf(url.searchParams, "wait_s", 0));
       if (method === "DELETE") return this.#cancel(name);
     }
-    return [404, { error: `there is no ${method} ${url.pathname}` }];
+    return [404, { error: `no route ${method} ${url.pathname}` }];
   }
 
   async #page(query: URLSearchParams): Promise<Reply> {
     const { tasks } = this.#options;
     if (tasks === undefined) {
-      return [404, { error: "this service has no tasks: name a file with tasks.path" }];
+      return [404, { error: "this service has no tasks: set tasks.path to a file" }];
     }
     const split = query.get("split") ?? "train";
     const all = typeof tasks === "function" ? await tasks(split) : (tasks[split] ?? []);
@@ -272,11 +272,11 @@ export class Service {
   #begin(body: unknown): Reply {
     const asked = body as RolloutRequest;
     const missing = REQUIRED.filter((field) => asked?.[field] === undefined);
-    if (missing.length > 0) throw new BadRequest(`this is no rollout: no ${missing.join(", ")}`);
+    if (missing.length > 0) throw new BadRequest(`invalid rollout: ${missing.join(", ")} missing`);
     const known = this.#known.get(asked.id);
     if (known !== undefined) return [known.status === "running" ? 202 : 200, known];
     if (this.#running.size >= this.#capacity) {
-      return [503, { error: "no room: ask again in a moment" }];
+      return [503, { error: "at capacity: try again in a moment" }];
     }
     const cancel = new AbortController();
     const begun: Outcome = { id: asked.id, status: "running" };
@@ -304,7 +304,7 @@ export class Service {
       await this.#ended(id, 1000 * Math.min(waitS, MAX_WAIT_S));
     }
     const known = this.#known.get(id);
-    return known === undefined ? [404, { error: `there is no rollout ${id}` }] : [200, known];
+    return known === undefined ? [404, { error: `no rollout ${id}` }] : [200, known];
   }
 
   #ended(id: string, ms: number): Promise<void> {
@@ -362,14 +362,14 @@ function sent(result: Result): Record<string, unknown> & { status: string } {
   const { reward, parts = [], flags = [], credit = [] } = result;
   const { artifacts = [], messages = [], status = "done" } = result;
   const unknown = Object.keys(result).filter((field) => !FIELDS.has(field));
-  if (unknown.length > 0) throw new Error(`a result has no ${unknown.join(", ")}`);
-  if (!Number.isFinite(reward)) throw new Error(`the reward is ${reward}: it must be a number`);
+  if (unknown.length > 0) throw new Error(`unknown fields in the result: ${unknown.join(", ")}`);
+  if (!Number.isFinite(reward)) throw new Error(`the reward must be a number, not ${reward}`);
   return { status, score: { reward, parts, flags, credit }, artifacts, messages };
 }
 
 function numberOf(query: URLSearchParams, name: string, otherwise: number): number {
   const value = Number(query.get(name) ?? otherwise);
-  if (!Number.isFinite(value) || value < 0) throw new BadRequest(`${name} is no number`);
+  if (!Number.isFinite(value) || value < 0) throw new BadRequest(`${name} is not a number`);
   return value;
 }
 
@@ -384,7 +384,7 @@ async function read(request: IncomingMessage): Promise<unknown> {
   try {
     return JSON.parse(Buffer.concat(chunks).toString());
   } catch (e) {
-    throw new BadRequest(`the body is no JSON: ${e}`);
+    throw new BadRequest(`the body is not valid JSON: ${e}`);
   }
 }
 
@@ -397,7 +397,7 @@ async function post(
   const headers = { "Content-Type": "application/json", Authorization: `Bearer ${token}` };
   const answer = await fetch(url, { method: "POST", headers, body: JSON.stringify(body), signal });
   if (!answer.ok) {
-    const said = `${url} answers ${answer.status}: ${await answer.text()}`;
+    const said = `${url} returned ${answer.status}: ${await answer.text()}`;
     throw new Refused(said, answer.status);
   }
   return answer;

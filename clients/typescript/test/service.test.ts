@@ -121,7 +121,7 @@ test("a result that is refused has failed", async () => {
   try {
     assert.equal(await pull(here, "scheduler", () => ({ reward: 0.5 })), true);
     assert.deepEqual(statuses.slice(0, 3), ["done", "", "failed"]);
-    assert.match(statuses[3] ?? "", /answers 400: no answer/);
+    assert.match(statuses[3] ?? "", /returned 400: no answer/);
     assert.equal(statuses.length, 4);
   } finally {
     gateway.closeAllConnections();

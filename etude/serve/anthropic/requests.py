@@ -84,7 +84,7 @@ def _text(said: str | Sequence[anthropic.Block]) -> str:
         if not isinstance(block, anthropic.TextBlock):
             kind = block.__struct_config__.tag
             raise ApiError(
-                f"messages: this model reads text only; a block of type {kind!r} cannot stand here",
+                f"messages: this model reads text only; a block of type {kind!r} is not supported",
                 param="messages",
             )
     return "\n".join(block.text for block in said if isinstance(block, anthropic.TextBlock))

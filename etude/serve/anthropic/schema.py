@@ -14,7 +14,7 @@ def description() -> Description:
     )  # fmt: skip
     count = asking(
         anthropic.TokenCountRequest, anthropic.TokenCount, None,
-        "How many tokens a conversation has.", error=AnthropicErrorResponse,
+        "The number of tokens in a conversation.", error=AnthropicErrorResponse,
     )  # fmt: skip
     types = [
         anthropic.MessagesRequest, anthropic.Message, anthropic.TokenCountRequest,

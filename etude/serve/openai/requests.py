@@ -75,12 +75,12 @@ async def _requests(
     top_logprobs: int, experts_from: int | None = None,
 ) -> list[Request]:  # fmt: skip
     if asked.stream_options is not None and not asked.stream:
-        raise ApiError("stream_options: only with stream", param="stream_options")
+        raise ApiError("stream_options: allowed only with stream", param="stream_options")
     for prompt in prompts:
         if len(prompt) >= model.max_context:
             message = (
-                f"the prompt has {len(prompt)} tokens, which leaves no room in a context of "
-                f"{model.max_context}"
+                f"the prompt has {len(prompt)} tokens, which leaves no room for an answer in a "
+                f"context of {model.max_context}"
             )
             raise ApiError(message, code="context_length_exceeded")
     prediction, drafts = await _guesses(model, asked)
@@ -120,9 +120,7 @@ async def _guesses(
     guessed = len(prediction or ())
     if guessed + sum(1 + len(draft) for draft in drafts) > most:
         param = "prediction" if guessed > most else "drafts"
-        raise ApiError(
-            f"{param}: prediction and drafts are more than {most} tokens together", param=param
-        )
+        raise ApiError(f"{param}: prediction and drafts together exceed {most} tokens", param=param)
     return prediction, drafts
 
 
@@ -132,7 +130,9 @@ async def _prediction_tokens(model: ServedModel, content: str | list[Any]) -> tu
         if kinds <= {int}:
             return tuple(content)
         if int in kinds:
-            raise ApiError("prediction: content is text or token ids, not both", param="prediction")
+            raise ApiError(
+                "prediction: content must be text or token ids, not both", param="prediction"
+            )
         content = "".join(part.text for part in content)
     return tuple((await model.encode([content], "prediction", GUESSED_CONTEXTS))[0])
 
@@ -149,7 +149,7 @@ async def _prompts(model: ServedModel, asked: wire.CompletionRequest) -> Sequenc
     if kinds == {list}:
         return prompt  # type: ignore[return-value]
     raise ApiError(
-        "prompt: a text, token ids, a list of texts, or a list of lists of token ids",
+        "prompt: must be a string, token ids, a list of strings, or a list of lists of token ids",
         param="prompt",
     )
 
@@ -164,10 +164,10 @@ def _chat_grammar(grammars: GrammarBuilder, asked: wire.ChatRequest) -> str | No
     tools = asked.tools or []
     if tools and not grammars.enforces_calls:
         if asked.tool_choice not in (None, "auto", "none"):
-            message = "tool_choice: calls of this model's family cannot be enforced; use auto"
+            message = "tool_choice: tool calls cannot be enforced for this model's family; use auto"
             raise ApiError(message, param="tool_choice")
         if schema is not None and asked.tool_choice != "none":
-            message = "response_format: cannot be enforced beside tools for this model's family"
+            message = "response_format: cannot be combined with tools for this model's family"
             raise ApiError(message, param="response_format")
         parallel = True
     match asked.tool_choice:
@@ -195,7 +195,7 @@ async def read_body(http: HttpRequest, type: type[T]) -> T:
 
 
 def _unsupported(param: str) -> ApiError:
-    message = f"{param} is not supported by this server: leave it out{wire.UNSUPPORTED[param]}"
+    message = f"{param} is not supported by this server: remove it{wire.UNSUPPORTED[param]}"
     return ApiError(message, code="unsupported_parameter", param=param)
 
 
@@ -233,19 +233,19 @@ def checked_chat(asked: wire.ChatRequest, max_context: int) -> wire.ChatRequest:
             raise ApiError(message, code="context_length_exceeded", param=place)
     names = [tool["function"]["name"] for tool in asked.tools or []]
     if len(set(names)) != len(names):
-        raise ApiError(f"tools: two have the same name: {names}", param="tools")
+        raise ApiError(f"tools: names must be unique: {names}", param="tools")
     if (
         isinstance(asked.tool_choice, wire.NamedTool)
         and asked.tool_choice.function.name not in names
     ):
         raise ApiError(
-            f"tool_choice: {asked.tool_choice.function.name!r} is none of the tools",
+            f"tool_choice: no tool is named {asked.tool_choice.function.name!r}",
             param="tool_choice",
         )
     if asked.tool_choice == "required" and not names:
-        raise ApiError("tool_choice: required, but there are no tools", param="tool_choice")
+        raise ApiError("tool_choice: required, but no tools are given", param="tool_choice")
     if asked.top_logprobs and not asked.logprobs:
-        raise ApiError("top_logprobs: only with logprobs", param="top_logprobs")
+        raise ApiError("top_logprobs: allowed only with logprobs", param="top_logprobs")
     asked.messages = [_plain(message) for message in asked.messages]
     return asked
 
@@ -260,7 +260,7 @@ def _plain(message: Message) -> Message:
             kind = str(part.get("type"))[:100]
             raise ApiError(
                 f"messages: this model reads text only; a part of type {kind!r} is not "
-                f'{{"type": "text", "text": ..}}',
+                f'supported, only {{"type": "text", "text": ..}}',
                 param="messages",
             )
     return message | {"content": "".join(part["text"] for part in content)}

@@ -25,7 +25,7 @@ REQUESTS: dict[str, tuple[type, type, type, str]] = {
         wire.CompletionRequest,
         wire.Completion,
         wire.TextChunk,
-        "What comes after a text.",
+        "The continuation of a text.",
     ),
 }
 
@@ -39,8 +39,8 @@ def description() -> Description:
     paths: dict[str, Any] = {
         path: {"post": asking(*kinds, last=DONE)} for path, kinds in REQUESTS.items()
     }
-    paths["/v1/models"] = {"get": reading(wire.Models, "The model that is served.")}
-    one = reading(wire.Model, "The model of that name.", NO_SUCH_MODEL)
+    paths["/v1/models"] = {"get": reading(wire.Models, "The models that are served.")}
+    one = reading(wire.Model, "The model with this name.", NO_SUCH_MODEL)
     name = {
         "name": "model",
         "in": "path",

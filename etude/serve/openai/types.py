@@ -35,13 +35,13 @@ UNSUPPORTED = {
     "frequency_penalty": ", or send 0",
     "presence_penalty": ", or send 0",
     "logit_bias": ", or send {}",
-    "echo": ", and put your prompt before the answer",
+    "echo": ", and put the prompt before the answer yourself",
     "best_of": ", or send 1",
     "suffix": "",
     "modalities": ', or send ["text"]',
     "audio": "",
-    "functions": ", and offer them as tools",
-    "function_call": ", and send tool_choice",
+    "functions": ", and use tools",
+    "function_call": ", and use tool_choice",
 }
 """OpenAI's fields that would change an answer and cannot be honoured, with a hint on what to send
 instead."""

@@ -48,12 +48,12 @@ class ProductionConfig(msgspec.Struct, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         if not 0 <= self.sampling_rate <= 1:
-            raise ValueError("sampling_rate: from 0 to 1")
+            raise ValueError("sampling_rate must be between 0 and 1")
         for name in ("retention_days", "pending_hours", "session_idle_minutes"):
             if not 0 < getattr(self, name) < 1e6:
-                raise ValueError(f"{name}: a number above 0")
+                raise ValueError(f"{name} must be above 0")
         if not 0 < self.feedback_per_minute < 1e6:
-            raise ValueError("feedback_per_minute: a number above 0")
+            raise ValueError("feedback_per_minute must be above 0")
         self.redactor()
 
     @property
@@ -99,8 +99,8 @@ def read_user_key(path: Path, *, create: bool) -> bytes:
         key = bytes.fromhex(path.read_text().strip())
     except (OSError, ValueError) as e:
         raise EtudeError(
-            f"{path} holds no key of pseudonyms ({e}): bring it back from a copy; a new one finds "
-            f"nobody who was recorded before"
+            f"{path} has no readable pseudonym key ({e}): restore it from a backup; with a new "
+            f"key, users who were recorded before cannot be found again"
         ) from e
     if len(key) < KEY_BYTES:
         raise EtudeError(f"{path}: the key must have {KEY_BYTES} bytes, in hexadecimal")

@@ -22,7 +22,7 @@ class Place:
         self.config: ProductionConfig = read_production(file)
         url = self.config.store or run
         if url is None:
-            raise EtudeError(f"{file} names no store: give that of the run, with --run")
+            raise EtudeError(f"{file} has no store: add one, or give the run's with --run")
         self.store = ProductionStore(Objects.open(url, create=False))
         self.key = read_user_key(Path(self.config.user_key_file), create=False)
 

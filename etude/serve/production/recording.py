@@ -159,7 +159,7 @@ class Recording:
                 return
             except EtudeError as e:
                 # the user has an answer; recording what follows would leave a gap
-                print(f"a session is not recorded any more: {e}", file=sys.stderr, flush=True)
+                print(f"recording of a session stops: {e}", file=sys.stderr, flush=True)
                 await self.drop(session, "store_failed", delete=False)
                 return
             self.counts["dropped_late_secret"] += gone

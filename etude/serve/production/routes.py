@@ -174,7 +174,7 @@ class Production:
     def _permitted(self, http: HttpRequest, identity: Identity) -> bool:
         word = _header(http, CONSENT)
         if word and word not in WORDS:
-            raise ApiError(f"{CONSENT}: granted, or refused", param=CONSENT)
+            raise ApiError(f"{CONSENT} must be granted or refused", param=CONSENT)
         asked = WORDS.get(word) if self._config.consent.header else None
         return may_record(identity, [asked, *self._words(identity)])
 
@@ -190,10 +190,10 @@ class Production:
     async def feedback(self, http: HttpRequest) -> Response:
         identity = self._identity(http)
         if not identity.user:
-            raise ApiError(f"say whose feedback it is: {USER}", param=USER)
+            raise ApiError(f"the feedback names no user: send {USER}", param=USER)
         now = self._store.now()
         if wait := self._limit.admit(identity.user, now):
-            message = f"too much feedback of this user: try again in {wait:.0f} s"
+            message = f"too much feedback from this user: try again in {wait:.0f} s"
             raise Unavailable(message, status=429, code="too_many_requests")
         event = self._event(await read(http, FeedbackRequest), identity, now)
         if not self._permitted(http, identity):
@@ -203,17 +203,19 @@ class Production:
         except Conflict as e:
             raise ApiError(str(e), status=409, code="conflict", param="event") from e
         except EtudeError as e:
-            raise Unavailable(f"the feedback cannot be stored now: {e}") from e
+            raise Unavailable(f"the feedback could not be stored: {e}") from e
         self.recording.counts["feedback"] += new
         return respond(FeedbackStored("stored" if new else "duplicate"))
 
     def _event(self, asked: FeedbackRequest, identity: Identity, now: float) -> FeedbackEvent:
         when = now if asked.time is None else asked.time
         if not now - 1e8 < when < now + CLOCK_SKEW_S:
-            raise ApiError("time: seconds since 1970, and not in the future", param="time")
+            raise ApiError(
+                "time must be in seconds since 1970, and not in the future", param="time"
+            )
         strength = STRENGTHS.get(asked.kind) if asked.strength is None else asked.strength
         if strength is None and CUSTOM.fullmatch(asked.kind):
-            raise ApiError("strength: say how much a kind of your own counts", param="strength")
+            raise ApiError("strength is required for a custom kind", param="strength")
         try:
             event = FeedbackEvent(
                 event=digest(pseudonym(f"{identity.user}/{asked.event}", self._key)),
@@ -237,12 +239,17 @@ class Production:
         is_backend = identity_of(http).scope is TokenScope.ADMIN
         names_both = bool(identity.user and identity.organisation)
         if (is_backend and names_both) or not (identity.user or identity.organisation):
-            raise ApiError(f"say whose word it is, by {USER} or by {ORGANISATION}")
+            raise ApiError(
+                f"name either the user or the organisation that decides, by {USER} or "
+                f"{ORGANISATION}"
+            )
         asked = await read(http, ConsentRequest)
         now = self._store.now()
         when = now if asked.time is None else asked.time
         if not 0 <= when < now + CLOCK_SKEW_S:
-            raise ApiError("time: seconds since 1970, and not in the future", param="time")
+            raise ApiError(
+                "time must be in seconds since 1970, and not in the future", param="time"
+            )
         subject = identity.user or identity.organisation
         word = Consent(subject=subject, granted=asked.granted, time=when)
         await asyncio.to_thread(self._store.put_consent, word)
@@ -252,7 +259,7 @@ class Production:
     async def delete_user(self, http: HttpRequest) -> Response:
         user = self._identity(http).user
         if not user:
-            raise ApiError(f"say whom to delete: {USER}", param=USER)
+            raise ApiError(f"the request names no user to delete: send {USER}", param=USER)
         for session in [s for s in self.recording.sessions.values() if s.identity.user == user]:
             # answers that are under way are not written any more
             session.dropped = "deleted"
@@ -289,7 +296,7 @@ class Production:
                     swept = time.monotonic()
                     await asyncio.to_thread(self.sweep)
             except EtudeError as e:
-                print(f"the store of production mode: {e}", file=sys.stderr, flush=True)
+                print(f"production store: {e}", file=sys.stderr, flush=True)
             await asyncio.sleep(REFRESH_S)
 
     async def refresh(self) -> None:
@@ -329,7 +336,9 @@ def _spoken_for(http: HttpRequest) -> tuple[str, str]:
     if token.scope not in OF_USERS:
         return "", ""
     if named not in ("", token.subject):
-        raise ApiError("this token is of another user", status=403, code="wrong_user", param=USER)
+        raise ApiError(
+            "this token belongs to another user", status=403, code="wrong_user", param=USER
+        )
     return token.subject, token.organisation
 
 

@@ -24,8 +24,8 @@ _HEADERS = [
     }
     for name, text, limits in (
         (USER, "for whom", {}),
-        (ORGANISATION, "to which the user belongs", {}),
-        (CONSENT, "whether they may be recorded", {"enum": ["granted", "refused"]}),
+        (ORGANISATION, "the user's organisation", {}),
+        (CONSENT, "whether the user may be recorded", {"enum": ["granted", "refused"]}),
     )
 ]
 
@@ -33,17 +33,17 @@ _HEADERS = [
 def description() -> Description:
     def route(body: type | None, answer: type, text: str) -> dict[str, Any]:
         made = asking(body or answer, answer, None, text) | {"parameters": _HEADERS}
-        conflict = {"409": made["responses"]["400"] | {"description": "another event has this id"}}
+        conflict = {
+            "409": made["responses"]["400"] | {"description": "the id belongs to another event"}
+        }
         made["responses"] = made["responses"] | conflict
         if body is None:
             del made["requestBody"]
         return made
 
-    feedback = route(
-        types.FeedbackRequest, types.FeedbackStored, "What a user did about an answer."
-    )
-    consent = route(types.ConsentRequest, types.ConsentStored, "Whether somebody may be recorded.")
-    deleted = route(None, types.UserDeleted, "Deletes all that is stored of a user.")
+    feedback = route(types.FeedbackRequest, types.FeedbackStored, "A user's reaction to an answer.")
+    consent = route(types.ConsentRequest, types.ConsentStored, "Whether a user may be recorded.")
+    deleted = route(None, types.UserDeleted, "Delete all stored data of a user.")
     bodies = [types.FeedbackRequest, types.FeedbackStored, types.ConsentRequest]
     return Description(
         {

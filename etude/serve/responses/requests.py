@@ -94,7 +94,7 @@ def _message(item: responses.Item, number: int) -> Message:
             text = "".join(part.text for part in thought.content or thought.summary or ())
             return {"role": "assistant", "content": None, "reasoning_content": text}
         case kind:
-            message = f"input[{number}]: an item of type {str(kind)[:100]!r} cannot be read here"
+            message = f"input[{number}]: items of type {str(kind)[:100]!r} are not supported"
             raise ApiError(message, param="input")
 
 
@@ -121,7 +121,7 @@ def _looked_up(item: responses.Item, number: int, lookup: Lookup) -> responses.I
     id = _read(item, responses.ReferenceInput, number).id
     found = lookup(id)
     if found is None:
-        raise ApiError(f"input[{number}]: item {id[:200]!r} was not kept", param="input")
+        raise ApiError(f"input[{number}]: item {id[:200]!r} is not stored here", param="input")
     return dict(found)
 
 
@@ -140,7 +140,7 @@ def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
         text = part.get("refusal") if part.get("type") == "refusal" else part.get("text")
         if not isinstance(text, str):
             kind = str(part.get("type"))[:100]
-            message = f"input: this model reads text only; a part of type {kind!r} is not text"
+            message = f"input: this model reads text only; a part of type {kind!r} is not supported"
             raise ApiError(message, param="input")
         texts.append(text)
     return "".join(texts)

@@ -51,7 +51,10 @@ class Responses:
         scheduling, answerer = read_scheduling(http), self._open(http)
         asked = await read(http, responses.ResponsesRequest)
         if asked.background:
-            raise ApiError("background: every answer is waited for here", param="background")
+            raise ApiError(
+                "background: not supported; send the request without it and wait for the answer",
+                param="background",
+            )
         if asked.store is not False:
             with refusals():  # now, rather than once there is an answer that cannot be kept
                 self._model.conversations.journal.check(asked)
@@ -98,7 +101,7 @@ class Responses:
             items.reverse()
         after, limit = http.query_params.get("after"), http.query_params.get("limit", "20")
         if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
-            raise ApiError(f"limit: a number from 1 to {MAX_LISTED}", param="limit")
+            raise ApiError(f"limit must be a number from 1 to {MAX_LISTED}", param="limit")
         ids = [item["id"] for item in items]
         first = ids.index(after) + 1 if after in ids else 0
         page = items[first : first + int(limit)]
@@ -113,7 +116,7 @@ class Responses:
 
     async def cancel_response(self, http: HttpRequest) -> Response:
         self._stored(http)
-        raise ApiError("only a response that is made in the background can be cancelled")
+        raise ApiError("only background responses can be cancelled")
 
     def _messages(
         self, http: HttpRequest, asked: responses.InputTokensRequest
@@ -125,13 +128,15 @@ class Responses:
         if (id := asked.previous_response_id) is not None:
             kept = store.get(session, id)
             if kept is None:
-                message = f"previous_response_id: response {id[:200]!r} is not kept here"
+                message = f"previous_response_id: response {id[:200]!r} is not stored here"
                 param = "previous_response_id"
                 raise ApiError(message, code="previous_response_not_found", param=param)
             before = kept.messages
         said = chat_messages(listed(asked.input), lambda id: store.item(session, id))
         if not before and not said:
-            raise ApiError("input: say something, or go on from a response", param="input")
+            raise ApiError(
+                "input: empty; send a message, or name a previous response", param="input"
+            )
         return [*before, *said]
 
     def _keep(
@@ -158,7 +163,7 @@ class Responses:
         id: str = http.path_params["response"]
         found = self._model.conversations.get(_session(http), id)
         if found is None:
-            message = f"response {id[:200]!r} is not kept here"
+            message = f"response {id[:200]!r} is not stored here"
             raise ApiError(message, status=404, code="response_not_found")
         return found
 

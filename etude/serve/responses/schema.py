@@ -5,7 +5,7 @@ from __future__ import annotations
 from etude.serve.openapi import Description, Schema, asking, reading, schemas_of
 from etude.serve.responses import types as responses
 
-NOT_KEPT = {400: "a query that cannot be answered", 404: "a response that is not kept"}
+NOT_KEPT = {400: "the query is invalid", 404: "the response is not stored here"}
 RESPONSE: Schema = {
     "name": "response",
     "in": "path",
@@ -26,15 +26,15 @@ def description() -> Description:
     )  # fmt: skip
     count = asking(
         responses.InputTokensRequest, responses.InputTokens, None,
-        "How many tokens a conversation has.",
+        "The number of tokens in a conversation.",
     )  # fmt: skip
-    items = _of_one(responses.ItemList, "What a response was asked with.")
+    items = _of_one(responses.ItemList, "The input items of a response.")
     paths: dict[str, Schema] = {
         "/v1/responses": {"post": create},
         "/v1/responses/input_tokens": {"post": count},
         "/v1/responses/{response}": {
-            "get": _of_one(responses.ResponseObject, "A response that was kept."),
-            "delete": _of_one(responses.Deleted, "Forgets a response."),
+            "get": _of_one(responses.ResponseObject, "A stored response."),
+            "delete": _of_one(responses.Deleted, "Delete a stored response."),
         },
         "/v1/responses/{response}/input_items": {"get": items},
     }
