@@ -35,9 +35,8 @@ MEANINGS: dict[Reason, str] = {
     "malformed": "cannot be trained on: too long, a number that is not finite, or an unknown version",
     "sampling": "sampled with parameters that the trainer cannot recompute",
     "quarantined": "suspected of a trick",
-    "no_signal": "no token of its group has an advantage, for example because all attempts earned the same",
-    "passed_over": "others of its group have an advantage but it has none, for example because it earned "
-    "the mean",
+    "no_signal": "no token of its group has an advantage, such as when all attempts earned the same",
+    "passed_over": "it has no advantage but others of its group do, such as when it earned the mean",
     "interrupted": "cut short when the run was stopped or killed; its task is issued again",
     "cancelled": "no longer needed: the last batch of the stage filled up before it was used",
     "censored": "nobody gave any feedback on it before its horizon ended",
