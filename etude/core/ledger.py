@@ -32,11 +32,11 @@ Reason = Literal[
 sessions of users (`realtime`), which arrive whether or not there is room for them."""
 MEANINGS: dict[Reason, str] = {
     "failed": "something broke, or nothing was sampled, so there is nothing to learn from",
-    "malformed": "cannot be trained on: too long, a number that is not finite, or an unknown version",
+    "malformed": "not fit to train on: too long, a number that is not finite or an unknown version",
     "sampling": "sampled with parameters that the trainer cannot recompute",
     "quarantined": "suspected of a trick",
-    "no_signal": "no token of its group has an advantage, such as when all attempts earned the same",
-    "passed_over": "it has no advantage but others of its group do, such as when it earned the mean",
+    "no_signal": "no token of its group has an advantage, as when all attempts earned the same",
+    "passed_over": "others of its group have an advantage but it has none, as when it earned the mean",
     "interrupted": "cut short when the run was stopped or killed; its task is issued again",
     "cancelled": "no longer needed: the last batch of the stage filled up before it was used",
     "censored": "nobody gave any feedback on it before its horizon ended",
