@@ -117,7 +117,7 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
         findings = check_start(config, place, fresh=args.fresh, look=True)
         standing = None if args.fresh else Standing.of(place, config)
         planned = plan(config, place, findings, standing)
-        say(_console(False), f"{planned}\n  look: {anew}" if anew else planned, indent=2)
+        say(_console(False), f"{planned}\n  note: {anew}" if anew else planned, indent=2)
         return 0
     if anew:
         say(console, anew, indent=2)

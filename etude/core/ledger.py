@@ -36,7 +36,7 @@ MEANINGS: dict[Reason, str] = {
     "sampling": "sampled with parameters that the trainer cannot recompute",
     "quarantined": "suspected of a trick",
     "no_signal": "no token of its group has an advantage, as when all attempts earned the same",
-    "passed_over": "others of its group have an advantage but it has none, as when it earned the mean",
+    "passed_over": "others of its group have an advantage, but not it, as when it earned the mean",
     "interrupted": "cut short when the run was stopped or killed; its task is issued again",
     "cancelled": "no longer needed: the last batch of the stage filled up before it was used",
     "censored": "nobody gave any feedback on it before its horizon ended",
