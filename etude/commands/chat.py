@@ -34,10 +34,10 @@ Message = dict[str, Any]
 
 END = ("/quit", "/exit")
 HELP = """\
-/quit, /exit or Ctrl-D   ends
-/help                    shows this
-Ctrl-C                   stops an answer; what was said of it stays
-anything else is said to the model, with all that was said before"""
+/quit, /exit or Ctrl-D   end the chat
+/help                    show this help
+Ctrl-C                   stop an answer and keep what it says so far
+anything else            is sent to the model, with the conversation so far"""
 
 ANSWER_S = 10.0
 """Time for a server to accept a connection."""

@@ -15,7 +15,7 @@ from etude.launch import kubernetes, slurm
 from etude.launch.export import RELAY_PORT, TRAINER_PORT, WORKER_PORT, Export
 from etude.store.objects import is_bucket
 
-SECRETS = """before the first of them:
+SECRETS = """before the first run on this cluster:
   export ETUDE_SECRET=$(openssl rand -hex 32)
   kubectl create secret generic etude --from-literal=secret=$ETUDE_SECRET \\
     --from-literal=worker-token=$(etude token worker --subject workers) \\

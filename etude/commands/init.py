@@ -32,16 +32,16 @@ RL_STAGE = """\
 kind = "rl"
 steps = 6
 groups_per_step = 4              # tasks of one step
-group_size = 8                   # attempts at each: they are compared with each other
+group_size = 8                   # attempts at each, compared with each other
 max_lag = 1                      # 0 waits for every session before the next step
 temperature = 0.8
 lr = 1e-5
 warmup_steps = 2                 # with fewer steps than this, lr is never reached
 threads = @THREADS@                      # of the trainer"""
 SFT_STAGE = f"""\
-# Fresh weights solve nothing, and rl compares attempts that were solved with others that were not.
-# So they imitate some sessions here, to be seen running. With a model in `path` above, take
-# kind = "rl" instead (docs/stages.md).
+# Untrained weights solve nothing, and rl needs some attempts that succeed. So this stage lets them
+# imitate a few sessions, to show a run. With a model in `path` above, use kind = "rl" instead
+# (docs/stages.md).
 [[stage]]
 kind = "sft"
 path = "{DEMONSTRATIONS}"
@@ -162,7 +162,7 @@ def _git(place: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 def _model_lines(model: Path | None) -> str:
     if model is None:
         return (
-            "# Fresh weights: they run, and will not solve a task. Give a model that can code:\n"
+            "# Untrained weights: they run, but solve no task. Set the path of a model that can code:\n"
             '# path = "DIR"                 # a Hugging Face directory; `make model` fetches one'
         )
     return f"path = {_quoted(str(model.resolve()))}"
