@@ -54,12 +54,8 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         help="publish: versions after the first (default: 50); realtime: updates (default: 5); "
         "summary: rl steps (default: 60)",
     )
-    parser.add_argument(
-        "--seed", type=int, help="summary, realtime: seed of the experiment (default: 0)"
-    )
-    parser.add_argument(
-        "--repo", metavar="DIR", help="edits: a git repository whose history has the edits"
-    )
+    parser.add_argument("--seed", type=int, help="summary, realtime: seed (default: 0)")
+    parser.add_argument("--repo", metavar="DIR", help="edits: a git repository with history")
     parser.add_argument(
         "--pairs",
         metavar="DIR",

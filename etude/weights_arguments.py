@@ -39,32 +39,9 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
                 help="keep it in this cache for the workers of this host",
             )
         if name == "compact":
-            action.add_argument(
-                "--skip",
-                type=at_least_one,
-                default=8,
-                help="versions that one route skips (default: %(default)s)",
-            )
-            action.add_argument(
-                "--every",
-                type=_seconds,
-                metavar="S",
-                help="keep running, and check again every S seconds",
-            )
+            _add_compact(action)
         if name == "gc":
-            action.add_argument(
-                "--keep",
-                type=at_least_one,
-                default=16,
-                help="newest versions to keep (default: %(default)s)",
-            )
-            action.add_argument(
-                "--grace",
-                type=_seconds,
-                default=3600.0,
-                metavar="S",
-                help="time an unused object is kept before it is deleted (default: %(default)s)",
-            )
+            _add_gc(action)
         if name == "export":
             action.add_argument(
                 "target", type=Path, metavar="DIR", help="a directory that does not exist yet"
@@ -78,6 +55,37 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "--adapter", action="store_true", help="only the LoRA adapter, in PEFT's format"
             )
+
+
+def _add_compact(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--skip",
+        type=at_least_one,
+        default=8,
+        help="versions that one route skips (default: %(default)s)",
+    )
+    action.add_argument(
+        "--every",
+        type=_seconds,
+        metavar="S",
+        help="keep running, and check again every S seconds",
+    )
+
+
+def _add_gc(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--keep",
+        type=at_least_one,
+        default=16,
+        help="newest versions to keep (default: %(default)s)",
+    )
+    action.add_argument(
+        "--grace",
+        type=_seconds,
+        default=3600.0,
+        metavar="S",
+        help="time an unused object is kept before it is deleted (default: %(default)s)",
+    )
 
 
 def _seconds(text: str) -> float:

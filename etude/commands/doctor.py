@@ -219,8 +219,7 @@ def examine(found: Probe) -> list[Finding]:
             there=not found.container_refused,
             found=found.container_refused or f"{found.container} opened a sandbox",
             needed_for="isolation container",
-            fix="start the engine (systemctl start docker), or give this user access to it "
-            "(podman info)"
+            fix="start the engine (systemctl start docker), or let this user use it (podman info)"
             if found.programs & {"podman", "docker"}
             else "apt install podman",
         ),

@@ -162,7 +162,7 @@ def _git(place: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 def _model_lines(model: Path | None) -> str:
     if model is None:
         return (
-            "# Untrained weights: they run, but solve no task. Set the path of a model that can code:\n"
+            "# Untrained weights, which solve no task. For a model that can code:\n"
             '# path = "DIR"                 # a Hugging Face directory; `make model` fetches one'
         )
     return f"path = {_quoted(str(model.resolve()))}"

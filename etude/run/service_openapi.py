@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
 from etude.core.remote import RolloutRequest, RolloutResult, ServiceHealth, TaskPage
 from etude.run.service import WAIT_S
-from etude.store.decoding import known_schemas
+from etude.store.decoding import known_schemas, schemas_of
 
 Schema = dict[str, Any]
 
@@ -22,7 +20,7 @@ SCHEMAS = "#/components/schemas/{name}"
 
 def document() -> Schema:
     kinds = [ServiceHealth, TaskPage, RolloutRequest]
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS)
+    schemas = schemas_of(kinds, SCHEMAS)
     schemas |= known_schemas([RolloutResult], SCHEMAS)
     return {
         "openapi": "3.1.0",
