@@ -37,7 +37,7 @@ def test_it_ends_and_helps_without_asking_the_model(
         chat.chat(f"http://127.0.0.1:{server.getsockname()[1]}", None, SETTINGS, console)
     assert said == ["/etc/passwd is a file?"] and next(lines, None) is None
     shown = console.export_text()
-    assert "/help tells more, /quit ends" in shown and "Ctrl-C                   stops" in shown
+    assert "/help for help, /quit to end" in shown and "Ctrl-C                   stop" in shown
 
 
 def test_the_temperature_is_the_models_own_or_a_calm_one(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_an_answer_that_was_cut_says_so(
     monkeypatch.setattr(chat, "_stream", lambda url, request: iter(chunks))
     console = Console(record=True, width=100)
     assert chat._answer("http://x", {}, console) == "and so on"
-    assert ("cut there: --max-tokens" in console.export_text()) is is_told
+    assert ("cut off: raise --max-tokens" in console.export_text()) is is_told
 
 
 def test_what_would_work_the_terminal_is_shown_and_sent_back_as_it_was(

@@ -133,10 +133,10 @@ def test_the_command_on_a_model_directory(
     lines = said.err.splitlines()
     tried = [line for line in lines if line.startswith(".. ")]
     assert [
-        line for line in tried if line.endswith(("alone", "swap", "recomputes the answers"))
+        line for line in tried if line.endswith(("alone", "swap", "recomputing with the trainer"))
     ] and lines[0] in tried
     cause, *table = (line for line in lines if line not in tried)  # a cause may take two lines
-    assert cause.startswith(("nothing stands out", "cause: "))
+    assert cause.startswith(("no mismatch beyond rounding", "cause: "))
     assert any("ratio p99" in line for line in table[:2])
     assert "k1: mean of the engine" in said.err
     assert main(["mismatch", str(tmp_path / "nowhere")]) == 2
@@ -352,6 +352,6 @@ def test_the_command_on_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["mismatch", str(tmp_path), "--tokens", "2", "--json"]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
-    assert "drawn with top-p 0.7" in said.err and found["causes"] == []
+    assert "sampled with top-p 0.7" in said.err and found["causes"] == []
     assert [cause.partition(":")[0] for cause in found["recorded"]["causes"]] == ["top-p"]
     assert found["recorded"]["by_lag"]["0"]["k3"] > 1e-3 > 1e-9 > found["gaps"]["alone"]["k3"]

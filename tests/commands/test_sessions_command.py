@@ -228,12 +228,12 @@ def test_an_evaluation_that_failed_is_no_session_under_way(run: Run) -> None:
     assert " evaluation " in line and line.rstrip().endswith("...") and len(line) < 200
     printed_whole = printed(run, id="eval-3-heldout.0")
     assert printed_whole.count("File somewhere") > 99, "all of it, below"
-    assert "an evaluation tries again what failed" in printed_whole
+    assert "evaluations retry failed sessions" in printed_whole
     events.append(replace(event, id="eval-3-heldout.1", status="timeout", reward=0.0, error=None))
     events.flush()
     timed_out = printed(run, id="eval-3-heldout.1")
     assert "score     timed out, reward 0.0" in timed_out
-    assert "once all sessions of its evaluation have ended" in timed_out
+    assert "when all sessions of its evaluation have ended" in timed_out
 
 
 def test_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +261,7 @@ def test_a_run_without_sessions(tmp_path: Path) -> None:
     Run.open(f"file:{tmp_path}").put_config(
         parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
     )
-    with pytest.raises(EtudeError, match="holds no sessions yet"):
+    with pytest.raises(EtudeError, match="has no sessions yet"):
         sessions(str(tmp_path), Console(quiet=True), Choice(), as_json=False)
 
 
@@ -321,7 +321,7 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
     whole, text = shown(tmp_path)
     assert not whole
     for words in (
-        "model/tokenizer.json is not there",
+        "model/tokenizer.json is missing",
         "batches/000001",
         "groups/g000001",
         "evals/000001.heldout.json",
@@ -330,7 +330,7 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
         assert words in text, words
     run.objects.delete("config.json")
     text = shown(tmp_path)[1]
-    assert "config.json is not there" in text and "model/tokenizer.json is not there" in text
+    assert "config.json is missing" in text and "model/tokenizer.json is missing" in text
 
 
 def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:
@@ -384,7 +384,9 @@ def test_what_is_in_flight_in_a_stopped_run_is_told(tmp_path: Path) -> None:
         run.ledger.append(Issued(group=name, task="t1", samples=samples, version=0))
     run.put_group(group(1, trajectory("g000001.0", 1.0), trajectory("g000001.1", 0.0)))
     told = "0 dropped + 4 in flight (2 in unfinished groups + 2 waiting for a batch)"
-    will_be = "when it goes on, the 2 in unfinished groups are dropped as interrupted, and their"
+    will_be = (
+        "when the run resumes, the 2 in unfinished groups are dropped as interrupted, and their"
+    )
     with locked(tmp_path):
         text = shown(tmp_path)[1]
         assert told in text and will_be not in text, "it goes on"
@@ -418,7 +420,7 @@ def test_what_was_never_stored_is_not_said_to_come(run: Run, reason: Reason) -> 
     run.ledger.append(Dropped(samples=("g000003.0", "g000003.1"), reason=reason))
     told = printed(run, id="g000003.0")
     assert f"its group was {reason}: it was not stored" in told
-    assert "once all sessions" not in told
+    assert "when all sessions" not in told
 
 
 def test_an_event_of_an_attempt_holds_its_outcome() -> None:

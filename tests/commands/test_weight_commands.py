@@ -55,7 +55,7 @@ def test_log_and_show(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verify_finds_what_is_wrong(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "verify", url]) == 0
-    assert "all is as it was published" in capsys.readouterr().out
+    assert "all weights are as published" in capsys.readouterr().out
     objects = Objects.open(url)
     manifest = Chain(objects).find(4)[1]
     objects.put(f"weights/shards/000001/000004/{manifest.route.shards[0].hash}", b"other bytes")
@@ -133,7 +133,7 @@ def test_a_manifest_that_is_lost_is_told_and_nothing_is_deleted(
         objects.delete(lost)
         there = objects.list("weights")
         assert main(["weights", "verify", url]) == 1
-        assert f"its manifest is not there\n  restore {lost}\n" in capsys.readouterr().out
+        assert f"its manifest is missing\n  restore {lost}\n" in capsys.readouterr().out
         for _ in range(2):
             assert main(["weights", "gc", url, "--keep", "3", "--grace", "0"]) == 2
         assert f"cannot read {lost} " in capsys.readouterr().err
@@ -261,6 +261,6 @@ def test_weights_of_an_older_format_are_told(
     Objects.open(str(tmp_path)).put("weights/epochs/000001.json", b"{}")
     assert main(["weights", "log", str(tmp_path)]) == 2
     assert (
-        "holds weights in an older format, which this version of etude does not read"
+        "holds weights in an older format, which this version of Etude cannot read"
         in capsys.readouterr().err
     )

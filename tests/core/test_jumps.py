@@ -132,7 +132,7 @@ def test_the_screen_is_told() -> None:
 def test_what_is_set_aside_needs_a_run_that_sets_aside() -> None:
     text = 'name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[rewards]\njumps = "quarantine"\n'
     assert parse(text).rewards.jumps == "quarantine"
-    with pytest.raises(EtudeError, match="make both the same"):
+    with pytest.raises(EtudeError, match="give both the same value"):
         parse(text + 'detector = "flag"')
 
 

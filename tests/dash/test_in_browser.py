@@ -72,7 +72,7 @@ VIEWS = {
     "doctor": "Waiting",
     "review": "Suspected cheats",
     "compare": "Which is better?",
-    "realtime": "What the loop does",
+    "realtime": "Loop",
 }
 
 
@@ -163,7 +163,7 @@ def test_without_the_token_it_is_asked_for(browser: Any, link: str) -> None:
     page.set_default_timeout(TIMEOUT)
     page.goto(base(link))
     page.fill("input[type=password]", TOKEN)
-    page.click("text=go on")
+    page.click("text=continue")
     page.wait_for_selector("nav")
     page.close()
 

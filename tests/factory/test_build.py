@@ -170,7 +170,7 @@ def test_a_check_says_how_many_are_flaky(
 
     monkeypatch.setattr(checking, "check", found)
     assert main(["tasks", "check", str(built[0])]) == (1 if flaky else 0)
-    assert f"{5 - flaky} of 5 tasks hold; {said} flaky" in capsys.readouterr().out
+    assert f"{5 - flaky} of 5 tasks pass; {said} flaky" in capsys.readouterr().out
     main(["tasks", "check", str(built[0]), "--json"])
     told = json.loads(capsys.readouterr().out)
     assert list(told["broken"]) == [f"[/{n}]" for n in range(flaky)]
@@ -274,7 +274,7 @@ def test_a_build_that_falls_short_says_so(
     print_build(status, folder, console)
     assert "all drafts" not in capsys.readouterr().out
     print_build(replace(status, limit=status.kept + 3), folder, console)
-    assert f"{status.kept} of {status.kept + 3}: all drafts were" in capsys.readouterr().out
+    assert f"{status.kept} of {status.kept + 3}: all drafts are" in capsys.readouterr().out
 
 
 def test_a_source_that_is_none_is_told(tmp_path: Path) -> None:

@@ -92,20 +92,22 @@ def test_a_plan_says_that_nothing_is_held_out(tmp_path: Path) -> None:
     def told(*changes: str) -> str:
         return plan(parse(TOML, changes), RunPlace.of(tmp_path / "r"))
 
-    assert "look: no task is held out" in told("tasks.heldout=0", "tasks.novel=0")
-    assert "no task is held out" not in told("tasks.heldout=0", "tasks.novel=1")
+    assert "warning: no tasks are held out" in told("tasks.heldout=0", "tasks.novel=0")
+    assert "no tasks are held out" not in told("tasks.heldout=0", "tasks.novel=1")
 
 
 def test_a_plan_says_that_a_stage_is_never_evaluated_within(tmp_path: Path) -> None:
     def told(*changes: str) -> str:
         return plan(parse(TOML, ["stage.rl.steps=10", *changes]), RunPlace.of(tmp_path / "r"))
 
-    never = "look: eval.every_steps = {} evaluates nothing: "
+    never = "warning: eval.every_steps = {} evaluates nothing: "
     assert "eval.every_steps" not in told("eval.every_steps=9") + told()
-    assert never.format(10) + "no stage of rollouts goes on after so many" in told(
+    assert never.format(10) + "no stage with rollouts continues after that many" in told(
         "eval.every_steps=10"
     )
-    assert never.format(5) + "no task is held out" in told("eval.every_steps=5", "tasks.heldout=0")
+    assert never.format(5) + "no tasks are held out" in told(
+        "eval.every_steps=5", "tasks.heldout=0"
+    )
 
 
 def test_a_plan_says_that_a_rate_is_never_reached(tmp_path: Path) -> None:
@@ -154,5 +156,5 @@ def test_a_plan_of_an_interrupted_run_is_that_of_the_rest(tmp_path: Path) -> Non
     assert "\n  resumes at version 3\n  rl: version 3 -> 5 (" in told and "midtrain" not in told
     assert "some 1.3 h of computing (rl 1.2 h, evaluations 50 s)" in told
     over = plan(config, place, findings, Standing(5, 0.0, True))
-    assert "finished at version 5: nothing is left to do" in over
+    assert "finished at version 5: nothing left to do" in over
     assert "expected" not in over and "->" not in over

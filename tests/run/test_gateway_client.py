@@ -152,7 +152,7 @@ async def test_a_session_that_nobody_knows_has_no_segments() -> None:
     async with answering(0, status=404) as gateway:
         gateway._ids["s"] = "id"
         assert await gateway.segments("s", experts=True) == ()
-        with pytest.raises(EtudeError, match="the gateway answers 404"):
+        with pytest.raises(EtudeError, match="the gateway answered 404"):
             await gateway.disturbed("s", age_s=1.0)
 
 

@@ -77,7 +77,7 @@ def test_a_batch_that_is_lost_is_told_as_long_as_the_trainer_needs_it() -> None:
         run.ledger.append(group, Batched(step=step, samples=group.samples))
     estimator = AdvantageEstimator(max_tokens=9, max_lag=1)
     run.put_checkpoint("000001.000000", b"")
-    with pytest.raises(EtudeError, match="the batch of step 2 is not there, and the ledger says"):
+    with pytest.raises(EtudeError, match="the batch of step 2 is missing, but the ledger says"):
         load(run, estimator)
     run.put_checkpoint("000002.000000", b"")
     load(run, estimator)

@@ -108,5 +108,5 @@ def test_a_start_and_an_evaluation_both_look(version: int | None) -> None:
     keep_record(run, "train", [task("a")])
     keep_record(run, "heldout", [task("b")])
     run.put_eval("000000.heldout", {})
-    with pytest.raises(EtudeError, match="are not those that the run began with"):
+    with pytest.raises(EtudeError, match="differ from those that the run started with"):
         start(task("c"))

@@ -405,8 +405,8 @@ def test_a_chat_goes_on_after_a_turn_that_is_refused(tmp_path: Path) -> None:
     [
         ("nowhere", "neither a URL"),
         ("http://127.0.0.1:9", "does not answer"),
-        ("http://127.0.0.1:notaport", "is no URL"),
-        ("http://127.0.0.1:99999", "is no URL"),
+        ("http://127.0.0.1:notaport", "is not a URL"),
+        ("http://127.0.0.1:99999", "is not a URL"),
         ("http://", "names no server"),
     ],
 )

@@ -200,7 +200,7 @@ ASSISTANT = SESSION[1]
             "the arguments of f are no object",
         ),
         ({"messages": SESSION, "tools": [{"type": "function"}]}, "tools is no list of functions"),
-        ("{", "the line is no JSON"),
+        ("{", "the line is not valid JSON"),
     ],
 )
 def test_a_malformed_session_is_named(tmp_path: Path, record: object, message: str) -> None:
