@@ -236,7 +236,7 @@ def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
 
 def _print_table(chosen: Sequence[Session], total: int, console: Console) -> None:
     shown = chosen[:LISTED]
-    like = f" matching, of {total}" if len(chosen) < total else ""
+    like = f" that match (of {total})" if len(chosen) < total else ""
     console.print(f"{len(shown)} of {len(chosen)} sessions{like}", style="bold", highlight=False)
     head = ("session", "task", "split", "ended", "reward", "turns", "seconds", "became", "error")
     rows = [

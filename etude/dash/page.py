@@ -139,7 +139,7 @@ def _alarm_shown(view: RunView) -> Alarm | None:
 def headline(view: RunView) -> Line:
     """The state of the run in one line."""
     if view.finished:
-        return Line("finished", "the run has finished", "good")
+        return Line("finished", "the run is complete", "good")
     if (alarm := _alarm_shown(view)) is not None:
         return Line(HEADLINES[alarm.name], alarm.what, "bad")
     if view.resuming:

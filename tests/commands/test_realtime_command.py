@@ -149,7 +149,7 @@ def test_start_and_stop_say_where_the_run_lies(
     place = product / "runs" / "shop"
     assert told.out == f"run shop in {place}; logs in {place / 'logs'}\n"
     assert told.err.startswith("stopped; resume with: etude ")
-    assert told.err.endswith(f"\nthe run is in  {place}\n")
+    assert told.err.endswith(f"\nthe run is in {place}\n")
 
 
 def test_a_start_from_another_folder_names_the_run_that_is_there(

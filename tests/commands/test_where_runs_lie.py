@@ -121,14 +121,14 @@ def test_a_start_from_another_folder_names_the_run_that_is_there(
         assert main(["run", *argv]) == INTERRUPTED
         told = capsys.readouterr()
         assert "starts a new run" not in told.out
-        assert told.err.endswith(f"\nthe run is in  {above}/runs/x\n")
+        assert told.err.endswith(f"\nthe run is in {above}/runs/x\n")
     monkeypatch.chdir(project)
     main(["run", "run.toml", "--dir", f"{above}/runs/x"])
     assert "starts a new run" not in capsys.readouterr().out
     main(["run", "run.toml"])
     assert capsys.readouterr().out == (
-        f"starts a new run in {project}/runs/x; {above}/runs/x is another run of this name: --dir goes "
-        f"on with it\n"
+        f"starts a new run in {project}/runs/x; {above}/runs/x is another run with "
+        f"this name: to resume that one, use --dir\n"
     )
     main(["run", "run.toml"])
     assert capsys.readouterr().out == "", "it goes on"
@@ -147,7 +147,7 @@ def test_the_plan_names_the_place_and_the_other_run(
     place = project.parent / "runs" / "x"
     assert first == f"run x, seed 0, in {place}"
     assert last.startswith(
-        f"  note: starts a new run in {place}; {project}/runs/x is another run of"
+        f"  note: starts a new run in {place}; {project}/runs/x is another run with"
     )
     assert not place.exists()
 

@@ -141,8 +141,8 @@ def test_a_finished_run_that_goes_on_is_not_finished() -> None:
     ended, goes_on = (
         printed(draw(view_of(*events), "run", lag_bound=0)) for events in (before, before + again)
     )
-    assert "the run has finished" in ended and "newest error" in ended and "after rl" in ended
-    assert "the run has finished" not in goes_on and "newest error" not in goes_on
+    assert "the run is complete" in ended and "newest error" in ended and "after rl" in ended
+    assert "the run is complete" not in goes_on and "newest error" not in goes_on
     assert "1/2 at version 4" in goes_on and "after rl" not in goes_on
     starts = printed(draw(view_of(*before, again[0]), "run", lag_bound=0))
     assert "rl 4/4" in ended and "4/4" not in starts and "to go" not in starts

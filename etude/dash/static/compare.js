@@ -69,7 +69,7 @@ export function Compare({ run, query, writes }) {
     ${(problem ?? error) && html`<${Problem} error=${problem ?? error} />`}
     ${next &&
     html`<div class="toolbar choice">
-        <span class="dim">${next.task}; ${found.left} of ${found.pairs} pairs left</span>
+        <span class="dim">${next.task}; ${found.left} of ${found.pairs} pairs to go</span>
         <button type="button" disabled=${!writes || !who} onClick=${judge("left")}>← left</button>
         <button type="button" disabled=${!writes || !who} onClick=${judge("tie")}>= tie</button>
         <button type="button" disabled=${!writes || !who} onClick=${judge("right")}>right →</button>

@@ -15,7 +15,7 @@ function Headline({ run }) {
     <div class="progress">
       ${progress.map(
         (each) => html`<div key=${each.what}>
-          <span>${each.what}${each.eta_s && !run.advice ? `, ${clock(each.eta_s)} left` : ""}</span>
+          <span>${each.what}${each.eta_s && !run.advice ? `, ${clock(each.eta_s)} to go` : ""}</span>
           ${each.total > 0 && html`<progress value=${each.done} max=${each.total} aria-label=${each.what}></progress>`}
         </div>`,
       )}
