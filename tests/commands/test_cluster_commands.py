@@ -56,7 +56,7 @@ def test_the_model_of_the_file_is_measured(toml: str, capsys: pytest.CaptureFixt
     ("more", "said"),
     [
         (["--gpus", "1"], "too few"),
-        (["--gpus", "16", "--parameters", "8e9"], "give both"),
+        (["--gpus", "16", "--parameters", "8e9"], "pass both"),
     ],
 )
 def test_a_plan_that_cannot_be(

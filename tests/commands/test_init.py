@@ -147,7 +147,7 @@ def test_the_repository_around_it_is_used(
     assert "best" not in heldout.sandbox.files["cart.py"]
     capsys.readouterr()
     assert main(["init", str(directory)]) == 2
-    assert "has .gitignore, agent.py, environment.py" in capsys.readouterr().err
+    assert "already contains .gitignore, agent.py, environment.py" in capsys.readouterr().err
 
 
 def test_a_repository_elsewhere_is_used(

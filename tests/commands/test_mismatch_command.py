@@ -252,7 +252,7 @@ def test_a_batch_that_was_sampled_at_another_temperature(
     recorded = judged(tmp_path, capsys)["recorded"]
     (cause,) = recorded["causes"]
     assert (
-        "are those of temperature 0.800, the trainer computes at 0.5" in cause
+        "are those of temperature 0.800, but the trainer computes at 0.5" in cause
         and recorded["unexplained"] == []
     )
 
@@ -280,7 +280,7 @@ def test_a_batch_with_experts_that_were_not_used(
     record(tmp_path, RL, shape=FAMILIES["qwen3_moe"], change=change)
     recorded = judged(tmp_path, capsys)["recorded"]
     (cause,) = recorded["causes"]
-    assert cause.startswith("recorded experts") and "experts 0 and 3 are exchanged" in cause
+    assert cause.startswith("recorded experts") and "experts 0 and 3 are swapped" in cause
 
 
 def test_only_rows_of_one_version_are_judged_and_not_too_many() -> None:

@@ -179,7 +179,7 @@ def test_the_best_is_shown_whole(run: Run) -> None:
 
 def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
     text = printed(run, failed=True, count=2)
-    assert "2 of 2 sessions like that, of 6" in text
+    assert "2 of 2 sessions that match (of 6)" in text
     assert text.index("g000003.0 ") < text.index("g000002.1 "), "the newest first"
     assert "g000003.0, train task" not in text, "there is nothing more to read of it"
     older = text.index("g000002.1, train task")
@@ -207,13 +207,13 @@ def test_a_narrow_terminal_is_told_all(run: Run) -> None:
 
 
 def test_by_task_and_by_name(run: Run) -> None:
-    assert "1 of 1 sessions like that" in printed(run, task="t2")
+    assert "1 of 1 sessions that match" in printed(run, task="t2")
     assert "g000001.1, train task t1" in printed(run, id="g000001.1")
     lost = printed(run, id="g000003.0")
     assert "error     sandbox: no room" in lost and "all sessions of its group have ended" in lost
-    with pytest.raises(EtudeError, match="no task t9: the nearest of 3 are t2, t1, h1"):
+    with pytest.raises(EtudeError, match="no task t9: the closest of 3 are t2, t1, h1"):
         printed(run, task="t9")
-    with pytest.raises(EtudeError, match=r"no session g1.1: the nearest of 6 are g000001\.1,"):
+    with pytest.raises(EtudeError, match=r"no session g1.1: the closest of 6 are g000001\.1,"):
         printed(run, id="g1.1")
 
 
@@ -365,7 +365,7 @@ def test_a_run_that_nobody_runs_is_told_with_how_to_go_on(tmp_path: Path) -> Non
     with locked(tmp_path):
         running = f"x in {tmp_path}: running; newest version none of 3\n"
         assert running in shown(tmp_path)[1]
-    stopped = "stopped; newest version none of 3; go on with: etude run"
+    stopped = "stopped; newest version none of 3; resume with: etude run"
     assert f"{stopped} FILE\n" in shown(tmp_path)[1].replace("\n ", " ")
     events = run.events("launcher", EVENTS)
     for command in ("etude run my.toml", "etude eval runs/x"):
@@ -419,7 +419,7 @@ def test_nothing_of_a_stopped_run_is_under_way(run: Run, tmp_path: Path) -> None
 def test_what_was_never_stored_is_not_said_to_come(run: Run, reason: Reason) -> None:
     run.ledger.append(Dropped(samples=("g000003.0", "g000003.1"), reason=reason))
     told = printed(run, id="g000003.0")
-    assert f"its group was {reason}: it was not stored" in told
+    assert f"is not stored: its group was {reason}" in told
     assert "when all sessions" not in told
 
 

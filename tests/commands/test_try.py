@@ -160,7 +160,7 @@ def test_a_split_without_tasks_is_told_of(
     for split, line in zip(("heldout", "novel"), found["look"], strict=True):
         assert "returns no tasks" in line and f"set tasks.{split} = 0" in line
     assert main(["try", "run.toml", *small, "--task", "nope"]) == 2
-    assert "there is no task nope: the nearest of 2 are " in capsys.readouterr().err
+    assert "there is no task nope: the closest of 2 are " in capsys.readouterr().err
 
 
 def test_patches_and_single_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +208,7 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--task", "train-9"], "there is no task train-9: the nearest of 6 are train-"),
+        (["--task", "train-9"], "there is no task train-9: the closest of 6 are train-"),
         (["--solution", "nowhere"], "--solution nowhere: No such file"),
         (["--script", "nowhere"], "--script nowhere: No such file"),
         (["--script", "run.jsonl"], "--script run.jsonl: line 3 is no JSON (Expecting value at c"),

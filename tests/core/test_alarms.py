@@ -120,7 +120,9 @@ def test_a_reward_that_has_fallen() -> None:
     assert begun(alarms, replace(worst, rewards=())) == [], "a group that failed says nothing"
     assert begun(alarms, worst) == ["reward_drop"]
     told = alarms.active["reward_drop"]
-    assert told.what == "group g: the last 64 groups earned -3.250 on average, and 0.000 at best"
+    assert (
+        told.what == "group g: the last 64 groups earned -3.250 on average, down from 0.000 at best"
+    )
     assert begun(alarms, *[worst] * 99, *[best] * 38) == [], "it does not begin again"
     assert "reward_drop" in alarms.active, "1.625 less"
     assert begun(alarms, best) == [] and alarms.active == {}, "1.5625 less"
@@ -292,7 +294,7 @@ def test_groups_without_a_difference_are_alarming() -> None:
     )
     assert begun(alarms, GROUP, *[same] * IN_VAIN_LATER) == ["signal"]
     (active,) = alarms.active.values()
-    assert active.advice.startswith("tasks have become harder, or the policy has broken")
+    assert active.advice.startswith("either the tasks have become harder or the policy has broken")
 
 
 def test_what_happens_to_a_process_is_told_until_it_is_heard() -> None:

@@ -253,7 +253,7 @@ def test_a_model_from_a_directory() -> None:
         (
             "max_lag = 1",
             'loss = "dapo"\nclip_high = 0.1\ncorrection = "masked"',
-            r'correction = "masked" weighs tokens .* or set correction = "none"',
+            r'correction = "masked" already weights tokens .* or set correction = "none"',
         ),
         ("max_lag = 1", "effort_penalty = {scale = 1}", "it counts nothing: give tokens, calls or"),
         ("max_lag = 1", "effort_penalty = {turns = 1}", "stage.rl.effort_penalty.scale is missing"),
@@ -509,7 +509,7 @@ def test_only_the_first_stage_stretches_a_model() -> None:
     )
     with pytest.raises(
         EtudeError,
-        match="stage.long.rope_scaling stretches the model of model.path, from the first",
+        match="stage.long.rope_scaling stretches the model of model.path from the first",
     ):
         parse(EVERY_KIND + later, ["model.path=base"])
 
@@ -556,7 +556,7 @@ def test_a_text_needs_no_quotation_marks_and_may_stand_apart() -> None:
             "silence_s=5",
             "unknown key silence_s in the top level: it is now called heartbeat_timeout_s",
         ),
-        ("stage.rl.advantage=praise", "stage.rl.advantage: praise is called self_imitation now"),
+        ("stage.rl.advantage=praise", "stage.rl.advantage: praise is now called self_imitation"),
     ],
 )
 def test_an_old_key_is_told_its_new_name(old: str, message: str) -> None:
@@ -595,9 +595,7 @@ def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
     }
     renamed = {f"stage.{kind}.{old}": new for kind in stage for old, new in stage[kind].items()}
     for old, new in (renamed | OTHERS_RENAMED).items():
-        with pytest.raises(
-            EtudeError, match=f"unknown key {old} in .*: it is now called {new}"
-        ):
+        with pytest.raises(EtudeError, match=f"unknown key {old} in .*: it is now called {new}"):
             parse(GOOD, [f"{old}=1"])
     for old, new in {
         "centered": "dr_grpo",
@@ -605,7 +603,7 @@ def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
         "std_normalised": "grpo",
         "batch_normalised": "reinforce_plus_plus_baseline",
     }.items():
-        with pytest.raises(EtudeError, match=f"{old} is called {new} now"):
+        with pytest.raises(EtudeError, match=f"{old} is now called {new}"):
             parse(GOOD, [f"stage.rl.advantage={old}"])
 
 

@@ -68,7 +68,7 @@ def test_lookahead_has_a_limit(per_step: int, max_lag: int, most: int) -> None:
 
 def test_live_weights_never_go_back() -> None:
     window: Window[int] = Window(per_step=1, max_lag=0, live=3)
-    with pytest.raises(AssertionError, match="went back from 3 to 2"):
+    with pytest.raises(AssertionError, match="went back from version 3 to 2"):
         window.advance(2)
 
 
