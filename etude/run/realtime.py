@@ -349,7 +349,9 @@ class RealtimeLoop:
             record = Forgotten(user=stone.user, time=stone.time, steps=steps)
             forget_user(self.run, record)
             seen = ", ".join(map(str, versions_that_saw(steps, bases))) or "none"
-            self._tell(f"user {stone.user} was deleted; versions trained on their data: {seen}")
+            self._tell(
+                f"user {stone.user} was deleted; versions that learnt from their data: {seen}"
+            )
 
     # From a version to a decision
 

@@ -121,5 +121,5 @@ def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
 
 def _lacks(record: Record, field: str, what: str) -> str:
     if field in record:
-        return f"{field!r} is not a {what} but a {type(record[field]).__name__}"
+        return f"{field!r} must be a {what}, not {type(record[field]).__name__}"
     return f"there is no {field!r}, only {', '.join(map(repr, record)) or 'nothing'}"

@@ -154,7 +154,7 @@ def test_rollouts_that_are_settled_and_those_that_have_just_ended(app: ASGIApp) 
 def test_a_filter_that_is_none(app: ASGIApp) -> None:
     for query, words in (
         ("colour=red", "there is no filter 'colour'"),
-        ("reward_min=much", "the filter reward_min cannot be 'much'"),
+        ("reward_min=much", "'much' is not a valid value for the filter reward_min"),
         ("sort=id", "cannot sort by 'id'"),
         ("limit=-1", "limit must be a number"),
     ):

@@ -175,10 +175,10 @@ def test_few_tasks_are_a_notice_and_no_alarm() -> None:
     for t, event in enumerate(events):
         told += teller.tell(t, event, view, view.apply(t, event))
     few = [
-        "6 train tasks (at most 64 were asked for)",
-        "1 held-out task (at most 16 were asked for)",
+        "6 train tasks (up to 64 requested)",
+        "1 held-out task (up to 16 requested)",
     ]
-    assert [line for line in told if "asked for" in line] == few
+    assert [line for line in told if "requested" in line] == few
     page = describe(view, 0)
     assert not page.alarms and Line("tasks", ", ".join(few), "dim") in page.lines
     view.apply(9.0, Launched(resumed=True))
@@ -224,7 +224,7 @@ def test_the_lag_of_a_batch_counts_before_its_step_is_done_also_after_a_stop() -
         (9.0, Launched(resumed=True)),
         (10.0, StageStarted(stage="rl", steps=4, done=1)),
     )
-    assert "0 now, 1 at most, 2 allowed" in printed(draw(view, "run", lag_bound=2))
+    assert "0 now, at most 1, 2 allowed" in printed(draw(view, "run", lag_bound=2))
 
 
 def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
@@ -358,7 +358,7 @@ def test_the_headline_says_what_is_going_on() -> None:
         "sampling",
         "no group with signal yet: in the first, all attempts earned 0",
     )
-    assert headline(rl, (1.0, same), (1.0, same))[1].endswith("in each of 2 all attempts earned 0")
+    assert headline(rl, (1.0, same), (1.0, same))[1].endswith("in each of 2, all attempts earned 0")
     assert headline(rl, *steps) == (
         "learning",
         "mean reward 0.19 in the first 4 steps, 0.69 in the last",
@@ -391,7 +391,7 @@ def test_the_headline_says_what_is_going_on() -> None:
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
     label, text = headline(rl, *[(1.0, same)] * 8)
-    assert label == "no signal" and "no group with signal yet" in text
+    assert label == "no signal" and "no learning signal yet" in text
     assert describe(view_of(rl, *[(1.0, same)] * 8), 0).advice.startswith("the tasks are too")
     assert headline(*steps, (9.0, RunDone(version=4)))[0] == "finished"
 
@@ -580,7 +580,7 @@ def test_a_log_tells_how_a_run_begins() -> None:
     fleet = FleetStatus(regions={}, active=4, capacity=4, sessions=16)
     begun = "the first 16 sessions are under way"
     expected: list[tuple[Event, list[str]]] = [
-        (tried, ["trying heldout tasks before any training: 3 of them"]),
+        (tried, ["evaluating on 3 heldout tasks, before any training"]),
         (fleet, []),
         (evaluated, ["heldout tasks solved before any training: 0.0% (0.0% - 50.0%) 0/3"]),
         (fleet, [begun]),
@@ -694,8 +694,8 @@ def test_sessions_are_told_now_and_then_and_each_error_once() -> None:
     assert told(3.0, attempt("failed", None, "agent: a")) == []
     assert told(4.0, same) == []
     assert told(1.5 + TELL_S, attempt()) == [
-        "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal (100%); no group had a "
-        "difference yet: in the first all attempts earned 0; newest error: agent: a"
+        "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal (100%); no group with "
+        "signal yet: in the first, all attempts earned 0; newest error: agent: a"
     ]
     assert told(9.0 + 2 * TELL_S, same) == [], "no session ended since"
     for n in range(9):

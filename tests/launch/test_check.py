@@ -179,7 +179,7 @@ async def test_tasks_of_a_run_that_moved_meanwhile(
     told: dict[str, Any] = {"resumed": True, "look": look, "store": f"file:{tmp_path}/r"}
     await examine(config, **told)  # nothing was attempted yet
     run.ledger.append(Issued(group="g", task="train0", samples=("g.0",), version=0, epoch=0))
-    with pytest.raises(EtudeError, match=r"the split 'train' are not .*: 1 gone \(train2\)"):
+    with pytest.raises(EtudeError, match=r"the split 'train' differ .*: 1 gone \(train2\)"):
         await examine(config, **told)
     assert run.tasks("train", TaskRecord) == TaskRecord.of(began_with)
 
@@ -216,11 +216,13 @@ def test_paths_start_at_the_folder_of_the_run_file(
     assert main(["run", "mine/run.toml", "--set", "stage.rl.loss=loss.py:A"]) == 2
     told = capsys.readouterr().err
     assert "stage.rl.loss = 'loss.py:A': relative paths start at the folder of the run" in told
-    assert f"no {mine}/loss.py, but {tmp_path}/loss.py: write '../loss.py:A'" in told
+    assert (
+        f"{mine}/loss.py does not exist, but {tmp_path}/loss.py does: write '../loss.py:A'" in told
+    )
     assert main(["run", "mine/run.toml", "--set", "harness.agent=nowhere.py:A"]) == 2
     told = capsys.readouterr().err
     assert (
-        f"no file {mine}/nowhere.py; " in told
+        f"{mine}/nowhere.py does not exist; " in told
         and f"not where etude is started ({tmp_path})" in told
     )
 
@@ -258,7 +260,7 @@ def test_the_dry_run_asks_the_same_and_makes_nothing(
     assert f"error: harness.agent = '{tmp_path}/code.py:Nobody'" in capsys.readouterr().err
     assert main(argv) == 0
     told = capsys.readouterr().out
-    assert "tasks: 2 to train on (3 asked for), 2 held out" in told
+    assert "tasks: 2 for training (3 asked for), 2 held out" in told
     assert "expected time: about" in told and "expected disk: about" in told
     assert [
         path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)

@@ -370,7 +370,7 @@ def test_relative_paths_start_where_they_did(
 
 @pytest.mark.parametrize(
     ("device", "gpus", "said"),
-    [("cpu", "1", 'engine.device = "cpu" would leave'), ("cuda", "0", "give --worker-gpus 1")],
+    [("cpu", "1", 'engine.device = "cpu" would leave'), ("cuda", "0", "pass --worker-gpus 1")],
 )
 def test_gpus_are_those_of_the_devices(
     toml: Path, capsys: pytest.CaptureFixture[str], device: str, gpus: str, said: str

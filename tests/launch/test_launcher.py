@@ -97,7 +97,7 @@ async def test_a_death_is_told_with_its_last_words(launcher: LocalLauncher) -> N
         )
     told = error_message(caught.value) or ""
     assert "the main ended with exit code 3" in told and "| no more paper" in told
-    assert told.endswith("\nGo on with: etude run x.toml")
+    assert told.endswith("\nResume with: etude run x.toml")
 
 
 async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(

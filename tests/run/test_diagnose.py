@@ -98,8 +98,8 @@ def fit(asked: float, fitted: float, preference: float = 0.0) -> TemperatureFit:
         ),
         ([fit(0.5, 1.0, -9.0)], [1.0], "does not apply it"),
         ([fit(0.5, 1.0)], [], "the tokens do not tell"),
-        ([fit(0.5, 0.8)], [], "those of temperature 0.800, the trainer computes at 0.5"),
-        ([fit(1.0, 0.5), fit(0.5, 0.9)], [], "0.500 where 1 was asked for, 0.900 where 0.5"),
+        ([fit(0.5, 0.8)], [], "those of temperature 0.800, but the trainer computes at 0.5"),
+        ([fit(1.0, 0.5), fit(0.5, 0.9)], [], "0.500 where 1 was requested, 0.900 where 0.5"),
     ],
 )
 def test_what_a_temperature_says(
@@ -227,7 +227,7 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 1e-7)), ["temperature: the recorded"], []),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.009)), ["temperature: the recorded"],
          ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, while rounding causes up to "
-          "1.0e-06 and 1.0e-05; k3 9.0e-03 is left at the temperature that fits best"]),
+          "1.0e-06 and 1.0e-05; k3 9.0e-03 remains at the temperature that fits best"]),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.02)), [], ["alone: k3 1.0e-01"]),
         ({"alone": 2e-6}, scale(alone=(1.0, 1.01, 9e-7)), [], ["alone"]),
         ({"alone": 2e-6}, scale(alone=(1.0, 1.1, 9e-7)), ["temperature"], []),
@@ -236,7 +236,7 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
          ["operator: rope"], []),
         ({"alone": 0.1}, {"argmax_flip_frac": 0.5}, [],
          ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, while rounding causes up to "
-          "1.0e-06 and 1.0e-05; every operator agrees: it comes in behind the logits"]),
+          "1.0e-06 and 1.0e-05; every operator agrees: it arises after the logits"]),
     ],
 )  # fmt: skip
 def test_what_explains_what(

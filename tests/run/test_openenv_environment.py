@@ -225,7 +225,9 @@ async def test_no_place_in_time_is_a_failure_that_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(LIMITS, "timeout_s", 0.25)
     monkeypatch.setattr("etude.run.openenv_environment.RETRY_S", 60.0)
-    with pytest.raises(RolloutFailure, match=r"no place within 0\.25 s \(harness\.timeout_s\)"):
+    with pytest.raises(
+        RolloutFailure, match=r"no free place within 0\.25 s \(harness\.timeout_s\)"
+    ):
         await World(tmp_path, GUESS, [FULL], []).run()
 
 

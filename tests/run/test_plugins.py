@@ -79,7 +79,7 @@ def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_told_before_anything_starts(key: str) -> None:
     config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1', [f"{key}=nowhere.py:A"])
     with pytest.raises(
-        EtudeError, match=f"{key} = 'nowhere.py:A': there is no file /.*/nowhere.py; relative paths"
+        EtudeError, match=f"{key} = 'nowhere.py:A': /.*/nowhere.py does not exist; relative paths"
     ):
         check_stage_files(config)
 

@@ -209,8 +209,8 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
     assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
     record = forgotten(world.run, user)
     assert record is not None and record.steps == (1,)
-    told = [line for line in world.told if "is deleted" in line]
-    assert told == [f"user {user} was deleted; versions trained on their data: 1"]
+    told = [line for line in world.told if "was deleted" in line]
+    assert told == [f"user {user} was deleted; versions that learnt from their data: 1"]
 
 
 @pytest.mark.parametrize("writes", range(4))

@@ -187,32 +187,32 @@ async def test_a_score_is_given_for_the_transcript_and_the_tokens() -> None:
         ),
         (
             Score(1.0, (Part("style", 1.0), Part("style", 2.0))),
-            "several parts of the score are called 'style': names must differ",
+            "several parts of the score are called 'style': names must be unique",
         ),
-        (Score(1.0, ({"style": 1.0},)), "hold {'style': 1.0}: each must be a Part"),  # type: ignore[arg-type]
+        (Score(1.0, ({"style": 1.0},)), "contain {'style': 1.0}: each must be a Part"),  # type: ignore[arg-type]
         (
             Score(1.0, credit=(Credit(1.0, 1),)),
-            "a credit is for segment 1, and the attempt has 1, from 0 on",
+            "a credit is for segment 1, but the attempt has 1, counted from 0",
         ),
         (
             Score(1.0, credit=(Credit(1.0, -1),)),
-            "a credit is for segment -1, and the attempt has 1, from 0 on",
+            "a credit is for segment -1, but the attempt has 1, counted from 0",
         ),
         (
             Score(1.0, credit=(Credit(1.0, 0, turn=0), Credit(1.0, 0, turn=1))),
-            "a credit is for turn 1 of segment 0, which has 1, from 0 on",
+            "a credit is for turn 1 of segment 0, which has 1, counted from 0",
         ),
         (
             Score(1.0, credit=(Credit(math.nan, 0, turn=0),)),
             "the credit for turn 0 of segment 0 is nan: it must be a finite number",
         ),
-        (Score(1.0, credit=(0.5,)), "hold 0.5: each must be a Credit"),  # type: ignore[arg-type]
+        (Score(1.0, credit=(0.5,)), "contain 0.5: each must be a Credit"),  # type: ignore[arg-type]
         (
             Score(1.0, flags="cheat"),  # type: ignore[arg-type]
             "the flags of the score are the string 'cheat': use a tuple, such as ('cheat',)",
         ),
-        ({"reward": 1.0}, "gave {'reward': 1.0}: score() must return a Score"),
-        (1.0, "gave 1.0: score() must return a Score, such as Score(reward=1.0)"),
+        ({"reward": 1.0}, "returned {'reward': 1.0}: score() must return a Score"),
+        (1.0, "returned 1.0: score() must return a Score, such as Score(reward=1.0)"),
     ],
 )
 async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(score: Any, told: str) -> None:

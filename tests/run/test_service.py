@@ -247,7 +247,7 @@ async def test_one_that_breaks_is_asked_again_in_another_session() -> None:
 async def test_one_that_always_breaks_makes_a_failed_attempt_and_no_zero() -> None:
     done = await attempt(Service(*[(500, "boom")] * TRIES))
     assert (done.status, done.score) == ("failed", None)
-    assert done.error is not None and 'answers 500 to POST /rollouts: "boom"' in done.error
+    assert done.error is not None and 'answered 500 to POST /rollouts: "boom"' in done.error
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ async def test_what_is_no_page_of_tasks_is_told(body: str) -> None:
 
 
 def test_a_service_that_is_not_there_gives_no_tasks() -> None:
-    with pytest.raises(EtudeError, match="127.0.0.1:9 gives no tasks .*: start it"):
+    with pytest.raises(EtudeError, match="127.0.0.1:9 returns no tasks .*: start it"):
         ServiceClient("http://127.0.0.1:9").tasks("train", 3)
 
 

@@ -120,7 +120,7 @@ function Dropped({ ledger }) {
 function Contexts({ contexts, deleted }) {
   return html`<${Card} title="Kinds of requests" note="tools | system prompt, which a baseline can tell apart">
     <table><tbody>${contexts.map((each) => html`<tr key=${each.context}><td><code>${each.context === "|" ? "neither" : each.context}</code></td><td class="num">${each.answers.toLocaleString()}</td><td class="num">${short(each.worth)}</td></tr>`)}</tbody></table>
-    <h2>Deleted users<span class="note">and the versions trained on their data</span></h2>
+    <h2>Deleted users<span class="note">and the versions that learnt from their data</span></h2>
     <table><tbody>
       ${deleted.map((each) => html`<tr key=${each.user}><td><code>${each.user}</code></td><td class="dim">${moment(each.time)}</td><td>${each.versions.join(", ") || "none"}</td></tr>`)}
       ${!deleted.length && html`<tr><td class="dim">none</td></tr>`}
