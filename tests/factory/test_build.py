@@ -253,7 +253,7 @@ def test_the_commands_say_what_there_is(
     found = json.loads(told.out.splitlines()[-1])
     assert found["kinds"] == dict(built[1].kinds)
     splits = found["splits"]
-    assert f"{splits['train']} to train on, {splits['heldout']} held out" in told.err
+    assert f"{splits['train']} for training, {splits['heldout']} held out" in told.err
     assert all(splits.values()) and sum(splits.values()) == built[1].kept
     one = task_folders(folder)[0]
     assert main(["tasks", "show", str(folder), one.name]) == 0

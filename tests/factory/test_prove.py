@@ -368,7 +368,7 @@ def test_rows_are_written_and_read_as_they_are(tmp_path: Path) -> None:
     with pytest.raises(EtudeError, match=r"rows.jsonl:1: no row .* 'instance_id'"):
         read_rows(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text(f"{first.to_json()}\n{{oh\n")
-    with pytest.raises(EtudeError, match=r"rows.jsonl:2: the line is not valid JSON \(.* column 2"):
+    with pytest.raises(EtudeError, match=r"rows.jsonl:2: the line is no JSON \(.* column 2"):
         read_rows(tmp_path / "rows.jsonl")
 
 

@@ -315,7 +315,7 @@ steps = 1
         ('judge = {url = "http://x", model = "m", rubrics = {a-b = "x"}}', "rubrics"),
         (
             'judge = {url = "http://x", model = "m", rubrics = {a = "x"}, votes = 1}',
-            "needed = 2 of votes = 1: nothing could pass",
+            "needed = 2 with votes = 1: nothing could pass",
         ),
         ('judge = {url = "http://x", model = "m", rubrics = {environment = "x"}}', "another name"),
         ('judge = {url = "http://x", model = "m", rubrics = {detector = "x"}}', "another name"),

@@ -77,7 +77,7 @@ def of(losses: str, *parts: str) -> str:
 @pytest.mark.parametrize(
     ("text", "name", "told"),
     [
-        (None, "mine", "my_loss.py; relative paths start at the folder"),
+        (None, "mine", "my_loss.py does not exist; relative paths start at the folder"),
         ("def mine(:", "mine", "my_loss.py, line 1: invalid syntax"),
         (
             "import nowhere_to_be_found",
