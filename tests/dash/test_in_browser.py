@@ -305,7 +305,7 @@ def test_a_blind_choice_is_kept(page: Any, link: str, real: Path) -> None:
     page.click("button:has-text('left')")
     playwright.expect(page.locator(".choice span")).not_to_have_text(before, timeout=TIMEOUT)
     page.keyboard.press("ArrowRight")
-    page.click("summary:has-text('preferred so far')")
+    page.click("summary:has-text('preferences so far')")
     told = [each.record for each in read_preferences(Run.open(str(real), create=False))]
     assert told[0].who == "Ada" and told[0].verdict == "left"
 
