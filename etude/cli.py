@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     config = read_run_file(args.config, args.set)
     if config.realtime is not None:
         raise EtudeError(
-            f"{args.config} has a table [realtime]: users teach this run, and rollouts of tasks "
-            f"would be trained on in their place; start it with `etude realtime {args.config}`"
+            f"{args.config} has a table [realtime]: users teach this run, but `etude run` would "
+            f"train on rollouts of tasks; start it with `etude realtime {args.config}`"
         )
     return _train(config, args)
 
@@ -117,7 +117,7 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
         findings = check_start(config, place, fresh=args.fresh, look=True)
         standing = None if args.fresh else Standing.of(place, config)
         planned = plan(config, place, findings, standing)
-        say(_console(False), f"{planned}\n  look: {anew}" if anew else planned, indent=2)
+        say(_console(False), f"{planned}\n  note: {anew}" if anew else planned, indent=2)
         return 0
     if anew:
         say(console, anew, indent=2)
@@ -128,11 +128,11 @@ def _train(config: RunConfig, args: argparse.Namespace) -> int:
     try:
         local.execute(config, place, console, **options, cluster=_cluster(args))
     except KeyboardInterrupt as e:
-        e.add_note(f"where the run lies: {place.absolute}")
+        e.add_note(f"the run is in {place.absolute}")
         raise
     run = place.open()
     if before:
-        console.print("this run was finished before; here is what it came to", highlight=False)
+        console.print("this run had already finished; these are its results", highlight=False)
     print_example(run, console)
     audited = page(run, place, console)
     print_next(run, place, console)
@@ -146,7 +146,7 @@ def _cluster(args: argparse.Namespace) -> RayCluster | None:
 
     address = getattr(args, "ray", None)
     if address is None and getattr(args, "workers", 1) > 1:
-        raise EtudeError("--workers is for a cluster: give --ray ADDRESS too, or leave it out")
+        raise EtudeError("--workers needs a cluster: add --ray ADDRESS, or leave it out")
     return RayCluster(address=address, workers=args.workers) if address else None
 
 
@@ -301,14 +301,14 @@ def realtime(args: argparse.Namespace) -> int:
     console = _console(False)
     if args.what in REALTIME_ACTIONS:
         if args.run is None:
-            raise EtudeError(f"etude realtime {args.what} RUN: say of which run")
+            raise EtudeError(f"name the run: etude realtime {args.what} RUN")
         given = {"version": args.version} if args.what == "pin" else {}
         code: int = getattr(realtime, args.what)(_existing(args.run).open(), console, **given)
         return code
     if args.run is not None:
         raise EtudeError(
-            f"etude realtime {args.what} {args.run}: write one of {', '.join(REALTIME_ACTIONS)} "
-            f"before a run, or the file of a run alone"
+            f"etude realtime {args.what} {args.run}: give an action "
+            f"({', '.join(REALTIME_ACTIONS)}) and a run, or only the file of a run"
         )
     options = realtime.Options(dir=args.dir, set=args.set, once=args.once, dry_run=args.dry_run)
     return realtime.start(Path(args.what), options, console, resume=_again(None))

@@ -40,9 +40,15 @@ MIDDLE = {
 EDGES: dict[str, set[str]] = {
     "cli": {"arguments", "bench_arguments", "serving_arguments", "commands", "launch"},
     "commands.realtime": {"realtime.cycle"},
-    "arguments": {"bench_arguments", "serving_arguments", "task_arguments"},
+    "arguments": {
+        "bench_arguments",
+        "serving_arguments",
+        "task_arguments",
+        "weights_arguments",
+    },
     "bench_arguments": {"serving_arguments"},
     "task_arguments": {"serving_arguments"},
+    "weights_arguments": {"serving_arguments"},
     "serving_arguments": set(),
     "__main__": {"cli"},
     "commands": {"dash", "engine", "model", "serve", "store", "train", "weights", "launch", "run"}

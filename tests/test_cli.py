@@ -70,9 +70,9 @@ def test_an_unknown_option_is_told_with_those_that_there_are(
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["runn", "a.toml"], "etude: error: there is no command runn: did you mean run? `etude --"),
-        (["x"], "etude: error: there is no command x: `etude --help` lists them"),
-        (["export", "runs/work", "there"], "by `etude weights export RUN DIR`"),
+        (["runn", "a.toml"], "etude: error: unknown command runn: did you mean run? `etude --"),
+        (["x"], "etude: error: unknown command x: `etude --help` lists all"),
+        (["export", "runs/work", "there"], "use `etude weights export RUN DIR`"),
     ],
 )
 def test_a_command_that_is_not_there(
@@ -173,7 +173,7 @@ def test_a_model_to_serve_that_is_not_there(
 ) -> None:
     with pytest.raises(SystemExit):
         etude("serve", "runs/wrok", "--port", "0")
-    assert "error: there is no runs/wrok: give" in capsys.readouterr().err
+    assert "error: runs/wrok does not exist: give" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_another_config_for_the_same_run(etude: Etude, tmp_path: Path) -> None:
 
 def test_a_place_that_is_a_file(etude: Etude, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    refused(etude("run", TINY, "--dir", "file"), "no run can lie in file")
+    refused(etude("run", TINY, "--dir", "file"), "cannot create a run in file")
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -243,7 +243,8 @@ def test_fresh_removes_nothing_but_a_run(etude: Etude, tmp_path: Path) -> None:
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "thesis").write_text("years of work")
     refused(
-        etude("demo", "--dir", "papers", "--fresh"), "papers is no run of etude: it is not removed"
+        etude("demo", "--dir", "papers", "--fresh"),
+        "papers is not an Etude run, so it was not deleted",
     )
     assert (tmp_path / "papers" / "thesis").exists()
 

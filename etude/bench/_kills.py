@@ -150,5 +150,6 @@ class KillTrial:
                     )
         if wrong:
             raise EtudeError(
-                f"{len(wrong)} of {sessions} sessions are not what was told; {wrong[0]}"
+                f"{len(wrong)} of {sessions} sessions differ from the answers that were "
+                f"acknowledged; {wrong[0]}"
             )

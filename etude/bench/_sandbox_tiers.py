@@ -46,7 +46,7 @@ async def gvisor() -> dict[str, float]:
     try:
         pool = TimedGvisorPool()
     except EtudeError as e:
-        print(f"gvisor is left out: {e}", file=sys.stderr)
+        print(f"skipping gvisor: {e}", file=sys.stderr)
         return {}
     try:
         async with pool.open(SandboxSpec()):  # the first one makes the template

@@ -57,7 +57,7 @@ def start(stack: contextlib.ExitStack, module: str, *arguments: object) -> Start
     assert child.stdout is not None
     url = child.stdout.readline().rpartition(" ")[2].strip()
     if not url:
-        raise EtudeError(f"{module} ended with code {child.wait()} before it served")
+        raise EtudeError(f"{module} ended with code {child.wait()} before it was ready")
     return Started(child, url)
 
 

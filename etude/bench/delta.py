@@ -33,9 +33,7 @@ from etude.weights.delta_format import KINDS, Array
 try:
     import zstandard
 except ModuleNotFoundError as e:
-    raise EtudeError(
-        "the codecs that ours is compared with need zstandard: pip install 'etude[bench]'"
-    ) from e
+    raise EtudeError("the codecs to compare with need zstandard: pip install 'etude[bench]'") from e
 
 BF16 = KINDS["bfloat16"]
 ROUNDS = 7
@@ -78,12 +76,14 @@ def read(folder: Path) -> dict[str, tuple[Array, Array]]:
             or not old.size
         ):
             raise EtudeError(
-                f"the pair {name} in {folder} must be two arrays of uint16 (bf16 codes) of one "
-                f"shape"
+                f"the pair {name} in {folder} must be two arrays of uint16 (bf16 codes) of the "
+                "same shape"
             )
         pairs[name] = old.reshape(-1), new.reshape(-1)
     if not pairs:
-        raise EtudeError(f"{folder} holds no NAME_before.npy: give --pairs a directory that does")
+        raise EtudeError(
+            f"{folder} has no NAME_before.npy: pass a directory that has one with --pairs"
+        )
     return pairs
 
 
@@ -123,9 +123,7 @@ def measure(both: Codec, old: Array, new: Array) -> dict[str, float]:
     encode_s, parts = best(lambda: encode(old, new))
     apply_s, _ = best(lambda: apply(old, parts, out))
     if not np.array_equal(out, new):
-        raise EtudeError(
-            "a codec gave back other weights than it was given: its figures are worth nothing"
-        )
+        raise EtudeError("a codec did not return the original weights: its figures are worthless")
     gigabytes = old.nbytes / 1e9
     return {
         "ratio": old.nbytes / max(1, sum(map(len, parts))),

@@ -133,8 +133,8 @@ def history(repo: Path) -> list[Edit]:
             break
     if not edits:
         raise EtudeError(
-            f"{repo}: its git history changes no file of 40 to 600 lines; name another one with "
-            f"--repo"
+            f"{repo}: no change in its git history touches a file of 40 to 600 lines; choose "
+            "another repository with --repo"
         )
     return edits
 
@@ -143,7 +143,7 @@ def _git(repo: Path, *arguments: str) -> bytes:
     done = subprocess.run(["git", "-C", str(repo), *arguments], capture_output=True, check=False)
     if done.returncode:
         raise EtudeError(
-            f"{repo}: {done.stderr.decode().strip()}; name a git repository with --repo"
+            f"{repo}: {done.stderr.decode().strip()}; pass a git repository with --repo"
         )
     return done.stdout
 
@@ -343,7 +343,7 @@ def _said(model: Transformer, runner: ModelRunner, asked: Request) -> Sample:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what a prediction saves on a CUDA device")
+    parser = argparse.ArgumentParser(description="Measure what prediction saves on a CUDA device.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     figures = on_cuda()

@@ -148,7 +148,7 @@ def vllm_rates(directory: Path) -> dict[int, float]:
 
 
 def run_vllm(*arguments: str, rounds: list[list[list[int]]]) -> None:
-    print("vLLM first compiles, which may take minutes", file=sys.stderr, flush=True)
+    print("compiling vLLM first, which can take minutes", file=sys.stderr, flush=True)
     argv = [str(VLLM_PYTHON), "-m", "etude.bench._vllm_engine", *arguments]
     own = {
         "PYTHONPATH": str(Path(__file__).parents[2]),  # so that the other Python finds this package
@@ -250,7 +250,7 @@ def peer(directory: Path, dtype: torch.dtype) -> Any:
         import transformers
     except ImportError as e:
         raise EtudeError(
-            "the benchmark compares with transformers: pip install -r requirements-dev.txt"
+            "the comparison needs transformers: pip install -r requirements-dev.txt"
         ) from e
     return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
 

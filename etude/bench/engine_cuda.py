@@ -445,14 +445,14 @@ def free() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="tokens per second and roofline share of the engine on CUDA"
+        description="Measure tokens per second and roofline share of the engine on CUDA."
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--batches", nargs="+", type=int, default=list(BATCHES))
-    parser.add_argument("--alone", action="store_true", help="leave transformers out")
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
-    parser.add_argument("--chunk", type=int, default=CHUNK, help="of prompts in a pass, at most")
+    parser.add_argument("--alone", action="store_true", help="skip transformers")
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of the prompt")
+    parser.add_argument("--chunk", type=int, default=CHUNK, help="maximum prompt tokens in a pass")
     options = parser.parse_args()
     figures = run(
         options.shapes,

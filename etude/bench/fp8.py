@@ -180,7 +180,7 @@ def _median_seconds(work: Callable[[], object], warm_up: int = 3, times: int = 7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="FP8 beside bf16")
+    parser = argparse.ArgumentParser(description="Compare FP8 with bf16.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--kinds", nargs="+", default=tuple(KINDS), choices=tuple(KINDS))

@@ -119,7 +119,7 @@ async def litellm_side(
     stack: contextlib.ExitStack, folder: Path, worker: Started, alone: Side, sessions: int
 ) -> dict[str, float]:
     if not LITELLM.exists():
-        raise EtudeError(f"{LITELLM} is not there: `make bench-gateway` installs it")
+        raise EtudeError(f"{LITELLM} does not exist: `make bench-gateway` installs it")
     proxy = await start_litellm(stack, folder, worker.url)
     cpu_s = proxy.cpu_s()
     other = await measure("litellm", lambda n: proxy.url, chat_path, sessions, worker)

@@ -108,7 +108,9 @@ def _trained(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="one session of 131,072 tokens on a CUDA device")
+    parser = argparse.ArgumentParser(
+        description="Decode and train on one session of 131,072 tokens on a CUDA device."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
     options = parser.parse_args()

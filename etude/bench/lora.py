@@ -176,7 +176,7 @@ def _decoded(engine: Engine, batch: int, steps: int, names: Sequence[str]) -> fl
         engine.step()
     _wait()
     seconds = time.perf_counter() - began
-    assert engine.num_running == batch, "requests ended within the measurement"
+    assert engine.num_running == batch, "requests ended during the measurement"
     tokens = engine.stats().generation_tokens - before
     for number in range(batch):
         engine.abort(str(number))
@@ -199,18 +199,18 @@ def _free(model: Transformer) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="tokens per second with many adapters")
+    parser = argparse.ArgumentParser(description="Measure tokens per second with many adapters.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--shape", help="small, or a shape of engine_cuda")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument(
-        "--batch", dest="batches", nargs="+", type=int, default=[64], help="requests at once"
+        "--batch", dest="batches", nargs="+", type=int, default=[64], help="concurrent requests"
     )
     parser.add_argument(
         "--counts", nargs="*", type=int, default=list(COUNTS), help="different adapters among them"
     )
-    parser.add_argument("--steps", type=int, default=96, help="that are measured")
+    parser.add_argument("--steps", type=int, default=96, help="steps to measure")
     options = vars(parser.parse_args())
     as_json = options.pop("json")
     figures = run(**options)

@@ -188,8 +188,7 @@ async def observe(gateway: GatewayClient, chain: Chain, last: int) -> tuple[int,
         for worker in held:
             if worker.root != (await asyncio.to_thread(chain.find, worker.version))[1].root:
                 raise EtudeError(
-                    f"worker {worker.region} computes with other bits than version "
-                    f"{worker.version} has"
+                    f"the weights of worker {worker.region} differ from version {worker.version}"
                 )
         if {worker.region for worker in held} == set(REGIONS) and len(
             {worker.version for worker in held}
@@ -213,7 +212,7 @@ def join_late(run: Run, last: int) -> int:
     chain = Chain(run.objects)
     tensors = Follower(chain, progress=lambda done, total: totals.append(total)).fetch(last)
     if root_of(tensors) != chain.find(last)[1].root:
-        raise EtudeError(f"a late joiner holds other bits than version {last} has")
+        raise EtudeError(f"the weights of a late joiner differ from version {last}")
     return totals[-1]
 
 
@@ -233,7 +232,7 @@ async def control(store: str, gateway_url: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="etude.bench.publish", description="The controller of the benchmark's run."
+        prog="etude.bench.publish", description="Run the controller of the benchmark's run."
     )
     parser.add_argument("--store", required=True)
     parser.add_argument("--gateway", required=True)

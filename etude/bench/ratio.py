@@ -212,7 +212,9 @@ def _trained(config: ModelConfig, sessions: list[_Session]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="device time of rollouts over that of training")
+    parser = argparse.ArgumentParser(
+        description="Measure device time of rollouts over that of training."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
     parser.add_argument("--context", type=int, default=CONTEXT, help="tokens of a session")

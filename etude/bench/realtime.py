@@ -228,7 +228,7 @@ async def _until(reached: Callable[[], bool], loop: subprocess.Popen[bytes]) -> 
         if loop.poll() is not None:
             raise EtudeError(f"etude realtime ended with code {loop.returncode}")
         if time.monotonic() - began > MOST_S:
-            print(f"not reached in {MOST_S:.0f} s; going on without", file=sys.stderr)
+            print(f"not reached within {MOST_S:.0f} s; continuing without it", file=sys.stderr)
             break
         await asyncio.sleep(1.0)
 

@@ -145,7 +145,9 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="pause of a swap of weights on a CUDA device")
+    parser = argparse.ArgumentParser(
+        description="Measure the pause of a weight swap on a CUDA device."
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shape", default="qwen3-8b", choices=list(SHAPES))
     options = parser.parse_args()

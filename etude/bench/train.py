@@ -184,11 +184,11 @@ def _batch(step: int, rows: int, length: int, vocab_size: int) -> Batch:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="how fast the trainer is")
+    parser = argparse.ArgumentParser(description="Measure how fast the trainer is.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--shapes", nargs="+", default=())
     parser.add_argument("--layouts", nargs="+", default=())
-    parser.add_argument("--alone", action="store_true", help="leave the plain decoder out")
+    parser.add_argument("--alone", action="store_true", help="skip the plain decoder")
     options = parser.parse_args()
     figures = run(options.shapes, options.layouts, compare=not options.alone)
     print(

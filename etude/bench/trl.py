@@ -85,7 +85,7 @@ class Side:
 def run(model: str = "models/smollm2-135m") -> dict[str, float]:
     if not PYTHON.exists():
         raise EtudeError(
-            f"{PYTHON} is not there: `make bench-trl` installs TRL in an environment of its own"
+            f"{PYTHON} does not exist: `make bench-trl` installs TRL in its own environment"
         )
     directory = Path(model).absolute()
     other = trl_side(directory)

@@ -34,10 +34,10 @@ Message = dict[str, Any]
 
 END = ("/quit", "/exit")
 HELP = """\
-/quit, /exit or Ctrl-D   ends
-/help                    shows this
-Ctrl-C                   stops an answer; what was said of it stays
-anything else is said to the model, with all that was said before"""
+/quit, /exit or Ctrl-D   end the chat
+/help                    show this help
+Ctrl-C                   stop an answer and keep what it says so far
+anything else            is sent to the model, with the conversation so far"""
 
 ANSWER_S = 10.0
 """Time for a server to accept a connection."""
@@ -87,7 +87,7 @@ def usual_temperature(target: str) -> float:
 def chat(target: str, version: int | None, settings: Settings, console: Console) -> None:
     with _server(target, version, console) as (url, who):
         console.print(
-            f"talking to {who}   /help tells more, /quit ends",
+            f"talking to {who}   /help for help, /quit to end",
             style="dim",
             highlight=False,
             markup=False,
@@ -105,7 +105,7 @@ def chat(target: str, version: int | None, settings: Settings, console: Console)
                     answer = _answer(url, settings.request(asked), console)
                 except Refused as e:
                     console.print(
-                        f"{e}; this turn is left out", style="bold", highlight=False, markup=False
+                        f"{e}; this turn was dropped", style="bold", highlight=False, markup=False
                     )
                 else:
                     messages = [*asked, {"role": "assistant", "content": answer}]
@@ -150,9 +150,9 @@ def _answer(url: str, request: dict[str, Any], console: Console) -> str:
     if usage:
         count = usage["completion_tokens"]
         seconds = time.monotonic() - began
-        cut = "; cut there: --max-tokens sets where" if reason == "length" else ""
+        cut = "; cut off: raise --max-tokens for longer answers" if reason == "length" else ""
         console.print(
-            f"{count} tokens, {count / seconds:.1f} a second{cut}", style="dim", highlight=False
+            f"{count} tokens, {count / seconds:.1f} tokens/s{cut}", style="dim", highlight=False
         )
     return said
 
@@ -170,7 +170,7 @@ def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             response = connection.getresponse()
             if response.status != 200:
                 error = EtudeError if response.status in ALWAYS_REFUSED else Refused
-                raise error(f"{url} answers {response.status}: {_reason(response.read())}")
+                raise error(f"{url} answered {response.status}: {_reason(response.read())}")
             for line in response:
                 if line.startswith(b"data: {"):
                     chunk = json.loads(line.removeprefix(b"data: "))
@@ -179,7 +179,7 @@ def _stream(url: str, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                     yield chunk
         except (OSError, http.client.HTTPException) as e:
             raise EtudeError(
-                f"{url} does not answer: {e or type(e).__name__}; is a server running there?"
+                f"no answer from {url}: {e or type(e).__name__}; is a server running there?"
             ) from e
 
 
@@ -191,7 +191,7 @@ def _check_answers(url: str) -> None:
         ):
             pass
     except OSError as e:
-        raise EtudeError(f"{url} does not answer: {e}; is a server running there?") from e
+        raise EtudeError(f"no answer from {url}: {e}; is a server running there?") from e
 
 
 def _reason(body: bytes) -> str:
@@ -205,11 +205,15 @@ def _server(target: str, version: int | None, console: Console) -> Iterator[tupl
     """A server for the target: its URL, and a description of what it serves."""
     if target.startswith(("http://", "https://")):
         if version is not None:
-            raise EtudeError(f"--version {version}: the server at {target} has chosen its weights")
+            raise EtudeError(
+                f"--version {version} does not apply: the server at {target} chooses its weights"
+            )
         try:
             port, host = urlsplit(target).port, urlsplit(target).hostname
         except ValueError as e:
-            raise EtudeError(f"{target} is no URL: {e}; write it like http://127.0.0.1:8000") from e
+            raise EtudeError(
+                f"{target} is not a URL: {e}; write it like http://127.0.0.1:8000"
+            ) from e
         if not host or port == 0:
             raise EtudeError(f"{target} names no server; write it like http://127.0.0.1:8000")
         _check_answers(target)

@@ -29,20 +29,20 @@ def compare(
     has several runs, such as seeds of one recipe, their mean at each task is compared. With
     `turns`, attempts of more turns count as not solved."""
     if twice := next((side for side in after if after.count(side) > 1), None):
-        raise EtudeError(f"{twice} is named twice: it would count twice")
+        raise EtudeError(f"{twice} is given twice: leave one out")
     sides = {side: find_report(side, split, turns) for side in (before, *after)}
     first, *others = [sides[side] for side in (before, *after)]
     for side, report in sides.items():
         if (report.samples == 1) != (first.samples == 1):
             raise EtudeError(
-                f"{before} was evaluated with {first.samples} attempts at each task, {side} with "
-                f"{report.samples}: one is sampled at another temperature than several "
-                "(etude eval --samples N)"
+                f"{before} was evaluated with {first.samples} attempts per task, {side} with "
+                f"{report.samples}: a single attempt is sampled at another temperature than "
+                "several; evaluate both alike (etude eval --samples N)"
             )
     tried = [report.solved_by_task for report in (first, *others)]
     if not (common := sorted(set.intersection(*map(set, tried)))):
         named = " and ".join(sides)
-        raise EtudeError(f"{named} have no {split} task in common: nothing to compare")
+        raise EtudeError(f"{named} have no {split} task in common: there is nothing to compare")
     seeds = len(others)
     attempts = math.lcm(*(report.samples for report in sides.values()))
 
@@ -61,13 +61,17 @@ def compare(
     console.print(verdict(found, left_out, is_exact))
     if turns is not None:
         console.print(
-            f"attempts of more than {turns} answers of the model count as not solved; tokens, "
-            "seconds and calls are those of whole attempts"
+            f"attempts with more than {turns} answers of the model count as unsolved; tokens, "
+            "seconds and calls include the whole attempts"
         )
     if first in others:
-        console.print(f"both are one evaluation, of version {first.version}: name another @VERSION")
+        console.print(
+            f"both sides are the same evaluation, of version {first.version}: name another @VERSION"
+        )
     if seeds > 1:
-        console.print(f"of {seeds} seeds, the mean at each task; chance is that of tasks")
+        console.print(
+            f"mean of {seeds} seeds for each task; the interval and p-value are over tasks"
+        )
     fields = ("num_tasks", "before", "after", "difference", "low", "high", "p_value")
     told = {name: getattr(found, name) for name in (*fields, "gained", "lost")}
     return told if turns is None else {**told, "turns": turns}
@@ -82,13 +86,13 @@ def find_report(side: str, split: str, turns: int | None = None) -> Report:
     found = [report for report in reports(run) if report.split == split]
     if wanted:
         if not wanted.isdecimal():
-            raise EtudeError(f"{side}: {wanted!r} is no version; write RUN@NUMBER")
+            raise EtudeError(f"{side}: {wanted!r} is not a version; write RUN@NUMBER")
         found = [report for report in found if report.version == int(wanted)]
     if not found:
         option = f" --version {wanted}" if wanted else ""
         raise EtudeError(
-            f"{side} has no evaluation on {split} tasks. Make one: "
-            f"etude eval {path}{option} --split {split}"
+            f"{side} has no evaluation on {split} tasks; run one: etude eval {path}{option} "
+            f"--split {split}"
         )
     best = max(found, key=lambda report: (report.version, report.samples))
     return best if turns is None else cut_after(best, run.eval_sessions(best.name), turns)
@@ -96,9 +100,7 @@ def find_report(side: str, split: str, turns: int | None = None) -> Report:
 
 def table(sides: Sequence[tuple[str, Report]]) -> Table:
     """Solve rate and cost of each side, one side per row."""
-    made = Table(
-        title="tasks solved (95 % interval), and what an attempt used", title_justify="left"
-    )
+    made = Table(title="tasks solved (95 % interval), and cost of an attempt", title_justify="left")
     for name in ("", "version", "solved", "sampled tokens", "seconds", "calls"):
         made.add_column(name, justify="left" if name in ("", "solved") else "right")
     for name, report in sides:
@@ -121,7 +123,7 @@ def verdict(found: PairedComparison, left_out: int, is_exact: bool) -> str:
     interval = (
         f"95 % interval {points[1]:+.1f} to {points[2]:+.1f}"
         if found.num_tasks >= FEWEST_TASKS
-        else f"of too few tasks for an interval ({FEWEST_TASKS} at least)"
+        else f"too few tasks for an interval (at least {FEWEST_TASKS} needed)"
     )
     test = "exact sign-flip test" if is_exact else "sign-flip test"
     lines = [
@@ -130,5 +132,5 @@ def verdict(found: PairedComparison, left_out: int, is_exact: bool) -> str:
         f"{found.gained} tasks solved more often, {found.lost} less often",
     ]
     if left_out:
-        lines.append(f"{left_out} tasks that not all of them have tried are left out")
+        lines.append(f"{left_out} tasks left out that were not attempted on every side")
     return "\n".join(lines)

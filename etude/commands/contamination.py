@@ -30,7 +30,7 @@ def contamination(place: RunPlace, version: int | None, console: Console) -> dic
     run = place.open()
     config, newest = run.config(), find_newest(run.objects)
     if newest is None:
-        raise EtudeError(f"{place} has no published weights yet: run its first stage first")
+        raise EtudeError(f"{place} has no published weights yet: finish its first stage first")
     version = newest.version if version is None else read_manifest(run.objects, version).version
     found = asyncio.run(_probe(run, config, version))
     console.print(_table(found, version))
@@ -84,9 +84,7 @@ def chosen_probes(tasks: Sequence[Task], seed: int) -> list[Probe]:
 
 
 def _table(found: Found, version: int) -> Table:
-    table = Table(
-        "tasks", "asked to finish", "finished", "share", "95 %", title=f"version {version}"
-    )
+    table = Table("tasks", "completed", "finished", "share", "95 %", title=f"version {version}")
     for split, kinds in found.items():
         for kind, result in kinds.items():
             low, high = result.interval

@@ -196,30 +196,30 @@ def examine(found: Probe) -> list[Finding]:
             name="seccomp",
             there=walls is not None and walls.seccomp,
             found=os.uname().machine,
-            needed_for="the tier namespaces",
-            fix="run on x86-64 or ARM64: the numbers of calls are known for these",
+            needed_for="tier namespaces",
+            fix="use x86-64 or ARM64: system call numbers are known only for these",
         ),
         Finding(
             name="Landlock",
             there=walls is not None and walls.landlock > 0,
             found=f"version {walls.landlock}" if walls else "not tried",
-            needed_for="a second wall around files",
-            fix="a kernel from 5.13 on, with landlock among lsm= of its command line",
+            needed_for="a second layer of isolation for files",
+            fix="use kernel 5.13 or newer, with landlock in lsm= on its command line",
         ),
         _cgroups(walls),
         Finding(
             name="users",
             there=walls is not None and walls.own_users,
             found="one for each sandbox" if walls and walls.own_users else "one for all sandboxes",
-            needed_for="sandboxes that cannot use up each other's inotify instances and pipes",
-            fix="run as root, which is given up at once",
+            needed_for="keeping sandboxes from using up each other's inotify instances and pipes",
+            fix="run as root; Etude drops the privileges at once",
         ),
         Finding(
             name="containers",
             there=not found.container_refused,
             found=found.container_refused or f"{found.container} opened a sandbox",
             needed_for="isolation container",
-            fix="start the engine (systemctl start docker), or let this user ask it (podman info)"
+            fix="start the engine (systemctl start docker), or let this user use it (podman info)"
             if found.programs & {"podman", "docker"}
             else "apt install podman",
         ),
@@ -228,17 +228,17 @@ def examine(found: Probe) -> list[Finding]:
             name="runsc",
             there=not found.gvisor_refused,
             found=found.gvisor_refused or "a sandbox was opened",
-            needed_for="the tier gvisor",
+            needed_for="tier gvisor",
             fix=_RUNSC if "runsc" not in found.programs else "run as root, on x86-64 or ARM64",
         ),
         Finding(
             name="qemu",
             there=not found.vm_refused,
-            found=found.vm_refused or "a machine was booted",
-            needed_for="the tier vm",
+            found=found.vm_refused or "a machine booted",
+            needed_for="tier vm",
             fix=f"apt install {' '.join(found.vm_packages)}"
             if found.vm_packages
-            else "a kernel of Debian's in /boot that may be read, and 256 MiB of free memory",
+            else "a readable Debian kernel in /boot, and 256 MiB of free memory",
         ),
         Finding(
             name="mmdebstrap",
@@ -260,7 +260,7 @@ def _namespaces(found: Probe) -> Finding:
         name="user namespaces",
         there=found.walls is not None,
         found="a sandbox was opened" if found.walls else found.refused,
-        needed_for="the tier namespaces",
+        needed_for="tier namespaces",
         fix=" && ".join(off)
         or "in a container: docker run --security-opt seccomp=unconfined "
         "--security-opt apparmor=unconfined --security-opt systempaths=unconfined",
@@ -278,7 +278,7 @@ def _cluster(found: Probe) -> Finding:
         there=not refused,
         found=refused or f"{found.kubernetes} has agent-sandbox",
         needed_for="isolation kubernetes",
-        fix=known or "kubectl get sandboxes.agents.x-k8s.io, until that answers",
+        fix=known or "make `kubectl get sandboxes.agents.x-k8s.io` work",
     )
 
 
@@ -292,9 +292,9 @@ def _cgroups(walls: Walls | None) -> Finding:
         if walls.cgroup
         else walls.cgroup_refused,
         needed_for="limits.memory_bytes and limits.cpus",
-        fix="run as root, or in a cgroup that was delegated: systemd-run --user --scope "
-        "-p Delegate=yes sh -c 'g=/sys/fs/cgroup$(cut -d: -f3 /proc/self/cgroup); mkdir $g/main; "
-        "echo $$ > $g/main/cgroup.procs; exec etude run RUN.toml'",
+        fix="run as root, or in a delegated cgroup: systemd-run --user --scope -p Delegate=yes "
+        "sh -c 'g=/sys/fs/cgroup$(cut -d: -f3 /proc/self/cgroup); mkdir $g/main; echo $$ > "
+        "$g/main/cgroup.procs; exec etude run RUN.toml'",
     )
 
 
@@ -320,10 +320,12 @@ def page(found: Probe, findings: list[Finding]) -> list[str]:
     if _holds_namespaces(found):
         lines.append(f"tier namespaces: {found.walls}")
     else:
-        lines.append("tier namespaces: not held here; process is, which has no walls")
+        lines.append("tier namespaces: not available; only process is, which isolates nothing")
     if found.gvisor_refused:
-        lines.append("tier gvisor: not held here")
+        lines.append("tier gvisor: not available")
     else:
-        lines.append("tier gvisor: a kernel for each sandbox, in a program; forks with processes")
-    lines.append(f"tier vm: {'not held here' if found.vm_refused else found.vm}")
+        lines.append(
+            "tier gvisor: a user-space kernel for each sandbox; forks include running processes"
+        )
+    lines.append(f"tier vm: {'not available' if found.vm_refused else found.vm}")
     return lines

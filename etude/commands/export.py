@@ -15,7 +15,7 @@ from etude.launch import kubernetes, slurm
 from etude.launch.export import RELAY_PORT, TRAINER_PORT, WORKER_PORT, Export
 from etude.store.objects import is_bucket
 
-SECRETS = """before the first of them:
+SECRETS = """before the first run on this cluster:
   export ETUDE_SECRET=$(openssl rand -hex 32)
   kubectl create secret generic etude --from-literal=secret=$ETUDE_SECRET \\
     --from-literal=worker-token=$(etude token worker --subject workers) \\
@@ -42,10 +42,12 @@ class Options:
 def export(config: RunConfig, file: Path, kind: str, options: Options, console: Console) -> None:
     """Write the files into a new directory."""
     if config.store is None or (kind == "k8s" and not is_bucket(config.store)):
-        folder_too = "" if kind == "k8s" else ", or file:/PATH, which all nodes see,"
+        folder_too = (
+            "" if kind == "k8s" else ", or file:/PATH on a filesystem that all nodes share,"
+        )
         raise EtudeError(
-            f"a run on several machines needs a store that all of them reach: set "
-            f'store = "s3://BUCKET/RUN" (or gs://, az://){folder_too} in its file'
+            "a run on several machines needs a store that all of them can reach: set store = "
+            f'"s3://BUCKET/RUN" (or gs://, az://){folder_too} in its file'
         )
     _check_devices(config, options)
     folder = options.folder
@@ -53,8 +55,8 @@ def export(config: RunConfig, file: Path, kind: str, options: Options, console: 
         folder = file.absolute().parent
     if folder is None and (found := next(relative_paths(config), None)):
         raise EtudeError(
-            f"{found[0]} = {found[1]!r} starts at the folder of {file}, which pods do not see: "
-            f"copy the folder into the image and say where with --folder /PATH"
+            f"{found[0]} = {found[1]!r} is relative to the folder of {file}, which pods cannot "
+            "see: copy the folder into the image and pass its path there with --folder /PATH"
         )
     made = Export(
         name=config.name,
@@ -76,7 +78,7 @@ def export(config: RunConfig, file: Path, kind: str, options: Options, console: 
         options.target.mkdir(parents=True)
     except OSError as e:
         raise EtudeError(
-            f"cannot write {options.target} ({e.strerror}): choose a directory that is not there"
+            f"cannot create {options.target} ({e.strerror}): choose a directory that does not exist"
         ) from e
     for name, content in files.items():
         (options.target / name).write_text(content)
@@ -95,11 +97,11 @@ def _check_devices(config: RunConfig, options: Options) -> None:
     ):
         if device == "cpu" and gpus:
             raise EtudeError(
-                f'{key} = "cpu" would leave {option} {gpus} idle: set {key} = "cuda" in the run\'s '
-                f"file, or give {option} 0"
+                f'{key} = "cpu" would leave {option} {gpus} unused: set {key} = "cuda" in the '
+                f"run's file, or pass {option} 0"
             )
         if device == "cuda" and not gpus:
-            raise EtudeError(f'{key} = "cuda" needs GPUs: give {option} 1 or more')
+            raise EtudeError(f'{key} = "cuda" needs GPUs: pass {option} 1 or more')
 
 
 def _kubernetes(made: Export) -> dict[str, str]:

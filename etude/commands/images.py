@@ -36,7 +36,7 @@ def build(*, spec: Path, store: Path | None, json: bool, console: Console) -> in
     said = f"{image.reference}: {_size(image.size_bytes)} in {took:.1f} s"
     console.print(said, highlight=False, soft_wrap=True)
     console.print(
-        f'use it: [sandbox] image = "{image.name}", or SandboxSpec(image=..)',
+        f'to use it: [sandbox] image = "{image.name}", or SandboxSpec(image=..)',
         highlight=False,
         markup=False,
     )
@@ -51,7 +51,9 @@ def list(*, store: Path | None, json: bool, console: Console) -> int:
         work = "yes" if image.work else "-"
         row = (image.name, image.digest[:12], str(len(image.layers)), _size(image.size_bytes))
         table.add_row(*row, kind, work)
-    console.print(table if found else "there are no images yet: etude images build SPEC.toml")
+    console.print(
+        table if found else "there are no images yet: build one with etude images build SPEC.toml"
+    )
     if json:
         print(json_format.dumps([_record(image) for image in found]), flush=True)
     return 0
@@ -101,7 +103,7 @@ def lint(*, name: str, store: Path | None, json: bool, console: Console) -> int:
 
 def remove(*, name: str, store: Path | None, json: bool, console: Console) -> int:
     freed = _store(store).remove(name)
-    console.print(f"{name} is removed: {_size(freed)} are free", highlight=False)
+    console.print(f"removed {name}: {_size(freed)} freed", highlight=False)
     if json:
         print(json_format.dumps({"freed_bytes": freed}), flush=True)
     return 0

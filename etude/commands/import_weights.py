@@ -14,10 +14,10 @@ from etude.core.errors import EtudeError
 
 def import_model(source: Path, target: Path, console: Console) -> None:
     if target.exists():
-        raise EtudeError(f"{target} is there already: give another directory, or remove it first")
+        raise EtudeError(f"{target} already exists: choose another directory, or remove it first")
     if not source.is_file():
-        why = "is a folder" if source.is_dir() else "is not there"
-        raise EtudeError(f"{source} {why}: give the path of a GGUF file")
+        why = "is a folder" if source.is_dir() else "does not exist"
+        raise EtudeError(f"{source} {why}: pass the path of a GGUF file")
     from etude.model.files import write_directory
     from etude.model.from_gguf import convert
 

@@ -32,16 +32,16 @@ RL_STAGE = """\
 kind = "rl"
 steps = 6
 groups_per_step = 4              # tasks of one step
-group_size = 8                   # attempts at each: they are compared with each other
+group_size = 8                   # attempts at each, compared with each other
 max_lag = 1                      # 0 waits for every session before the next step
 temperature = 0.8
 lr = 1e-5
 warmup_steps = 2                 # with fewer steps than this, lr is never reached
 threads = @THREADS@                      # of the trainer"""
 SFT_STAGE = f"""\
-# Fresh weights solve nothing, and rl compares attempts that were solved with others that were not.
-# So they imitate some sessions here, to be seen running. With a model in `path` above, take
-# kind = "rl" instead (docs/stages.md).
+# Untrained weights solve nothing, and rl needs some attempts that succeed. So this stage lets them
+# imitate a few sessions, to show a run. With a model in `path` above, use kind = "rl" instead
+# (docs/stages.md).
 [[stage]]
 kind = "sft"
 path = "{DEMONSTRATIONS}"
@@ -52,19 +52,19 @@ threads = @THREADS@                      # of the trainer"""
 def init(directory: Path, model: Path | None, repo: Path | None, console: Console) -> None:
     """Write the project. Existing files are left alone."""
     if model is not None and not (model / "config.json").is_file():
-        raise EtudeError(f"--model {model}: there is no model directory; `make model` fetches one")
+        raise EtudeError(f"--model {model}: no such model directory; `make model` downloads one")
     if repo is not None and not repo.exists():
-        raise EtudeError(f"--repo {repo}: there is no {repo.absolute()}")
+        raise EtudeError(f"--repo {repo}: {repo.absolute()} does not exist")
     if repo is not None and not (repo.is_dir() and _in_repository(repo)):
         below = sorted(str(path.parent) for path in repo.glob("*/.git"))[:3]
-        advice = f"{' and '.join(below)} would be one" if below else "`git init` makes one"
-        raise EtudeError(f"--repo {repo}: there is no git repository; {advice}")
+        advice = f"{' and '.join(below)} contains one" if below else "`git init` creates one"
+        raise EtudeError(f"--repo {repo}: not a git repository; {advice}")
     is_made = repo is None and not _in_repository(directory)
     place = _nearest(repo or directory)
     if not is_made and _git(place, "rev-parse", "-q", "--verify", "HEAD").returncode:
         raise EtudeError(
-            f"the git repository at {place} has no commit, and tasks are made of what is "
-            f"committed: commit something first; nothing was written"
+            f"the git repository at {place} has no commits, and tasks are made from committed "
+            "files: commit something first; nothing was written"
         )
     files = {
         path: text
@@ -73,11 +73,11 @@ def init(directory: Path, model: Path | None, repo: Path | None, console: Consol
         and (model is None or path != DEMONSTRATIONS)
     }
     if directory.exists() and not directory.is_dir():
-        raise EtudeError(f"{directory} is a file: give the folder to write to")
+        raise EtudeError(f"{directory} is a file: choose a directory to write to")
     if taken := sorted(path for path in files if (directory / path).exists()):
         raise EtudeError(
-            f"{directory} has {', '.join(taken)} already: nothing was written; give another "
-            f"directory"
+            f"{directory} already contains {', '.join(taken)}: nothing was written; choose "
+            "another directory"
         )
     values = {
         "REPOSITORY": _repository(repo, is_made),
@@ -156,13 +156,13 @@ def _git(place: Path, *argv: str) -> subprocess.CompletedProcess[str]:
             check=False,
         )
     except FileNotFoundError as e:
-        raise EtudeError("tasks come from a git repository, and git is not installed here") from e
+        raise EtudeError("tasks come from a git repository, but git is not installed") from e
 
 
 def _model_lines(model: Path | None) -> str:
     if model is None:
         return (
-            "# Fresh weights: they run, and will not solve a task. Give a model that can code:\n"
+            "# Untrained weights, which solve no task. For a model that can code:\n"
             '# path = "DIR"                 # a Hugging Face directory; `make model` fetches one'
         )
     return f"path = {_quoted(str(model.resolve()))}"
@@ -187,13 +187,13 @@ def _described_tasks(directory: Path, source: str) -> str:
         environment = make(None, counts=dict.fromkeys(splits, sys.maxsize), seed=0)
         train, heldout = (len(environment.tasks(split)) for split in splits)
     except (ValueError, SyntaxError, EtudeError) as e:
-        return f"[yellow]look:[/] there are no tasks yet: {escape(str(e))}"
+        return f"[yellow]warning:[/] there are no tasks yet: {escape(str(e))}"
     left_out = "".join(
-        f"\n[yellow]look:[/] {escape(path)} is left out: {escape(why)}"
+        f"\n[yellow]warning:[/] {escape(path)} is left out: {escape(why)}"
         for path, why in environment.left_out.items()
     )
     return (
-        f"its tasks are {train + heldout} functions of {escape(source)}: {train} to train on, "
+        f"its tasks are {train + heldout} functions of {escape(source)}: {train} for training, "
         f"{heldout} held out{left_out}"
     )
 
@@ -204,8 +204,8 @@ def _tell(directory: Path, files: list[str], source: str, console: Console) -> N
     if _mounts() == [".venv"]:
         say(
             console,
-            f"the environment of etude, {sys.prefix}, has no pytest of its own: make one that has, "
-            f"with what your code needs, or change `mounts` in run.toml",
+            f"Etude's environment, {sys.prefix}, has no pytest: create an environment with "
+            "pytest and what your code needs, or change `mounts` in run.toml",
         )
     if directory.resolve() != Path.cwd():
         say(console, f"  cd {shlex.quote(str(directory))}")

@@ -54,7 +54,7 @@ def show(path: str | None, console: Console) -> None:
         for table in found:
             names = ", ".join(key.name for key in table.keys)
             console.print(f"{table.path or '(top level)'}: {names}", highlight=False, markup=False)
-        console.print("\nmore about one: etude keys stage.rl, etude keys stage.rl.lr", style="dim")
+        console.print("\nfor details: etude keys stage.rl, etude keys stage.rl.lr", style="dim")
         return
     for table in found:
         if table.path == path:
@@ -67,7 +67,7 @@ def show(path: str | None, console: Console) -> None:
     within = [name for name in known if name.rpartition(".")[0] == path]
     near = within or difflib.get_close_matches(path, set(known), n=3, cutoff=0.4)
     near += [name for name in known if name.rpartition(".")[2] == path and name not in near]
-    hint = f"did you mean {', '.join(near)}?" if near else "`etude keys` lists all of them"
+    hint = f"did you mean {', '.join(near)}?" if near else "`etude keys` lists all keys"
     raise EtudeError(f"there is no key or table {path}: {hint}")
 
 

@@ -56,11 +56,9 @@ JUDGED_LOGITS = 2**26
 """Limits on the tokens and logits of a batch that are also recomputed with random rounding, keeping
 their distributions."""
 LEGEND = (
-    "k1: mean of the engine's log-prob minus the trainer's; k3: the same without sign, 0 if all "
-    "are equal; rounding: "
-    "the k3 that rounding alone makes on these tokens, at most; ratio: the trainer's probability "
-    "over the engine's, "
-    "p99: at 99 of 100 tokens it is lower"
+    "k1: mean of the engine's log-prob minus the trainer's; k3: the same, but never negative, "
+    "and 0 if all are equal; rounding: the largest k3 that rounding alone causes on these "
+    "tokens; ratio: the trainer's probability over the engine's; p99: 99 of 100 tokens are below"
 )
 
 
@@ -97,11 +95,11 @@ def mismatch(
     run's stage, or 1."""
     said: dict[str, Json] = {}
     if all((Path(target) / name).is_file() for name in ("config.json", "tokenizer.json")):
-        progress("the weights are read")
+        progress("reading the weights")
         sides = from_model(Path(target))
     else:
         run = RunPlace.of(target).open()
-        progress("the weights are read")
+        progress("reading the weights")
         sides, recorded = from_run(run, console)
         said["recorded"] = recorded.to_json() if recorded else None
     if invariant:
@@ -152,7 +150,7 @@ def from_run(run: Run, console: Console) -> tuple[Sides, Recorded | None]:
     files, newest = read_model_files(run), find_newest(run.objects)
     if newest is None:
         raise EtudeError(
-            f"{run.objects.url} has no published weights yet: run its first stage to the end first"
+            f"{run.objects.url} has no published weights yet: finish its first stage first"
         )
     tokenizer = ChatTokenizer(files)
     steps = run.batches()
@@ -196,9 +194,8 @@ def temperature_of(config: RunConfig, step: int) -> float:
         if span.start < step <= span.end and isinstance(span.stage, RolloutStageConfig):
             return span.stage.temperature
     raise EtudeError(
-        f"the run has a batch of step {step}, and its config no rl or distill stage with that "
-        f"step: "
-        f"bring config.json back from a copy"
+        f"the run has a batch of step {step}, but its config has no rl or distill stage with "
+        "that step: restore config.json from a backup"
     )
 
 
@@ -234,7 +231,7 @@ def recorded_mismatch(
         found.append(RecomputedRow(logprobs=tuple(again.logp_N.tolist()), argmax=likeliest))
     measured = measure_mismatch(rows, found, step=version + 1, decode=tokenizer.decode)
     console.print(
-        f"the batch of step {version + 1}, as it was recorded, against version {version}:",
+        f"the recorded batch of step {version + 1}, against version {version}:",
         highlight=False,
     )
     print_stats(
@@ -249,11 +246,12 @@ def recorded_mismatch(
     judged = to_judge(rows, version, trainer.config.vocab_size)
     if not judged:
         console.print(
-            "no row was sampled by these weights alone: what was learnt since is in all of it",
+            "no row was sampled by these weights alone: every row also differs by what was "
+            "learnt in between",
             highlight=False,
         )
         return Recorded(measured, None)
-    progress("the batch is recomputed with random rounding")
+    progress("recomputing the batch with random rounding")
     answers = [RecordedAnswer(row, recorded_experts(run, row, trainer)) for row in judged]
     diagnosis = diagnose_recorded(trainer, answers, temperature, kind)
     conclude(diagnosis, console)
@@ -291,16 +289,17 @@ def show(found: Diagnosis, console: Console) -> None:
     print_stats(found.gaps, console, {name: bound.k3 for name, bound in found.rounding.items()})
     console.print(LEGEND, style="dim", highlight=False, soft_wrap=True)
     console.print(
-        f"the likeliest token is another one at {found.argmax_flip_frac:.2%} of the places",
+        f"the most likely token differs at {found.argmax_flip_frac:.2%} of the positions",
         highlight=False,
     )
     if not found.operators:
         console.print(
-            "every operator computes the same for the same input, but for rounding", highlight=False
+            "every operator computes the same result for the same input, except for rounding",
+            highlight=False,
         )
         return
     console.print(
-        "operators that differ most, for the same input, relative to the trainer's:",
+        "operators that differ most for the same input, relative to the trainer's result:",
         highlight=False,
     )
     for each in found.operators[:8]:
@@ -315,10 +314,7 @@ def conclude(found: Diagnosis, console: Console) -> None:
     for unexplained in found.unexplained:
         console.print(f"unexplained: {unexplained}", style="bold", highlight=False, markup=False)
     if not found.causes and not found.unexplained:
-        rounding = (
-            f"nothing stands out: what there is, is rounding (k3 {gap.k3:.1e} of at most "
-            f"{bound.k3:.1e})"
-        )
+        rounding = f"no mismatch beyond rounding (k3 {gap.k3:.1e} of at most {bound.k3:.1e})"
         console.print(rounding, style="bold", highlight=False)
 
 
@@ -330,9 +326,7 @@ def print_stats(
     def say(*columns: object) -> None:
         console.print(line(*columns).rstrip(), highlight=False, markup=False, soft_wrap=True)
 
-    say(
-        "", "tokens", "k1", "k3", "rounding", "k3 p99", "ratio p99", "ratio max", "routed otherwise"
-    )
+    say("", "tokens", "k1", "k3", "rounding", "k3 p99", "ratio p99", "ratio max", "other route")
     for name, gap in gaps.items():
         otherwise = "" if gap.router_mismatch_frac is None else f"{gap.router_mismatch_frac:.2%}"
         bound = f"{rounding[name]:.2e}" if rounding else ""

@@ -44,8 +44,8 @@ def plan(config: RunConfig, options: Options, console: Console) -> dict[str, Jso
     told = lines(model, work, found, options)
     if config.harness.command:
         told.append(
-            "turns      half of harness.max_turns, though a program asks as often as it likes: set "
-            "it to twice what yours asks"
+            "turns      half of harness.max_turns, but a program can ask any number of times: "
+            "set it to twice the number your program takes"
         )
     for line in told:
         say(console, line, indent=len("model      "))
@@ -57,8 +57,8 @@ def place(model: ModelSize, work: Workload, options: Options) -> Placement:
         return plan_placement(model, work, GPUS[options.gpu], options.gpus)
     except ValueError as e:
         raise EtudeError(
-            f"{e}; give more with --gpus, a larger kind with --gpu ({', '.join(GPUS)}), or "
-            f"--weight-bytes 1 for engines in fp8"
+            f"{e}; add GPUs with --gpus, choose a larger kind with --gpu ({', '.join(GPUS)}), or "
+            "pass --weight-bytes 1 for engines in FP8"
         ) from e
 
 
@@ -66,7 +66,7 @@ def model_size(config: RunConfig, options: Options) -> ModelSize:
     """The size of the file's model, or of the model that the options describe."""
     given = (options.parameters, options.kv_bytes)
     if None in given and any(given):
-        raise EtudeError("--parameters and --kv-bytes describe another model together: give both")
+        raise EtudeError("--parameters and --kv-bytes describe another model together: pass both")
     if options.parameters is None or options.kv_bytes is None:
         from etude.trainer.estimate import size_of_model  # imports torch
 
@@ -83,7 +83,7 @@ def rollout_stage(config: RunConfig) -> RolloutStageConfig:
     for stage in config.stage:
         if isinstance(stage, RolloutStageConfig):
             return stage
-    raise EtudeError("the run has no stage of kind rl or distill: nothing is sampled in it")
+    raise EtudeError("the run has no stage of kind rl or distill, so it samples nothing")
 
 
 def workload(config: RunConfig, options: Options) -> Workload:
@@ -110,7 +110,7 @@ def lines(model: ModelSize, work: Workload, found: Placement, options: Options) 
     gpu = GPUS[options.gpu]
     sparse = f", {model.active / 1e9:.3g} B active" if model.active < 0.9 * model.parameters else ""
     split = (
-        f"all {found.gpus} in turns (colocated)"
+        f"all {found.gpus} take turns (colocated)"
         if found.colocated
         else f"{found.trainer_gpus} for the trainer, {counted(found.engines, 'engine')} of "
         f"{found.engine_gpus}"

@@ -43,7 +43,7 @@ def export(
     if joined.pending:
         left_out["feedback pending"] = len(joined.pending)
     console.print(
-        f"{len(made.made)} from {len(sessions.sessions)} sessions -> {target}",
+        f"{len(made.made)} exported from {len(sessions.sessions)} sessions -> {target}",
         highlight=False,
         soft_wrap=True,
     )
@@ -57,11 +57,9 @@ def delete(place: Place, user: str, console: Console) -> int:
     name = pseudonym(user, place.key)
     deleted = place.store.delete_user(name)
     count, found = place.store.scan([name.encode(), user.encode()])
-    console.print(
-        f"{deleted} objects deleted; {count} others looked through, {len(found)} name the user"
-    )
+    console.print(f"{deleted} objects deleted; {count} others searched, {len(found)} name the user")
     for key in found:
-        console.print(f"still there: {key}", highlight=False, markup=False)
+        console.print(f"still names the user: {key}", highlight=False, markup=False)
     return 1 if found else 0
 
 
@@ -78,7 +76,7 @@ def purge(place: Place, targets: Iterable[Path], console: Console) -> int:
             left = [line for line in lines if not _is_gone(line, tombstones)]
             gone = len(lines) - len(left)
             _write_lines(target, left)
-        console.print(f"{target}: {gone} taken out", highlight=False)
+        console.print(f"{target}: {gone} removed", highlight=False)
     return 0
 
 
@@ -94,9 +92,9 @@ def status(place: Place, console: Console) -> int:
     sessions, joined = place.read()
     answers = sum(len(session.turns) for session in sessions.sessions)
     console.print(
-        f"{len(place.store.users())} users, {len(sessions.sessions)} sessions, {answers} answers, "
-        f"{sum(map(len, joined.by_answer.values()))} events of {len(joined.by_answer)} answers, "
-        f"{len(joined.pending)} pending",
+        f"{len(place.store.users())} users, {len(sessions.sessions)} sessions, {answers} "
+        f"answers, {sum(map(len, joined.by_answer.values()))} events on {len(joined.by_answer)} "
+        f"answers, {len(joined.pending)} pending",
         highlight=False,
     )
     dropped = {**place.store.dropped(), **{f"sessions {k}": v for k, v in sessions.dropped.items()}}

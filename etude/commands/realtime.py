@@ -58,12 +58,12 @@ def decide(run: Run, make: Callable[[Change], Change], console: Console) -> int:
         if log.append(change):
             print_line(console, described(change))
             return 0
-    raise EtudeError(f"{run.objects.url}: others change the traffic all the time; try again")
+    raise EtudeError(f"{run.objects.url}: other processes keep changing the traffic; try again")
 
 
 def _not_started(run: Run) -> EtudeError:
     return EtudeError(
-        f"{run.objects.url}: no version was given to users yet: start `etude realtime` first"
+        f"{run.objects.url}: no version has been given to users yet: start `etude realtime` first"
     )
 
 
@@ -78,7 +78,7 @@ def resume(run: Run, console: Console) -> int:
 
 def rollback(run: Run, console: Console) -> int:
     """Return users to the previous version; then as `stop`."""
-    why = "taken back by hand"
+    why = "rolled back by hand"
     return decide(run, lambda last: traffic.roll_back(last, time.time(), why, held=True), console)
 
 
@@ -122,12 +122,12 @@ def compare(run: Run, console: Console) -> int:
         raise _not_started(run)
     figures = open_loop(run, run.config()).against_heldout()
     if not figures:
-        console.print("too few users of either kind so far, or no update is live", highlight=False)
+        console.print("too few users on either side so far, or no update is live", highlight=False)
     for each in figures:
         console.print(
-            f"{each.metric.name}: {100 * each.candidate:.1f} % of users, "
-            f"{100 * each.live:.1f} % of those held out; better by {100 * each.gain:+.1f} points "
-            f"({100 * each.low:+.1f} to {100 * each.high:+.1f}, at all looks)",
+            f"{each.metric.name}: {100 * each.candidate:.1f} % of users, {100 * each.live:.1f} % "
+            f"of held-out users; a gain of {100 * each.gain:+.1f} points ({100 * each.low:+.1f} "
+            f"to {100 * each.high:+.1f}, valid at every look)",
             highlight=False,
             soft_wrap=True,
         )
@@ -156,7 +156,7 @@ def start(file: Path, options: Options, console: Console, *, resume: str) -> int
     try:
         execute(config, place, console, resume=resume, once=options.once)
     except KeyboardInterrupt as e:
-        e.add_note(f"where the run lies: {place.absolute}")
+        e.add_note(f"the run is in {place.absolute}")
         raise
     return 0
 
@@ -165,23 +165,23 @@ def in_words(action: Next) -> str:
     """The next action of the loop in words."""
     match action:
         case AwaitVersion(version):
-            return f"version {version} is trained"
+            return f"version {version} is being trained"
         case Start(version):
-            return f"users are given version {version}"
+            return f"users will be given version {version}"
         case Collect(step, base):
-            return f"sessions are collected for version {step}, which begins with version {base}"
+            return f"sessions are being collected for version {step}, based on version {base}"
         case Evaluate(version):
-            return f"version {version} tries held-out tasks and probes"
+            return f"version {version} is evaluated on held-out tasks and probes"
         case Refuse(version, why):
             return f"version {version} is refused: {why}"
         case Gate(candidate, live):
             return f"the gate decides about version {candidate}, against version {live}"
         case Compare(new, old):
-            return f"what users do with version {new} is compared with version {old}"
+            return f"version {new} is compared with version {old} on what users do"
         case Held(why):
             return f"nothing, until `etude realtime resume`: {why}"
         case Done():
-            return "nothing: all steps of the stage are taken"
+            return "nothing: all steps of the stage are done"
 
 
 def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
@@ -195,12 +195,12 @@ def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
         if (there := findings.tasks["heldout"]) < config.tasks.heldout:
             print_line(
                 console,
-                f"look: there are {there} held-out tasks, of {config.tasks.heldout} that are asked "
-                f"for: with few, nothing is deployed (docs/realtime.md)",
+                f"warning: there are only {there} of the {config.tasks.heldout} held-out tasks "
+                "asked for: with too few, nothing is deployed (docs/realtime.md)",
             )
     run = place.find()
     if run is None or TrafficLog(run.objects).newest() is None:
-        print_line(console, f"{place.absolute}: nothing was given to users yet")
+        print_line(console, f"{place.absolute}: no version has been given to users yet")
     else:
         loop = open_loop(run, config)
         action = loop.next()
@@ -209,12 +209,14 @@ def plan(config: RunConfig, place: RunPlace, console: Console) -> int:
             found = loop.sort_out(action.base, loop.last.traffic)
             print_line(console, loop.settled(action.step, found))
             for entry in found.dropped:
-                console.print(f"to be dropped: {entry.label} {len(entry.samples)}", highlight=False)
+                console.print(
+                    f"would be dropped: {entry.label} {len(entry.samples)}", highlight=False
+                )
     canary = realtime.canary
     console.print(
-        f"an update every {realtime.every_minutes:g} min or later, from {realtime.min_sessions} "
-        f"sessions that are settled after {realtime.horizon_minutes:g} min; "
-        f"then {config.tasks.heldout} held-out tasks (margin {realtime.gate.margin:g}), then "
+        f"an update every {realtime.every_minutes:g} min or more, from {realtime.min_sessions} "
+        f"sessions that are settled after {realtime.horizon_minutes:g} min; then "
+        f"{config.tasks.heldout} held-out tasks (margin {realtime.gate.margin:g}), then "
         f"{', '.join(f'{100 * share:g} %' for share in canary.ramp)} of users",
         highlight=False,
         soft_wrap=True,

@@ -18,8 +18,8 @@ def read_run_file(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise EtudeError(
-            f"cannot read {path}: {getattr(e, 'strerror', None) or e}; give the path of a run's "
-            f"TOML"
+            f"cannot read {path}: {getattr(e, 'strerror', None) or e}; pass the path of a run's "
+            "TOML file"
         ) from e
     config = parse(text, overrides, source=str(path)).located(path.absolute().parent)
     for key, place in relative_paths(config):
@@ -52,8 +52,9 @@ def _check_started_there(key: str, place: str, folder: Path) -> None:
     if not _is_there(f"{folder}/{name}") and _is_there(name):
         elsewhere = os.path.relpath(name, folder) + place.removeprefix(name)
         raise EtudeError(
-            f"{key} = {place!r}: relative paths start at the folder of the run's file, and there "
-            f"is no {folder / name}, but {Path(name).absolute()}: write {elsewhere!r}"
+            f"{key} = {place!r}: relative paths start at the folder of the run's file; "
+            f"{folder / name} does not exist, but {Path(name).absolute()} does: write "
+            f"{elsewhere!r}"
         )
 
 

@@ -99,8 +99,8 @@ def create_server(
     """The public API over one engine with these adapters."""
     if name in adapters:
         raise EtudeError(
-            f"--adapter {name}: the model itself is called so: give another name, or --name to the "
-            f"model"
+            f"--adapter {name}: this is the name of the model itself: choose another name, or "
+            "rename the model with --name"
         )
     longest = engine.engine.max_context
     if (options.max_context or 0) > longest:
@@ -153,8 +153,8 @@ async def _serve(options: Options) -> None:
     server = create_server(engine, files, name, token, options, tuple(adapters))
     if not engine.tokenizer.supports_tools and not options.quiet:
         print(
-            f"warning: the chat template of {name} shows no tools: requests may offer some, but "
-            f"the model is not told of them",
+            f"warning: the chat template of {name} has no place for tools: requests can offer "
+            "some, but the model will not see them",
             file=sys.stderr,
             flush=True,
         )
@@ -167,8 +167,9 @@ async def _serve(options: Options) -> None:
 def make_engine(loaded: LoadedModel, adapters: Mapping[str, Adapter], options: Options) -> Engine:
     if adapters and loaded.is_merged:
         raise EtudeError(
-            f"version {loaded.version} of {options.target} is an adapter, and served as part of "
-            f"the weights: give the version that it is to with --version, or leave out --adapter"
+            f"version {loaded.version} of {options.target} is an adapter, and is served merged "
+            "into the weights: choose the version it applies to with --version, or leave out "
+            "--adapter"
         )
     rank = max((adapter.config.rank for adapter in adapters.values()), default=0)
     limits = AdapterLimits(num_named=len(adapters), max_rank=rank) if adapters else None
@@ -182,7 +183,7 @@ def make_engine(loaded: LoadedModel, adapters: Mapping[str, Adapter], options: O
         try:
             engine.load_adapter(name, adapter)
         except ValueError as e:
-            raise EtudeError(f"--adapter {name}: {e}; is it one to {options.target}?") from e
+            raise EtudeError(f"--adapter {name}: {e}; is it an adapter of {options.target}?") from e
     return engine
 
 
@@ -192,7 +193,9 @@ def read_adapters(given: Sequence[str]) -> dict[str, Adapter]:
     for text in given:
         name, equals, place = text.partition("=")
         if not (name and equals and place) or name in found:
-            raise EtudeError(f"--adapter {text}: write NAME=DIR or NAME=RUN, each name once")
+            raise EtudeError(
+                f"--adapter {text}: write NAME=DIR or NAME=RUN, with each name only once"
+            )
         found[name] = _run_adapter(place) if is_run(place) else read_adapter(Path(place))
     return found
 
@@ -201,7 +204,7 @@ def _run_adapter(url: str) -> Adapter:
     chain = open_chain(url)
     manifest = find_version(chain, None)[1]
     if manifest.adapter_of is None:
-        raise EtudeError(f"{url}: version {manifest.version} is no adapter: it has all weights")
+        raise EtudeError(f"{url}: version {manifest.version} is not an adapter: it has all weights")
     config = LoraConfig.from_json(Run(chain.objects).model_files()[CONFIG_FILE])
     return Adapter(config, Follower(chain).image(manifest.version).tensors())
 
@@ -215,11 +218,11 @@ def load(
         if is_run(target):
             version, files, tensors = _read_run(target, version)
         elif not Path(target).exists():
-            raise EtudeError(f"there is no {target}: give a model directory, or a run")
+            raise EtudeError(f"{target} does not exist: give a model directory, or a run")
         elif version is None:
             version, (files, tensors) = 0, read_directory(Path(target))
         else:
-            raise EtudeError(f"--version {version}: {target} is not a run and has no versions")
+            raise EtudeError(f"--version {version}: {target} is not a run, so it has no versions")
         kind = DTYPES[dtype] if dtype else _fastest(tensors, device)
         whole = whole_model(files, tensors)
         model = build_model(files, whole, kind).requires_grad_(False).to(device)
@@ -272,4 +275,4 @@ def _computes_bfloat16() -> bool:
 
 
 def no_other_version(version: int) -> Mapping[str, Tensor]:
-    raise EtudeError(f"this server has one version of its weights, and {version} is not it")
+    raise EtudeError(f"this server has only one version of its weights, not {version}")

@@ -105,7 +105,7 @@ def sessions(directory: str, console: Console, choice: Choice, *, as_json: bool)
         console.print(f"damaged: {line}", highlight=False, markup=False, style="red")
     if not found:
         run.check_is_run()
-        raise EtudeError(f"{directory} holds no sessions yet: they come with evaluations and rl")
+        raise EtudeError(f"{directory} has no sessions yet: evaluations and rl create them")
     chosen = choice.of(found)
     if not chosen and choice.failed:
         console.print(f"none of the {len(found)} sessions failed", highlight=False)
@@ -131,8 +131,8 @@ def _nothing_found(directory: str, choice: Choice, found: Sequence[Session]) -> 
         names = sorted({each.id if choice.id else each.task for each in found})
         near = ", ".join(get_close_matches(wanted, names, n=NEAREST, cutoff=0.0))
         return (
-            f"{directory} has no {what} {wanted}: the nearest of {len(names)} are {near}; "
-            f"`etude sessions {shlex.quote(directory)}` lists the newest"
+            f"{directory} has no {what} {wanted}: the closest of {len(names)} are {near}; `etude "
+            f"sessions {shlex.quote(directory)}` lists the newest"
         )
     return f"none of the {len(found)} sessions of {directory} has a reward yet"
 
@@ -236,7 +236,7 @@ def _decoder(run: Run) -> Callable[[Sequence[int]], str] | None:
 
 def _print_table(chosen: Sequence[Session], total: int, console: Console) -> None:
     shown = chosen[:LISTED]
-    like = f" like that, of {total}" if len(chosen) < total else ""
+    like = f" that match (of {total})" if len(chosen) < total else ""
     console.print(f"{len(shown)} of {len(chosen)} sessions{like}", style="bold", highlight=False)
     head = ("session", "task", "split", "ended", "reward", "turns", "seconds", "became", "error")
     rows = [
@@ -272,13 +272,13 @@ def _print_whole(
     if trajectory is None:
         told = session.error or f"{STATUS[session.status]}, reward {session.reward}"
         whole_of = "group" if session.split == "train" else "evaluation"
-        why = f"its conversation is stored once all sessions of its {whole_of} have ended"
+        why = f"its conversation is stored when all sessions of its {whole_of} have ended"
         if session.became in ENDED_EARLY:
-            why = f"its group was {session.became}: it was not stored"
+            why = f"its conversation is not stored: its group was {session.became}"
         if session.became == STOPPED:
             why = "its conversation is not stored: the run stopped before its group had ended"
         if session.split != "train" and session.status == "failed":
-            why = "its conversation is not stored: an evaluation tries again what failed"
+            why = "its conversation is not stored: evaluations retry failed sessions"
         blocks = [Block("error" if session.error else "score", told), Block("note", why)]
     else:
         blocks = read_session(trajectory, decode)

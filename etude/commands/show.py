@@ -50,7 +50,7 @@ def show(path: str, console: Console, *, everything: bool = False) -> bool:
         run = RunPlace.of(above).open()
         if name not in run.checkpoints():
             there = ", ".join(run.checkpoints()) or "none"
-            raise EtudeError(f"{path} is no checkpoint: the run has {there}")
+            raise EtudeError(f"{path} is not a checkpoint: the run has {there}")
         _print(console, about_checkpoint(checkpoints.read(run, name), run))
         return True
     place = RunPlace.of(path)
@@ -95,8 +95,8 @@ def page(run: Run, place: RunPlace, console: Console, *, everything: bool = Fals
     if stopped and audited.unended and config.realtime is None:
         _print(
             console,
-            f"when it goes on, the {audited.unended} in unfinished groups are dropped as "
-            f"interrupted, and their tasks are issued again",
+            f"when the run resumes, the {audited.unended} in unfinished groups are dropped as "
+            "interrupted, and their tasks are issued again",
         )
     if run.objects.is_bucket:
         _print(console, f"store: {store_cost(run)}")
@@ -120,7 +120,7 @@ def print_next(run: Run, place: RunPlace, console: Console) -> None:
         *_comparison(run, place),
         f"weights export {quoted} {shlex.quote(f'{run.config().name}-trained')}",
     ]
-    _print(console, "\n  etude ".join(["inspect it:", *commands]))
+    _print(console, "\n  etude ".join(["next steps:", *commands]))
 
 
 def _comparison(run: Run, place: RunPlace) -> list[str]:
@@ -165,7 +165,7 @@ def _state(finished: bool, newest: int | None, last: int, place: RunPlace, comma
     if finished:
         return f"finished; {version}"
     if is_stopped(place.directory):
-        return f"stopped; {version} of {last}; go on with: {command}"
+        return f"stopped; {version} of {last}; resume with: {command}"
     running = "running" if (place.directory / "lock").exists() else "not finished"
     return f"{running}; {version} of {last}"
 
@@ -177,7 +177,7 @@ def _alarm_lines(alarms: Sequence[Alarm], *, everything: bool) -> Iterator[str]:
         return
     counts = Counter(alarm.name for alarm in alarms)
     for name, alarm in {alarm.name: alarm for alarm in alarms}.items():
-        often = f" ({counts[name]} times, the newest)" if counts[name] > 1 else ""
+        often = f" ({counts[name]} times; this is the newest)" if counts[name] > 1 else ""
         yield f"alarm{often}: {alarm}"
 
 
@@ -195,8 +195,8 @@ def find_damage(run: Run) -> list[str]:
 
     if not run.objects.exists("config.json"):
         found.append(
-            f"{run.objects.url}: config.json is not there, without which the run cannot go on: "
-            f"bring it back from a copy"
+            f"{run.objects.url}: config.json is missing, and the run cannot resume without it: "
+            "restore it from a backup"
         )
     else:
         read(run.config)
@@ -206,9 +206,9 @@ def find_damage(run: Run) -> list[str]:
         if (saved := read(lambda: checkpoints.read(run, name))) is not None:  # noqa: B023
             there = {part for of, part in run.checkpoint_parts() if of == name}
             found += [
-                f"{run.objects.url}: checkpoints/{name}/{part} is not there: the run cannot go on "
-                f"from this checkpoint; bring it back from a copy, or delete the checkpoint to go "
-                f"on from the one before"
+                f"{run.objects.url}: checkpoints/{name}/{part} is missing, so the run cannot "
+                "resume from this checkpoint: restore it from a backup, or delete the checkpoint "
+                "to resume from the previous one"
                 for part in saved.parts
                 if part not in there
             ]
@@ -232,7 +232,7 @@ def _missing_files(run: Run) -> list[str]:
     if not _has_work(run):
         return []
     return [
-        f"{run.objects.url}: model/{name} is not there: bring it back from a copy"
+        f"{run.objects.url}: model/{name} is missing: restore it from a backup"
         for name in MODEL_FILES
         if not run.objects.exists(f"model/{name}")
     ]
@@ -251,7 +251,7 @@ def _print_rest(run: Run, console: Console) -> None:
         "evaluations": len(run.evals()),
     }
     told = ", ".join(f"{count} {name}" for name, count in counts.items())
-    _print(console, f"there are {told}; `etude sessions` reads the sessions that are whole")
+    _print(console, f"there are {told}; `etude sessions` shows the sessions that are complete")
     if found := _whole_reports(run):
         console.print(screen.results(found))
 

@@ -63,8 +63,8 @@ def simulate(config: RunConfig, options: Options, console: Console) -> dict[str,
     if placed.engines < options.regions:
         raise EtudeError(
             f"{options.plan.gpus} GPUs make {counted(placed.engines, 'engine')} of "
-            f"{placed.engine_gpus}: too few for {options.regions} regions; give more with --gpus, "
-            f"or fewer --regions"
+            f"{placed.engine_gpus}: too few for {options.regions} regions; raise --gpus or lower "
+            "--regions"
         )
     scenario = scenario_of(config, model, work, placed, options)
     began = time.monotonic()
@@ -92,10 +92,10 @@ def simulate(config: RunConfig, options: Options, console: Console) -> dict[str,
     )
     arrival_s = scenario.publish_s + scenario.download_s + scenario.swap_s
     say(
-        f"`etude plan` says {placed.step_s:.3g} s a step, and leaves out that weights reach the "
-        f"engines {arrival_s:.3g} s after it, the empty start and what fails"
+        f"`etude plan` predicts {placed.step_s:.3g} s a step; it ignores that weights reach the "
+        f"engines {arrival_s:.3g} s later, the empty start, and faults"
     )
-    say(f"it met: {_counted(outcome.faults)}")
+    say(f"faults: {_counted(outcome.faults)}")
     violations = _report("the run", outcome, say)
     if options.seeds:
         violations += play_schedules(config, options, console)
@@ -187,8 +187,8 @@ def play_schedules(config: RunConfig, options: Options, console: Console) -> int
         if sys.stderr.isatty() and seed % 100 == 0:
             print(f"\r{seed - options.first_seed} schedules", end="\r", file=sys.stderr)
     console.print(
-        f"{options.seeds} schedules of faults in {time.monotonic() - began:.1f} s, {violations} "
-        f"violations; they met: {_counted(faults)}",
+        f"{options.seeds} fault schedules in {time.monotonic() - began:.1f} s, {violations} "
+        f"violations; faults: {_counted(faults)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -74,12 +74,12 @@ def print_build(status: Status, out: Path, console: Console) -> None:
         console.print(f"{title}: {told or 'none'}", highlight=False, soft_wrap=True)
     if status.repositories and status.kept < status.limit:
         console.print(
-            f"{status.kept} of {status.limit}: all drafts were looked at; more sources give more",
+            f"{status.kept} of {status.limit}: all drafts are used up; add more sources",
             highlight=False,
         )
     if status.kept:
         _print_splits(_splits(out), console)
-    console.print(f"look at them: etude tasks show {out}", highlight=False, soft_wrap=True)
+    console.print(f"to view them: etude tasks show {out}", highlight=False, soft_wrap=True)
 
 
 def _splits(folder: Path) -> dict[str, int]:
@@ -91,10 +91,10 @@ def _splits(folder: Path) -> dict[str, int]:
 def _print_splits(splits: dict[str, int], console: Console) -> None:
     novel = f", {splits['novel']} novel" if splits["novel"] else ""
     console.print(
-        f"{splits['train']} to train on, {splits['heldout']} held out{novel}", highlight=False
+        f"{splits['train']} for training, {splits['heldout']} held out{novel}", highlight=False
     )
     if sum(splits.values()) == 1:
-        console.print("one task cannot be divided: set tasks.heldout = 0", highlight=False)
+        console.print("a single task cannot be split: set tasks.heldout = 0", highlight=False)
 
 
 def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Console) -> int:
@@ -116,7 +116,7 @@ def check(*, dir: Path, repeat: int, jobs: int | None, json: bool, console: Cons
     for name, why in found.broken.items():
         console.print(f"{name}: {why}", highlight=False, markup=False, soft_wrap=True)
     flaky = counted(found.flaky, "is flaky", "are flaky")
-    console.print(f"{found.ok} of {found.tasks} tasks hold; {flaky}", highlight=False)
+    console.print(f"{found.ok} of {found.tasks} tasks pass; {flaky}", highlight=False)
     if json:
         told = {name: getattr(found, name) for name in ("tasks", "ok", "flaky", "broken")}
         print(json_format.dumps(told), flush=True)
@@ -137,7 +137,7 @@ def stats(*, dir: Path, json: bool, console: Console) -> int:
     mutations = ", ".join(f"{name} {count}" for name, count in found.mutations.most_common())
     console.print(f"mutations: {mutations or 'none'}", highlight=False, soft_wrap=True)
     failing = statistics.median(found.failing or [0])
-    console.print(f"tests that a solution mends: {failing:g} in the median", highlight=False)
+    console.print(f"tests fixed by a solution: {failing:g} (median)", highlight=False)
     rates = found.solve_rates
     console.print(
         f"solve rate: {statistics.mean(rates):.2f} over {len(rates)} tasks"
@@ -171,7 +171,7 @@ def show(*, dir: Path, task: str | None, json: bool, console: Console) -> int:
         return 0
     chosen = [folder for folder in folders if task in (None, folder.name)]
     if not chosen:
-        raise EtudeError(f"{dir} has no task {task}: etude tasks show {dir} lists them")
+        raise EtudeError(f"{dir} has no task {task}: `etude tasks show {dir}` lists them")
     if not is_ours(chosen[0]):
         return _show_harbor(chosen[0], json, console)
     found = read_task(chosen[0])

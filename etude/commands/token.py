@@ -15,12 +15,12 @@ def make_token(scope: str, subject: str, days: float | None, organisation: str =
     secret = read_secret()
     if secret is None:
         raise EtudeError(
-            f"set {SECRET_VARIABLE} to the secret of the gateway that the token is for; to make "
-            f"one: openssl rand -hex 32"
+            f"set {SECRET_VARIABLE} to the secret of the gateway that the token is for; to "
+            "create a secret: openssl rand -hex 32"
         )
     try:
         longest = longest_s(Scope(scope))
         lifetime_s = min(DAYS * DAY_S, longest) if days is None else days * DAY_S
         return TokenAuthority(secret).mint(Scope(scope), subject, lifetime_s, organisation)
     except ValueError as e:
-        raise EtudeError(f"no token: {e}") from e
+        raise EtudeError(f"no token made: {e}") from e

@@ -121,15 +121,15 @@ async def _try(config: RunConfig, options: Options, console: Console) -> dict[st
             agent = build_agent(
                 config.harness, environment, http, desk=None, temperature=_temperature(config)
             )
-            loads = "" if script is not None else ", which is loaded first"
+            loads = "" if script is not None else ", after loading it"
             console.print(f"[dim]a session with {_described(config, script)}{loads} ...[/]")
             async with _open_sessions(config, script, console) as sessions:
                 await attempt(SESSION, agent, sessions)
         advice = findings(trials, has_files=has_files) + await _refusals(environment, config)
     for line in advice:
-        console.print(f"[yellow]look:[/] {escape(line)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]warning:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if not advice:
-        console.print("[green]nothing to complain about[/]")
+        console.print("[green]no problems found[/]")
     return {
         "task": task.id,
         "trials": [trial.to_json() for trial in trials],
@@ -147,8 +147,8 @@ def is_sound(trials: Sequence[Trial]) -> bool:
 
 
 NO_MODULE = (
-    'a module was not found: sources in src/ are found by `pythonpath = ["src"]` of pytest or by '
-    'env={"PYTHONPATH": "src"} in the SandboxSpec; a package belongs into what `mounts` names'
+    'a module was not found: for sources in src/, set `pythonpath = ["src"]` for pytest or '
+    'env={"PYTHONPATH": "src"} in the SandboxSpec; install packages where `mounts` points'
 )
 
 
@@ -157,14 +157,14 @@ def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
     by_name = {trial.name: trial for trial in trials}
     rewards = {trial.name: trial.reward for trial in trials if trial.reward is not None}
     found = [
-        f"{trial.name} has failed: such attempts are not trained on, and a run stops if half of "
-        f"them fail"
+        f"{trial.name} failed: a run does not train on such attempts, and stops if half of them "
+        "fail"
         for trial in trials
         if trial.reward is None
     ]
     found += [
-        f"{trial.name} is suspected of a trick ({tricks}): a run does not train on such attempts, "
-        f"unless rewards.detector says otherwise; read its evidence"
+        f"{trial.name} is suspected of a trick ({tricks}): a run does not train on such "
+        "attempts, unless rewards.detector is set otherwise; read its evidence"
         for trial in trials
         if (tricks := suspected_tricks(trial.trajectory))
     ]
@@ -173,19 +173,21 @@ def findings(trials: Sequence[Trial], *, has_files: bool = True) -> list[str]:
     for name in (REFERENCE, GIVEN):
         if name in rewards and rewards[name] < 1.0:
             means = (
-                "so a right answer earns nothing: mend the judge, or solution(task)"
+                "so a correct answer earns nothing: fix the grader, or solution(task)"
                 if name == REFERENCE and rewards[name] <= 0.0
-                else "and a task counts as solved at 1"
+                else "but a task counts as solved only at 1"
             )
             found.append(f"{name} earns {rewards[name]:g}, {means}; read its evidence")
             if "ModuleNotFoundError" in _evidence(by_name[name]):
                 found.append(NO_MODULE)
     if paid is not None and len(rewards) > 1 and len(set(rewards.values())) == 1:
-        found.append(f"everything earns {paid:g}: where no two attempts differ, nothing is learned")
+        found.append(
+            f"everything earns {paid:g}: if all attempts earn the same, nothing is learned"
+        )
     if has_files and REFERENCE not in by_name and GIVEN not in by_name:
         found.append(
-            "no good answer was scored: give one with --solution, or let your environment have "
-            "solution(task)"
+            "no correct answer was scored: pass one with --solution, or add solution(task) to "
+            "your environment"
         )
     return found + (_session_findings(by_name[SESSION], has_files) if SESSION in by_name else [])
 
@@ -201,17 +203,19 @@ def _session_findings(session: Trial, has_files: bool) -> list[str]:
     found = []
     messages = session.trajectory.messages
     if has_files and not any(message.get("role") == "assistant" for message in messages):
-        found.append("the session has no answer of the model: does the agent ask base_url?")
+        found.append(
+            "the session has no answer of the model: does the agent send its requests to base_url?"
+        )
     if session.trajectory.status in ("truncated", "timeout"):
-        found.append("the session was not finished: its agent ran out of time, turns or context")
+        found.append("the session did not finish: its agent ran out of time, turns or context")
     if names := untrainable_params(session.trajectory):
         found.append(
             f"the session was sampled with {names}, which the trainer cannot recompute: such "
-            f"attempts are dropped. Have the agent set no sampling parameter but the temperature, "
-            f"and that above 0"
+            "attempts are dropped. Have the agent set no sampling parameter except temperature, "
+            "and keep it above 0"
         )
     if has_files and not session.diff:
-        found.append("the session changed no file of the working copy")
+        found.append("the session changed no files in the working copy")
     return found
 
 
@@ -353,8 +357,8 @@ def _given_solver(path: Path) -> _Solver:
         return _Solver({place or Path(file).name: Path(file).read_bytes()})
     except (OSError, UnicodeDecodeError) as e:
         raise EtudeError(
-            f"--solution {path}: {getattr(e, 'strerror', None) or e}; give a directory of files, a "
-            f".patch, or FILE:PLACE in the working copy"
+            f"--solution {path}: {getattr(e, 'strerror', None) or e}; give a directory of files, "
+            "a .patch, or FILE:PATH in the working copy"
         ) from e
 
 
@@ -363,8 +367,8 @@ def _read_script(path: Path) -> list[dict[str, Json]]:
         return parse_script(path.read_text(), lines_of_json=path.suffix == ".jsonl")
     except (OSError, ValueError) as e:
         raise EtudeError(
-            f"--script {path}: {getattr(e, 'strerror', None) or e}; give a text, with lines of --- "
-            f"between answers, or a .jsonl with a text or a message in each line"
+            f"--script {path}: {getattr(e, 'strerror', None) or e}; give a text file with lines "
+            "of --- between answers, or a .jsonl with a text or a message on each line"
         ) from e
 
 
@@ -385,7 +389,7 @@ async def _find_task(environment: Environment, config: RunConfig, wanted: str | 
     if not seen:
         raise refused[0]
     near = ", ".join(get_close_matches(wanted or "", seen, n=NEAREST, cutoff=0.0))
-    raise EtudeError(f"there is no task {wanted}: the nearest of {len(seen)} are {near}")
+    raise EtudeError(f"there is no task {wanted}: the closest of {len(seen)} are {near}")
 
 
 async def _refusals(environment: Environment, config: RunConfig) -> list[str]:
@@ -410,7 +414,7 @@ def _temperature(config: RunConfig) -> float:
 def _described(config: RunConfig, script: Sequence[object] | None) -> str:
     if script is not None:
         return f"a script of {len(script)} answer{'s' if len(script) != 1 else ''}"
-    return config.model.path or "fresh weights, which know nothing"
+    return config.model.path or "untrained weights"
 
 
 class _Watched:
@@ -467,7 +471,7 @@ async def _open_sessions(
     model.to(select_device(config.engine.device))
     engine = EngineThread(Engine(model, max_num_seqs=1), no_other_version, files)
     try:
-        with console.status("the agent begins") as status:
+        with console.status("the agent starts") as status:
             watched = _Watched(engine, status)
             recorded = PolicySessions(watched, files, max_context=engine.max_context)
             async with recorded.open():

@@ -31,7 +31,7 @@ def _lines(found: dict[str, object]) -> list[str]:
         lines.append(f"stopped: {found['advice']}")
     if not found["count"]:
         state = "the run is finished: " if found["finished"] else ""
-        return [*lines, f"{state}no rollout waits for anything"]
+        return [*lines, f"{state}no rollout is waiting"]
     lines += [
         f"{each['count']} wait for {each['waits_for']}, the longest for {clock(each['longest_s'])}"
         for each in _list(found["reasons"])

@@ -45,7 +45,7 @@ def open_chain(url: str) -> Chain:
     if not chain.lineage():
         if chain.keys("weights/epochs"):
             raise EtudeError(
-                f"{url} holds weights in an older format, which this version of etude does not read"
+                f"{url} holds weights in an older format, which this version of Etude cannot read"
             )
         Run(chain.objects).check_is_run()
         raise EtudeError(
@@ -96,7 +96,7 @@ def log(url: str, console: Console) -> int:
         )
         for route in extra:
             if isinstance(route, Corrupt):
-                _say(console, f"{'':7} this extra route is not used: {route}")
+                _say(console, f"{'':7} unused extra route: {route}")
             else:
                 _say(console, f"{'':7} also {_start(route)}, {_size(route.bytes)}")
     for lease in chain.leases().values():
@@ -153,7 +153,7 @@ def verify(url: str, console: Console) -> int:
         except Missing:
             if not chain.exists(manifest_key(lineage[oldest], oldest)):
                 continue  # deleted after it was listed; the oldest goes first
-            told = "its manifest is not there"
+            told = "its manifest is missing"
             is_right = False
             lost = [manifest_key(epoch, version)]
         except Corrupt as e:
@@ -167,7 +167,8 @@ def verify(url: str, console: Console) -> int:
         for key in lost:
             _say(console, f"  restore {key}")
     _say(
-        console, "all is as it was published" if not damaged else f"{damaged} versions are damaged"
+        console,
+        "all weights are as published" if not damaged else f"{damaged} versions are damaged",
     )
     return 1 if damaged else 0
 
@@ -197,7 +198,7 @@ def _check_version(
         lost.append(manifest_key(manifest.parent.epoch, manifest.parent.version))
     failed = ", ".join([*map(_start, wrong), *unread])
     told = (
-        f"right by {right} of {len(routes) + len(unread)} "
+        f"correct by {right} of {len(routes) + len(unread)} "
         f"routes{f', not {failed}' if failed else ''}"
     )
     return told, bool(right) and not failed, lost
@@ -267,7 +268,7 @@ def gc(url: str, keep: int, grace: float, console: Console) -> int:
     done = collect(chain, keep=keep, served=served, grace_s=grace)
     _say(
         console,
-        f"{len(done.deleted)} objects deleted, {len(done.pending)} to go after the time of grace",
+        f"{len(done.deleted)} objects deleted, {len(done.pending)} more after the grace period",
     )
     return 0
 
@@ -278,7 +279,7 @@ def export(
     """Write a version as a Hugging Face directory, in bf16 or FP8. If the version is an adapter, it
     is merged into its base; or, with `adapter`, written on its own in PEFT's format."""
     if target.exists():
-        raise EtudeError(f"{target} is there already: give another directory, or remove it first")
+        raise EtudeError(f"{target} already exists: choose another directory, or remove it first")
     chain = open_chain(url)
     _, manifest = find_version(chain, version)
     with _bar(console, f"version {manifest.version}") as report:
@@ -300,7 +301,7 @@ def export(
         try:
             small, tensors = to_fp8(small, tensors)
         except (ValueError, KeyError) as e:
-            raise EtudeError(f"version {manifest.version} cannot be written in FP8: {e}") from e
+            raise EtudeError(f"version {manifest.version} cannot be exported in FP8: {e}") from e
     write_directory(staging, small, tensors)
     staging.rename(target)
     _say(
@@ -320,15 +321,15 @@ def _write_adapter(
 ) -> str:
     if manifest.adapter_of is None:
         raise EtudeError(
-            f"version {manifest.version} of {url} is no adapter: it has all weights; leave out "
-            f"--adapter"
+            f"version {manifest.version} of {url} is not an adapter: it has all weights; leave "
+            "out --adapter"
         )
     config = LoraConfig.from_json(small[CONFIG_FILE])
     own = split_tensors(tensors)[1]
     base = json.loads(small[CONFIG_FILE])["base_model_name_or_path"]
     write_adapter(target, Adapter(config, own), base)
     return (
-        f"version {manifest.version}, {len(own)} tensors, {_size(manifest.bytes)}, an adapter to "
+        f"version {manifest.version}, {len(own)} tensors, {_size(manifest.bytes)}, an adapter of "
         f"version {manifest.adapter_of.version}"
     )
 

@@ -151,8 +151,8 @@ class Alarms:
             return None
         return Alarm(
             "entropy",
-            f"step {event.step}: the entropy is {event.entropy:.4f} nats, and was {first:.4f} in "
-            f"the first steps",
+            f"step {event.step}: entropy is {event.entropy:.4f} nats, down from {first:.4f} "
+            "in the first steps",
             "the policy hardly explores any more; lower lr, raise clip_high or kl_coef, or end "
             "the run here",
         )
@@ -164,9 +164,10 @@ class Alarms:
             return None
         return Alarm(
             "failing",
-            f"{len(failed)} of the last {len(self._errors)} sessions failed, the newest with: "
-            f"{error_line(failed[-1])}",
-            f"mend what it names; `etude sessions {self._place} --failed` shows the whole sessions",
+            f"{len(failed)} of the last {len(self._errors)} sessions failed, most recently "
+            f"with: {error_line(failed[-1])}",
+            f"fix this error first; `etude sessions {self._place} --failed` shows the full "
+            "sessions",
         )
 
     def _without_signal(self, event: GroupDone) -> Alarm | None:
@@ -181,10 +182,10 @@ class Alarms:
         count = self._in_vain
         earned = what_was_earned(self._earned)
         what = (
-            f"the last {count} groups had no difference ({earned})"
+            f"in the last {count} groups, all attempts of a group earned the same reward ({earned})"
             if self._differed
-            else f"no group had a difference yet: in each of {count} all attempts earned the "
-            f"same ({earned})"
+            else f"no learning signal yet: in each of {count} groups, all attempts earned the "
+            f"same reward ({earned})"
         )
         return Alarm("signal", what, signal_advice(self._earned, self._differed, self._place))
 
@@ -202,11 +203,11 @@ class Alarms:
         saturated = Alarm(
             "reward",
             earned,
-            "there is little left to learn from these tasks; take harder ones, or end the run here",
+            "there is little left to learn from these tasks; use harder ones, or end the run here",
         )
         dropped = Alarm(
             "reward_drop",
-            f"{earned}, and {self._best:.3f} at best",
+            f"{earned}, down from {self._best:.3f} at best",
             _broken_advice(self._place),
         )
         share = FALLEN / 2 if "reward_drop" in self.active else FALLEN
@@ -225,22 +226,22 @@ def signal_advice(rewards: Collection[float], had_signal: bool, place: str = "RU
             return _broken_advice(place)
         case [0.0]:
             return (
-                "the tasks are too hard for the weights that rl starts from; show them more in "
-                "sft, or ask for less"
+                "the tasks are too hard for the weights that rl starts from; train longer on "
+                "them in sft, or use easier tasks"
             )
         case [1.0]:
-            return "the tasks are solved already; take harder ones, or end the run here"
+            return "the tasks are solved already; use harder ones, or end the run here"
         case _:
-            return "take a higher stage.rl.temperature, a larger group_size or other tasks"
+            return "try a higher stage.rl.temperature, a larger group_size or other tasks"
 
 
 def _broken_advice(place: str) -> str:
     """Advice about attempts that earn far less than earlier ones did."""
     return (
-        f"tasks have become harder, or the policy has broken: read what sessions do now "
-        f"(`etude sessions {place}`); one that forgets how to call its tools wants a "
-        f"lower lr, or, where attempts that earn nothing are the longer ones, "
-        f'loss_aggregation = "sequence"'
+        "either the tasks have become harder or the policy has broken: read recent sessions "
+        f"(`etude sessions {place}`); if the model no longer calls its tools correctly, "
+        "lower lr, or, if failed attempts are the longer ones, set loss_aggregation = "
+        '"sequence"'
     )
 
 
@@ -254,21 +255,21 @@ def _silent(event: ProcessSilent) -> Alarm:
     return Alarm(
         SILENT + event.process,
         f"the {event.process} has been silent for {event.seconds:.0f} s",
-        "it is stopped, or hangs, or gets no processor; the run goes on without it where it can, "
-        "and with it when it is heard again",
+        "it has stopped, hangs or gets no CPU time; the run continues without it where "
+        "possible, and uses it again when it responds",
     )
 
 
 def _restarted(event: ProcessRestarted) -> Alarm:
     advice = (
-        f"the end of its log says why; sessions go on when it is back, and the run stops if it "
-        f"dies more than {event.limit} times within a minute"
+        "the end of its log says why; sessions resume when it is back, and the run stops if "
+        f"it dies more than {event.limit} times within a minute"
     )
     if event.limit is None:
-        advice = "it goes on from the store as soon as the cluster has room for it elsewhere"
+        advice = "it resumes from the store as soon as the cluster has room for it elsewhere"
     return Alarm(
         SILENT + event.process,
-        f"the {event.process} {event.how} and is started again",
+        f"the {event.process} {event.how} and is being restarted",
         advice,
     )
 
@@ -276,10 +277,10 @@ def _restarted(event: ProcessRestarted) -> Alarm:
 def _drifted(event: RegionQuarantined, place: str) -> Alarm:
     return Alarm(
         DRIFTED + event.region,
-        f"the region {event.region} is in quarantine since step {event.step}: its k3 is "
-        f"{event.factor:.3g} times that of the others",
-        f"it is sent no requests; `etude mismatch {place}` says what differs; mend it (driver, "
-        f"dtype, engine), then start the run again",
+        f"the region {event.region} has been in quarantine since step {event.step}: its k3 "
+        f"is {event.factor:.3g} times that of the others",
+        f"it gets no requests; `etude mismatch {place}` shows what differs; fix it (driver, "
+        "dtype, engine), then start the run again",
     )
 
 
@@ -294,9 +295,8 @@ def _mismatched(event: StepDone) -> Alarm | None:
     return Alarm(
         "k3",
         f"step {event.step}: k3 is {event.k3_mean:.4f}, above {K3_LIMIT}",
-        "the policy that learns is far from the one that sampled; lower lr or max_lag, and if it "
-        "is so at lag 0 too, "
-        "engine and trainer do not compute the same",
+        "the policy being trained is far from the one that sampled; lower lr or max_lag; if "
+        "it happens at lag 0 too, engine and trainer compute different results",
     )
 
 
@@ -305,10 +305,9 @@ def _repeated(event: StepDone) -> Alarm | None:
         return None
     return Alarm(
         "repeats",
-        f"step {event.step}: {event.repeated_rows} of its rows were trained on before, to the "
-        f"last digit of their log-probs",
-        "something delivers the same sessions twice; look for a recorder or a proxy that replays "
-        "answers",
+        f"step {event.step}: {event.repeated_rows} of its rows were already trained on, with "
+        "log-probs identical to the last digit",
+        "the same sessions are delivered twice; look for a recorder or proxy that replays answers",
     )
 
 
@@ -318,7 +317,7 @@ def _malformed(event: GroupDone) -> Alarm | None:
     return Alarm(
         "malformed",
         _first(event.malformed),
-        "the attempt was dropped; mend the environment, harness or worker that it comes from",
+        "the attempt was dropped; fix the environment, harness or worker that produced it",
     )
 
 
@@ -328,8 +327,8 @@ def _untrainable(event: GroupDone) -> Alarm | None:
     return Alarm(
         "sampling",
         _first({id: f"sampled with {names}" for id, names in event.untrainable.items()}),
-        "the trainer cannot recompute such tokens, so the attempt was dropped; have the harness "
-        "set no sampling parameter but the temperature, and that above 0",
+        "the trainer cannot recompute such tokens, so the attempt was dropped; have the "
+        "harness set no sampling parameter except temperature, and keep it above 0",
     )
 
 
@@ -339,7 +338,7 @@ def _quarantined(event: GroupDone) -> Alarm | None:
     return Alarm(
         "cheats",
         _first({id: f"suspected of {names}" for id, names in event.quarantined.items()}),
-        "the attempt was set aside; look at it in `etude dash`, and say whether it is a cheat",
+        "the attempt was set aside; review it in `etude dash` and decide whether it is a cheat",
     )
 
 
@@ -349,8 +348,8 @@ def _jumped(event: GroupDone) -> Alarm | None:
     return Alarm(
         "jump",
         f"group {event.group}: {event.jump}",
-        "a skill that clicked, or a hole in the grader: read a session of it in `etude dash`, by "
-        "the flag reward_jump",
+        "either the model learned a skill or it found a hole in the grader: read one of the "
+        "sessions in `etude dash`, filtered by the flag reward_jump",
     )
 
 

@@ -68,7 +68,7 @@ def refused_changes(there: RunConfig, here: RunConfig, *, version: int) -> list[
     old, new = _experiment(there), _experiment(here)
     allowed = set(_open_steps(there, here, version))
     done = {
-        f"stage.{span.name}.steps": f" ({min(version, span.end) - span.start} are done or begun)"
+        f"stage.{span.name}.steps": f" ({min(version, span.end) - span.start} done or begun)"
         for span in stage_spans(there.stage)
         if isinstance(span.stage, RolloutStageConfig) and version > span.start
     }

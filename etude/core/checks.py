@@ -36,13 +36,13 @@ def row_fault(
             *sizes
         )
     if max_tokens is not None and len(row.tokens) > max_tokens:
-        return f"it has {len(row.tokens)} tokens, and the context {max_tokens}"
+        return f"it has {len(row.tokens)} tokens, more than the context of {max_tokens}"
     if not any(row.mask):
-        return "no token of it was sampled"
+        return "none of its tokens was sampled"
     if row.mask[0]:
-        return "its first token counts as sampled, but nothing stands before it"
+        return "its first token is marked as sampled, but no prompt precedes it"
     if vocab_size is not None and not 0 <= min(row.tokens) <= max(row.tokens) < vocab_size:
-        return f"a token is none of the vocabulary's {vocab_size}"
+        return f"a token is outside the vocabulary of {vocab_size}"
     if not all(map(math.isfinite, row.logprobs)):
         return "a log-prob is not finite"
     if wrong := [
@@ -51,16 +51,13 @@ def row_fault(
         if sampled and not _is_logprob(p)
     ]:
         return (
-            f"a sampled token has the log-prob {wrong[0]:g}: it must lie between {LEAST_LOGPROB:g} "
-            f"and 0"
+            f"a sampled token has the log-prob {wrong[0]:g}: it must be between "
+            f"{LEAST_LOGPROB:g} and 0"
         )
     if not all(map(math.isfinite, row.advantages)):
         return "an advantage is not finite"
     if (largest := max(map(abs, row.advantages))) > LARGEST:
-        return (
-            f"its advantage is {largest:g}, and no gradient can be computed with more than "
-            f"{LARGEST:g}"
-        )
+        return f"its advantage is {largest:g}; the gradient cannot be computed above {LARGEST:g}"
     return _span_fault(row, oldest, newest)
 
 
@@ -75,22 +72,22 @@ def _span_fault(row: Row, oldest: int, newest: int) -> str | None:
     strangers = [span.version for span in row.versions if not oldest <= span.version <= newest]
     for origin, runs in counts.items():
         if min(runs, default=1) < 1:
-            return f"{min(runs)} tokens are said to have {origin} in common"
+            return f"a span of {min(runs)} tokens has {origin}: a span has at least 1"
         # Only the version must be known in every row.
         if sum(runs) != num_sampled and (runs or origin == "a weight version"):
             return f"{num_sampled} tokens were sampled, and {sum(runs)} have {origin}"
     if strangers:
         return (
-            f"a token comes from version {strangers[0]}, and only {oldest} to {newest} can have "
-            f"made it"
+            f"a token comes from version {strangers[0]}, but only versions {oldest} to "
+            f"{newest} are possible"
         )
     for span in row.sampling:
         if not 0 <= span.params.temperature < math.inf:
-            return f"a token was drawn at temperature {span.params.temperature}"
+            return f"a token was sampled at temperature {span.params.temperature}"
         if span.params.untrainable is not None:
             return (
-                f"a token was drawn with {span.params.untrainable}, which the trainer cannot "
-                f"recompute"
+                f"a token was sampled with {span.params.untrainable}, which the trainer "
+                "cannot recompute"
             )
     return None
 
@@ -104,8 +101,8 @@ def check_batch(batch: Batch, *, max_tokens: int, vocab_size: int, where: str) -
     batch."""
     if not batch.rows:
         raise EtudeError(
-            f"{where} has no rows: there is nothing to learn from; see `etude audit` for what came "
-            f"before"
+            f"{where} has no rows: there is nothing to learn from; `etude audit` shows what "
+            "came before"
         )
     if batch.reward is not None and not math.isfinite(batch.reward):
         raise EtudeError(
@@ -125,7 +122,6 @@ def check_batch(batch: Batch, *, max_tokens: int, vocab_size: int, where: str) -
         )
         if fault is not None:
             raise EtudeError(
-                f"{where}, row of {row.sample}: {fault}. No step was taken: the batch is damaged, "
-                f"or the run's config "
-                f"and model are not those that it was made with"
+                f"{where}, row of {row.sample}: {fault}. No step was taken: the batch is "
+                "damaged, or it was made with another config or model than the run has now"
             )

@@ -189,10 +189,9 @@ class RunConfig(Config):
                 and (number or self.model.path is None)
             ):
                 raise ValueError(
-                    f"stage.{stage.name}.rope_scaling stretches the model of model.path, from the "
-                    f"first stage on: give "
-                    f"a path, and put the stage first (a model made by another run can be exported "
-                    f"and given as path)"
+                    f"stage.{stage.name}.rope_scaling stretches the model of model.path from "
+                    "the first stage on: set model.path, and put this stage first (to "
+                    "continue from another run, export its model and give that as path)"
                 )
         return self
 
@@ -208,18 +207,18 @@ class RunConfig(Config):
         is_named = self.harness.agent_class != CODING_AGENT
         if self.tasks.is_remote and (is_named or self.harness.command):
             raise ValueError(
-                f"tasks.environment = {self.tasks.environment!r} runs its sessions itself: leave "
-                f"out harness.agent, harness.code and harness.command"
+                f"tasks.environment = {self.tasks.environment!r} runs its own sessions: "
+                "leave out harness.agent, harness.code and harness.command"
             )
         if self.harness.summaries and (self.tasks.is_remote or self.harness.command):
             raise ValueError(
-                f"harness.{next(iter(self.harness.summaries))} is for an agent that runs here: a "
-                f"program or a service sums up by itself"
+                f"harness.{next(iter(self.harness.summaries))} only works with an agent that "
+                "runs here: a program or a service summarises by itself"
             )
         if is_named and self.harness.command:
             raise ValueError(
-                f"harness.agent or harness.code, and harness.command, are two agents: leave out "
-                f"one (the default agent, {CODING_AGENT}, counts as none)"
+                "harness.command and harness.agent or harness.code name two agents: leave "
+                f"out one (the default agent, {CODING_AGENT}, does not count)"
             )
         return self
 
@@ -227,8 +226,9 @@ class RunConfig(Config):
     def _evaluates_here(self) -> RunConfig:
         if self.eval.every_steps and (self.tasks.is_remote or self.engine.vllm_urls):
             raise ValueError(
-                "eval.every_steps evaluates beside the run, with an engine and sandboxes of its "
-                "own: leave it out with engine.vllm_urls and with an environment elsewhere"
+                "eval.every_steps evaluates beside the run, with its own engine and "
+                "sandboxes: leave it out with engine.vllm_urls or an environment that runs "
+                "elsewhere"
             )
         return self
 
@@ -239,16 +239,16 @@ class RunConfig(Config):
         if not isinstance(self.stage[-1], RlConfig):
             raise ValueError(
                 "[realtime] trains in the last stage: end with a [[stage]] of kind rl, whose "
-                "steps are the most updates that are made"
+                "steps limit the number of updates"
             )
         if not self.tasks.heldout:
             raise ValueError(
-                "[realtime] needs tasks.heldout: no version is deployed that they do not pass"
+                "[realtime] needs tasks.heldout: a version is deployed only if it passes them"
             )
         if self.tasks.is_remote or self.engine.vllm_urls or self.trainer.ranks > 1:
             raise ValueError(
-                "[realtime] evaluates with an engine of its own, and trains on one rank: leave "
-                "out engine.vllm_urls, trainer.ranks and an environment elsewhere"
+                "[realtime] evaluates with its own engine and trains on one rank: leave out "
+                "engine.vllm_urls, trainer.ranks and environments that run elsewhere"
             )
         return self
 
@@ -281,25 +281,25 @@ class RunConfig(Config):
         }
         if self.engine.vllm_urls and (self.batch_invariant or self.deterministic):
             raise ValueError(
-                "a vLLM server promises nothing about its bits: leave out engine.vllm_urls, or "
-                "batch_invariant and deterministic"
+                "a vLLM server does not guarantee bitwise results: leave out "
+                "engine.vllm_urls, or batch_invariant and deterministic"
             )
         if self.engine.vllm_urls and (self.quantization or self.kv_cache_dtype != "auto"):
             raise ValueError(
-                "a vLLM server is told by its own options how it quantises: leave out "
+                "quantization on a vLLM server is set by the server's own options: leave out "
                 "engine.vllm_urls, or quantization and kv_cache_dtype"
             )
         if self.batch_invariant and len(threads) > 1:
             # A product that several threads share is summed in another order than one that a single
             # thread computes.
             raise ValueError(
-                "batch_invariant = true needs the same number in engine.threads and "
+                "batch_invariant = true needs the same value for engine.threads and "
                 "stage.rl.threads"
             )
         if self.batch_invariant and "bfloat16" in {self.engine.dtype, self.trainer.compute_dtype}:
             raise ValueError(
-                "batch_invariant = true computes in float32 on the CPU, and in bfloat16 on CUDA: "
-                "leave out engine.dtype and trainer.compute_dtype"
+                "batch_invariant = true computes in float32 on the CPU and in bfloat16 on "
+                "CUDA: leave out engine.dtype and trainer.compute_dtype"
             )
         for key, work in (
             ("context_parallel", "compute each row"),
@@ -307,19 +307,19 @@ class RunConfig(Config):
         ):
             if self.trainer.ranks % (size := getattr(self.trainer, key)):
                 raise ValueError(
-                    f"trainer.{key} = {size} does not divide trainer.ranks = {self.trainer.ranks}: "
-                    f"so many of the ranks {work} together"
+                    f"trainer.{key} = {size} does not divide trainer.ranks = "
+                    f"{self.trainer.ranks}: groups of {size} ranks {work} together"
                 )
         if (self.trainer.published_dtype, self.trainer.compute_dtype) == ("float32", "bfloat16"):
             raise ValueError(
-                'trainer.compute_dtype = "bfloat16" rounds weights too: leave out '
+                'trainer.compute_dtype = "bfloat16" already rounds the weights: leave out '
                 "trainer.published_dtype"
             )
         devices = {self.engine.device, self.trainer.device}
         if self.batch_invariant and devices not in ({"cpu"}, {"cuda"}):
             raise ValueError(
-                'batch_invariant = true needs device = "cpu", or "cuda", for both engine and '
-                "trainer"
+                'batch_invariant = true needs the same device, "cpu" or "cuda", for engine '
+                "and trainer"
             )
         plain = (self.engine.dtype, self.trainer.compute_dtype, self.trainer.published_dtype)
         if (
@@ -390,9 +390,8 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> str:
         named = {str(stage.get("name", stage.get("kind"))): stage for stage in stages}
         if len(keys) != 3 or keys[1] not in named:
             raise EtudeError(
-                f"--set {override}: a stage is addressed as stage.NAME.KEY, and {source} has the "
-                f"stages "
-                f"{', '.join(named) or '(none)'}"
+                f"--set {override}: address a stage as stage.NAME.KEY; the stages of "
+                f"{source} are {', '.join(named) or '(none)'}"
             )
         named[keys[1]][keys[2]] = _value(text)
         return ".".join(keys)
@@ -400,7 +399,7 @@ def _apply(tree: dict[str, Any], override: str, source: str) -> str:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise EtudeError(
-                f"--set {override}: {'.'.join(keys[:depth])} is a value, it has no keys"
+                f"--set {override}: {'.'.join(keys[:depth])} is a value and has no keys"
             )
     tree[keys[-1]] = _value(text)
     return ".".join(keys)
@@ -426,7 +425,7 @@ def _shown_line(text: str, error: str) -> str:
     at = re.search(r"\(at line (\d+)", error)
     line = text.splitlines()[int(at[1]) - 1].strip() if at else ""
     is_syntax = not error.startswith("Cannot")  # a key that is defined twice
-    hint = ": perhaps a quote or a bracket is missing" if is_syntax else ""
+    hint = ": a quote or a bracket may be missing" if is_syntax else ""
     return f", in `{line}`{hint}" if line else ""
 
 
@@ -440,10 +439,10 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
             table = f"[{path.rpartition('.')[0]}]" if len(loc) > 1 else "the top level"
             renamed = OLD_KEYS.get(f"stage.{loc[-1]}" if loc[0] == "stage" else path)
             if renamed is not None:
-                return f"unknown key {path} in {table}: it is called {renamed} now"
+                return f"unknown key {path} in {table}: it is now called {renamed}"
             return f"unknown key {path} in {table}: {_hint(str(loc[-1]), _table(loc[:-1]), tree)}"
         case "missing":
-            why = "a run has at least one [[stage]]" if path == "stage" else "it has no default"
+            why = "a run needs at least one [[stage]]" if path == "stage" else "it has no default"
             return f"{path} is missing: {why}"
         case "union_tag_invalid" | "union_tag_not_found":
             kind = given.get("kind") if isinstance(given, dict) else given
@@ -459,7 +458,7 @@ def _explain(error: dict[str, Any], tree: dict[str, Any]) -> str:
         case "tuple_type" if _table(loc):
             table = ".".join(part for part in loc if isinstance(part, str) and part not in STAGES)
             written = f"[{table}]" if isinstance(given, dict) else f"{table} = {given!r}"
-            return f"{path}: write [[{table}]], not {written}: there may be several"
+            return f"{path}: write [[{table}]], not {written}: there can be more than one"
         case "tuple_type":
             example = f", such as [{given!r}]" if isinstance(given, str) else ""
             return f"{path} = {given!r}: it must be a list{example}"

@@ -53,7 +53,7 @@ class Expression:
         except SyntaxError as e:
             raise ValueError(f"{text!r} is not an expression: {e.msg}") from e
         except (RecursionError, MemoryError) as e:
-            raise ValueError(f"{text[:40]!r}.. is nested too deep") from e
+            raise ValueError(f"{text[:40]!r}.. is nested too deeply") from e
         return cls(text, names, tree)
 
     def value(self, values: Mapping[str, float]) -> float:
@@ -61,7 +61,9 @@ class Expression:
         finite."""
         if missing := sorted(self.names - values.keys()):
             known = ", ".join(sorted(values)) or "none"
-            raise ValueError(f"{self.text!r} needs {missing[0]!r}, and the parts are {known}")
+            raise ValueError(
+                f"{self.text!r} needs {missing[0]!r}, which is not one of the parts: {known}"
+            )
         try:
             result = _value(self._tree, values)
         except ZeroDivisionError as e:
@@ -74,7 +76,7 @@ class Expression:
 def _names(node: ast.expr, depth: int) -> list[str]:
     """The names in the expression; ValueError for anything that is not allowed in one."""
     if depth == 0:
-        raise ValueError(f"an expression is at most {MAX_DEPTH} operations deep")
+        raise ValueError(f"an expression can be at most {MAX_DEPTH} operations deep")
     depth -= 1
     match node:
         case ast.Name():
@@ -93,8 +95,8 @@ def _names(node: ast.expr, depth: int) -> list[str]:
         case ast.Call(func=ast.Name(id="min" | "max"), keywords=[]) if len(node.args) > 1:
             return [name for each in node.args for name in _names(each, depth)]
     raise ValueError(
-        f"{ast.unparse(node)!r} has no place here: there are names, numbers, + - * /, comparisons, "
-        f"and min and max of several"
+        f"{ast.unparse(node)!r} is not allowed: use names, numbers, + - * /, comparisons, "
+        "and min and max of several values"
     )
 
 

@@ -56,7 +56,7 @@ def completion_key(id: str) -> str:
     anything else."""
     found = _COMPLETION.fullmatch(id)
     if found is None:
-        raise ValueError(f"{id[:100]!r} is not the id of an answer, such as chatcmpl-..")
+        raise ValueError(f"{id[:100]!r} is not an answer's id, such as chatcmpl-..")
     return found[1]
 
 
@@ -87,9 +87,9 @@ class FeedbackEvent:
                 f"kind {self.kind[:100]!r}: write one of {', '.join(STRENGTHS)}, or custom:NAME"
             )
         if not -1.0 <= self.strength <= 1.0:
-            raise ValueError("strength: a number from -1 to 1")
+            raise ValueError("strength must be a number from -1 to 1")
         if not (math.isfinite(self.time) and math.isfinite(self.received)):
-            raise ValueError("time: seconds since 1970")
+            raise ValueError("time must be in seconds since 1970")
 
     @property
     def question(self) -> str:

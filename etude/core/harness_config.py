@@ -129,16 +129,16 @@ class CodeConfig(Config):
             try:
                 re.compile(pattern)
             except re.error as e:
-                raise ValueError(f"{pattern!r} is no regular expression: {e}") from e
+                raise ValueError(f"{pattern!r} is not a regular expression: {e}") from e
         return replies
 
     @model_validator(mode="after")
     def _names_differ(self) -> CodeConfig:
         names = [self.name_of(kind) for kind in self.tools]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two tools are called {twice[0]}: names must differ")
+            raise ValueError(f"two tools are called {twice[0]}: names must be unique")
         if "submit" not in self.tools:
-            raise ValueError("tools has no submit: without it no session comes to its end")
+            raise ValueError("tools has no submit: without it, no session can end")
         return self
 
     @model_validator(mode="after")
@@ -147,8 +147,9 @@ class CodeConfig(Config):
         running += ["diagnostics"] if self.diagnostics else []
         if self.remember_tests and running:
             raise ValueError(
-                f"remember_tests does not go with {', '.join(running)}, which may leave behind "
-                f"what tests depend on: set diagnostics = {{}}, and tools without the others"
+                f"remember_tests does not work with {', '.join(running)}, which may leave "
+                "behind files that tests depend on: set diagnostics = {}, and tools without "
+                "the others"
             )
         return self
 

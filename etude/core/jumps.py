@@ -38,7 +38,7 @@ class Jump:
     num_before: int
 
     def __str__(self) -> str:
-        return f"{self.now:.2f} on average, after {self.before:.2f} in {self.num_before} groups"
+        return f"{self.now:.2f} on average, up from {self.before:.2f} in {self.num_before} groups"
 
 
 def find_jump(means: Sequence[float], *, recent: int, at_least: int) -> Jump | None:

@@ -31,19 +31,19 @@ Reason = Literal[
 """The reason why a sample is not trained on; `MEANINGS` explains each. The last five apply to
 sessions of users (`realtime`), which arrive whether or not there is room for them."""
 MEANINGS: dict[Reason, str] = {
-    "failed": "something broke, or nothing was sampled: there is nothing to learn from",
-    "malformed": "cannot be trained on: too long, a number that is not finite, an unknown version",
+    "failed": "something broke, or nothing was sampled, so there is nothing to learn from",
+    "malformed": "not fit to train on: too long, a number that is not finite or an unknown version",
     "sampling": "sampled with parameters that the trainer cannot recompute",
     "quarantined": "suspected of a trick",
-    "no_signal": "no token of its group has an advantage: all attempts earned the same, say",
-    "passed_over": "others of its group have an advantage and it has none: it earned the mean, say",
+    "no_signal": "no token of its group has an advantage, as when all attempts earned the same",
+    "passed_over": "others of its group have an advantage, but not it, as when it earned the mean",
     "interrupted": "cut short when the run was stopped or killed; its task is issued again",
-    "cancelled": "not needed any more: the last batch of the stage was full before it was used",
-    "censored": "nobody said anything about it until its horizon was over",
-    "stale": "a token of it is of weights that are too old, or were taken back",
-    "capped": "its user, or organisation, had its share of the batch",
-    "heldout": "its user is one who never sees an update",
-    "deleted": "its user was deleted, or withdrew, or it is past its retention",
+    "cancelled": "no longer needed: the last batch of the stage filled up before it was used",
+    "censored": "nobody gave any feedback on it before its horizon ended",
+    "stale": "one of its tokens comes from weights that are too old, or that were rolled back",
+    "capped": "its user or organisation already had its share of the batch",
+    "heldout": "its user is in the group that never gets an update",
+    "deleted": "its user was deleted or withdrew consent, or its retention period is over",
 }
 """The reasons in words; `Dropped.detail` names the parameters, the trick, or the user."""
 
@@ -153,14 +153,14 @@ class Ledger:
                         raise Unbalanced(f"{sample} was issued before")
                 if len(set(entry.samples)) != len(entry.samples):
                     raise Unbalanced(
-                        f"a sample stands twice in the entry that issues group {entry.group}"
+                        f"a sample appears twice in the entry that issues group {entry.group}"
                     )
                 self._state |= dict.fromkeys(entry.samples, "open")
                 self._open |= dict.fromkeys(entry.samples)
                 self.issued += len(entry.samples)
             case Batched():
                 if entry.step in self._batched or entry.step <= self.trained_step:
-                    raise Unbalanced(f"step {entry.step} has a batch already")
+                    raise Unbalanced(f"step {entry.step} already has a batch")
                 self._settle(entry.samples, entry.step)
                 self._batched[entry.step] = entry.samples
             case Dropped():
@@ -168,7 +168,9 @@ class Ledger:
                 self.dropped[entry.label] += len(entry.samples)
             case Trained():
                 if entry.step < self.trained_step:
-                    raise Unbalanced(f"step {entry.step} is trained after step {self.trained_step}")
+                    raise Unbalanced(
+                        f"step {entry.step} was trained after step {self.trained_step}"
+                    )
                 self.trained_step = entry.step
                 for step in [step for step in self._batched if step <= entry.step]:
                     self.trained += len(self._batched.pop(step))
@@ -180,7 +182,7 @@ class Ledger:
                 why = "it was never issued" if state is None else f"it is {state!r}"
                 raise Unbalanced(f"{sample} cannot become {fate!r}: {why}")
         if len(set(samples)) != len(samples):
-            raise Unbalanced(f"a sample stands twice in the entry that makes it {fate!r}")
+            raise Unbalanced(f"a sample appears twice in the entry that makes it {fate!r}")
         self._state |= dict.fromkeys(samples, fate)
         for sample in samples:
             del self._open[sample]

@@ -44,22 +44,22 @@ class LoraConfig(Config):
         names = [stage.name for stage in stages]
         if self.from_stage is not None and self.from_stage not in names:
             raise ValueError(
-                f"trainer.lora.from_stage = {self.from_stage!r} is none of the stages "
+                f"trainer.lora.from_stage = {self.from_stage!r} is not one of the stages: "
                 f"{', '.join(names)}"
             )
         training = self.stages(names)
         if fresh and len(training) == len(names):
             raise ValueError(
-                "trainer.lora would adapt fresh weights, which know nothing: give a model.path, or "
-                "name a later stage in trainer.lora.from_stage"
+                "trainer.lora would adapt untrained weights: set model.path, or name a later "
+                "stage in trainer.lora.from_stage"
             )
         if optimizer != "adamw":
             raise ValueError(
-                f"trainer.lora is trained by adamw: leave out trainer.optimizer = {optimizer!r}"
+                f"trainer.lora only works with adamw: leave out trainer.optimizer = {optimizer!r}"
             )
         balanced = [stage.name for stage in stages if getattr(stage, "router_balance", False)]
         if both := [name for name in balanced if name in training]:
             raise ValueError(
-                f"stage.{both[0]}.router_balance moves the routers, which stay as they are under "
-                f"trainer.lora: leave out one of them"
+                f"stage.{both[0]}.router_balance changes the routers, which trainer.lora "
+                "keeps frozen: leave out one of the two"
             )

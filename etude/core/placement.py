@@ -121,13 +121,13 @@ class Placement:
         found = []
         if self.trainer_bytes + self.activation_bytes > self.gpu_bytes:
             found.append(
-                f"the trainer wants {(self.trainer_bytes + self.activation_bytes) / 1e9:.3g} GB of "
-                f"a GPU: {LESS_MEMORY}"
+                f"the trainer needs {(self.trainer_bytes + self.activation_bytes) / 1e9:.3g} "
+                f"GB of a GPU: {LESS_MEMORY}"
             )
         if self.colocated:
             found.append(
-                "trainer and engines take turns, so neither works while the other does: with more "
-                "GPUs they work at once"
+                "trainer and engines take turns, so one always idles while the other works: "
+                "with more GPUs they work at the same time"
             )
         elif self.gpus < (fewest := ceil(self.engine_gpus * (1 + 1 / WANTED_RATIO))):
             found.append(
@@ -136,20 +136,20 @@ class Placement:
             )
         elif self.ratio > WANTED_RATIO:
             found.append(
-                f"engines have {self.ratio:.2f} GPUs for each of the trainer (wanted: "
-                f"{WANTED_RATIO:.2f} at most): shorten sessions (harness.max_turns, "
-                f"harness.max_tokens), keep the engines' weights in fewer bytes "
-                f"(--weight-bytes), or serve on GPUs with more bandwidth"
+                f"engines have {self.ratio:.2f} GPUs for each of the trainer's (wanted: at "
+                f"most {WANTED_RATIO:.2f}): shorten sessions (harness.max_turns, "
+                "harness.max_tokens), store the engines' weights in fewer bytes "
+                "(--weight-bytes), or serve on GPUs with more bandwidth"
             )
         if not self.colocated and self.train_s < self.step_s / 2:
             found.append(
-                f"the trainer works {self.train_s / self.step_s:.0%} of the time: raise "
-                f"stage.rl.groups_per_step, or give the run fewer GPUs"
+                f"the trainer is busy {self.train_s / self.step_s:.0%} of the time: raise "
+                "stage.rl.groups_per_step, or give the run fewer GPUs"
             )
         if not self.colocated and self.session_s > self.rollout_s and self.step_s > self.train_s:
             found.append(
-                f"one session takes {self.session_s:.3g} s, longer than all engines need for a "
-                f"step's worth: raise max_lag, or shorten the longest sessions"
+                f"one session takes {self.session_s:.3g} s, longer than all engines together "
+                "need for one step: raise max_lag, or shorten the longest sessions"
             )
         return found
 
@@ -162,9 +162,9 @@ def plan_placement(model: ModelSize, work: Workload, gpu: Gpu, gpus: int) -> Pla
     engine = _engine_gpus(model, work, room)
     if max(least_trainer, engine) > gpus:
         raise ValueError(
-            f"{gpus} GPUs are too few: training needs {least_trainer} of this kind for weights, "
-            f"gradients and state ({model.parameters * TRAIN_BYTES / 1e9:.0f} GB), an engine "
-            f"{engine}"
+            f"{gpus} GPUs are too few: training needs {least_trainer} of this kind for "
+            "weights, gradients and optimizer state "
+            f"({model.parameters * TRAIN_BYTES / 1e9:.0f} GB), an engine {engine}"
         )
     unit = MACHINE if gpus > SMALL_FLEET else 1
     splits = range(ceil(least_trainer / unit) * unit, gpus - engine + 1, unit)

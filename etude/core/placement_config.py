@@ -34,8 +34,9 @@ class PlacementConfig(Config):
         for region, devices in self.engines.items():
             if shared := sorted(set(devices) & set(self.trainer)):
                 raise ValueError(
-                    f"GPU {shared[0]} is the trainer's and that of the region {region}: give it to "
-                    f"one of them, or leave out both to have them share all"
+                    f"GPU {shared[0]} is given to both the trainer and the region {region}: "
+                    "give it to one of them, or leave out both settings to let them share "
+                    "all GPUs"
                 )
         return self
 

@@ -76,7 +76,7 @@ class CanaryConfig(Config):
     @classmethod
     def _grows(cls, ramp: tuple[float, ...]) -> tuple[float, ...]:
         if list(ramp) != sorted(set(ramp)) or not 0 < ramp[0] < ramp[-1] == 1:
-            raise ValueError(f"growing shares that end with 1, not {ramp}")
+            raise ValueError(f"must be growing shares that end with 1, not {ramp}")
         return ramp
 
 

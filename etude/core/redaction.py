@@ -72,7 +72,7 @@ class Redactor:
         """`kinds`: names in `KINDS`. `patterns`: further kinds, by their own names. Raises
         ValueError for an unknown name or an invalid pattern."""
         if unknown := sorted(set(kinds) - KINDS.keys()):
-            raise ValueError(f"{', '.join(unknown)}: no such kind; there are {', '.join(KINDS)}")
+            raise ValueError(f"{', '.join(unknown)}: no such kind; choose from {', '.join(KINDS)}")
         self._kinds = {name: KINDS[name] for name in KINDS if name in kinds}
         for name, pattern in (patterns or {}).items():
             try:

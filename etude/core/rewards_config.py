@@ -42,13 +42,17 @@ class JudgeConfig(Config):
     def _own_names(cls, rubrics: dict[str, str]) -> dict[str, str]:
         for name in (ENVIRONMENT_PART, DETECTOR_PART):
             if name in rubrics:
-                raise ValueError(f"{name!r} is a part of its own: give the rubric another name")
+                raise ValueError(
+                    f"{name!r} is the name of a built-in part: choose another name for the rubric"
+                )
         return rubrics
 
     @model_validator(mode="after")
     def _can_pass(self) -> JudgeConfig:
         if self.needed > self.votes:
-            raise ValueError(f"needed = {self.needed} of votes = {self.votes}: nothing could pass")
+            raise ValueError(
+                f"needed = {self.needed} with votes = {self.votes}: nothing could pass"
+            )
         return self
 
 
@@ -81,8 +85,8 @@ class RewardsConfig(Config):
     def _sets_aside(self) -> RewardsConfig:
         if self.jumps == "quarantine" and not self.quarantines:
             raise ValueError(
-                'jumps = "quarantine" sets attempts aside, and detector says that none is: make '
-                "both the same"
+                'jumps = "quarantine" sets attempts aside, but detector is set not to: give '
+                "both the same value"
             )
         return self
 
@@ -91,7 +95,7 @@ class RewardsConfig(Config):
     def _readable(cls, reward: str | None) -> str | None:
         if reward is not None and DETECTOR_PART in Expression.parse(reward).names:
             raise ValueError(
-                f"{DETECTOR_PART!r} is no number to earn: rewards.detector says what becomes of an "
-                f"attempt in which it finds something"
+                f"{DETECTOR_PART!r} cannot be used in the reward: rewards.detector decides "
+                "what happens to an attempt in which the detector finds something"
             )
         return reward

@@ -75,7 +75,9 @@ class Service:
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[A-Za-z0-9-]+", self.name):
-            raise ValueError(f"service {self.name!r}: a name has letters, digits and hyphens only")
+            raise ValueError(
+                f"service {self.name!r}: a name can have only letters, digits and hyphens"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,8 +77,9 @@ class SandboxConfig(Config):
         held = _NESTED.get(self.isolation, self.isolation)
         if TIERS.index(cast(Tier, held)) < TIERS.index(self.min_isolation):
             raise ValueError(
-                f'isolation "{self.isolation}" holds less than min_isolation '
-                f'"{self.min_isolation}": choose another isolation, or a lower min_isolation'
+                f'isolation "{self.isolation}" is weaker than min_isolation '
+                f'"{self.min_isolation}": choose a stronger isolation or a lower '
+                "min_isolation"
             )
         return self
 
@@ -86,14 +87,14 @@ class SandboxConfig(Config):
     def _hosts_are_other_machines(self) -> SandboxConfig:
         if self.hosts and self.mounts:
             raise ValueError(
-                "mounts are directories of this machine, and hosts are others: give them to "
-                "etude sandboxes serve --mount there"
+                "mounts are directories of this machine, but the sandboxes run on other "
+                "hosts: use `etude sandboxes serve --mount` there"
             )
         for name in ("network_log", "mirrors"):
             if self.hosts and getattr(self, name):
                 raise ValueError(
-                    f"{name} is for sandboxes of this machine, and hosts are others: leave out one "
-                    "of the two"
+                    f"{name} only applies to sandboxes on this machine, but hosts are given: "
+                    "leave out one of the two"
                 )
         return self
 

@@ -114,8 +114,8 @@ class MidtrainConfig(StageConfig):
     def _one_heldout(self) -> MidtrainConfig:
         if self.heldout_frac and self.heldout_path is not None:
             raise ValueError(
-                "heldout_frac is a share of the sources and heldout_path another source: remove "
-                "one of them"
+                "heldout_frac takes a share of the sources and heldout_path another source: "
+                "leave out one of them"
             )
         return self
 
@@ -146,7 +146,7 @@ class SftConfig(StageConfig):
     def _something(self) -> SftConfig:
         if not self.demonstrations and self.path is None:
             raise ValueError(
-                "there is nothing to imitate: give demonstrations, or the path of recorded sessions"
+                "there is nothing to imitate: set demonstrations, or the path of recorded sessions"
             )
         return self
 
@@ -309,7 +309,7 @@ class RlConfig(RolloutStageConfig):
     @classmethod
     def _advantage(cls, estimator: str) -> str:
         if estimator in OLD_ESTIMATORS and estimator not in ADVANTAGE:
-            raise ValueError(f"{estimator} is called {OLD_ESTIMATORS[estimator]} now")
+            raise ValueError(f"{estimator} is now called {OLD_ESTIMATORS[estimator]}")
         if estimator not in ADVANTAGE:
             raise ValueError(f"must be one of {', '.join(ADVANTAGE)}")
         return estimator
@@ -326,10 +326,11 @@ class RlConfig(RolloutStageConfig):
         if self.clip_low is None and self.clip_high is None:
             return self
         if self.loss == "reinforce":
-            raise ValueError('loss = "reinforce" does not clip: remove clip_low and clip_high')
+            raise ValueError('loss = "reinforce" does not clip: leave out clip_low and clip_high')
         if self.correction not in (None, "none"):
             raise ValueError(
-                f'correction = "{self.correction}" weighs tokens by their ratio, so that nothing '
-                'is left to clip: remove clip_low and clip_high, or set correction = "none"'
+                f'correction = "{self.correction}" already weights tokens by their ratio, so '
+                "there is nothing to clip: leave out clip_low and clip_high, or set "
+                'correction = "none"'
             )
         return self

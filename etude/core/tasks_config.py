@@ -77,11 +77,11 @@ class TasksConfig(Config):
     def _tasks_from_somewhere(self) -> TasksConfig:
         if self.path is not None and self.environment == CODE_REPAIR:
             raise ValueError(
-                "path: the built-in environment has tasks of its own; for a folder of tasks "
+                "path: the built-in environment has its own tasks; for a folder of tasks set "
                 f'environment = "{TASK_FOLDER}"'
             )
         if self.results is not None and self.environment != TASK_FOLDER:
-            raise ValueError(f'results are those of environment = "{TASK_FOLDER}"')
+            raise ValueError(f'results only work with environment = "{TASK_FOLDER}"')
         if self.path is None and self.environment == PULL:
-            raise ValueError('environment = "pull" gives no tasks: name a file of them with path')
+            raise ValueError('environment = "pull" provides no tasks: set path to a file of tasks')
         return self

@@ -185,8 +185,7 @@ def roll_back(last: Change, time: float, why: str, *, held: bool = False) -> Cha
     before = traffic.pools.get(pool)
     if before is None or before > traffic.version:
         raise ValueError(
-            f"version {traffic.version} is live, and no pool holds one before it: there is "
-            f"nothing to go back to"
+            f"version {traffic.version} is live, and no pool has an earlier version to go back to"
         )
     back = replace(_alone(traffic), live=pool)
     return replace(last.next("roll_back", traffic.version, time, why), traffic=back, held=held)
@@ -206,7 +205,7 @@ def resume(last: Change, time: float) -> Change:
     """Continue the loop. ValueError if it was not stopped: a comparison in progress would get
     lost."""
     if not last.held:
-        raise ValueError("nothing is stopped: there is nothing to resume")
+        raise ValueError("nothing is stopped, so there is nothing to resume")
     return replace(last.next("resume", last.traffic.version, time), held=False)
 
 
@@ -221,7 +220,8 @@ def pin(last: Change, version: int, time: float) -> Change:
     if version == before and before < traffic.version:
         return roll_back(last, time, why, held=True)
     raise ValueError(
-        f"version {version} is neither live nor the one before: version {traffic.version} is live"
+        f"version {version} is neither live nor the previous version: version "
+        f"{traffic.version} is live"
     )
 
 

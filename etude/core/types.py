@@ -67,7 +67,9 @@ class Task:
     def __post_init__(self) -> None:
         if bool(self.prompt) == bool(self.messages):
             given = "both" if self.prompt else "neither"
-            raise ValueError(f"task {self.id!r} has {given} of prompt and messages: give one")
+            raise ValueError(
+                f"task {self.id!r} has {given} of prompt and messages: set exactly one"
+            )
 
     @property
     def opening(self) -> list[dict[str, Json]]:

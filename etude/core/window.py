@@ -42,8 +42,8 @@ class Window(Generic[T]):
         self.capacity = (max_lag + 1) * per_step - (reorder_window - 1)
         if reorder_window < 1 or self.capacity < per_step:
             raise ValueError(
-                f"reorder_window {reorder_window} leaves {self.capacity} slots for {per_step} "
-                f"groups a step: with max_lag {max_lag} it must be from 1 to "
+                f"reorder_window {reorder_window} leaves {self.capacity} slots for "
+                f"{per_step} groups a step: with max_lag {max_lag}, it must be from 1 to "
                 f"{max_lag * per_step + 1}"
             )
         self.step = live + 1  # the step that take() fills
@@ -69,7 +69,7 @@ class Window(Generic[T]):
         }
         self._taken = dict.fromkeys(range(self.live + 1, step), self.per_step)
         assert self.active <= self.capacity, (
-            f"{self.active} groups were alive, in a window of {self.capacity}"
+            f"{self.active} groups were in flight, but the window has only {self.capacity} slots"
         )
 
     @property
@@ -132,6 +132,6 @@ class Window(Generic[T]):
     def advance(self, version: int) -> None:
         """Free the slots of every group that `version` was trained on. From now on, newly admitted
         groups are sampled from `version` or newer weights."""
-        assert version >= self.live, f"live weights went back from {self.live} to {version}"
+        assert version >= self.live, f"live weights went back from version {self.live} to {version}"
         self.live = version
         self._taken = {step: count for step, count in self._taken.items() if step > version}

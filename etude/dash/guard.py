@@ -61,18 +61,18 @@ class Access:
         given = _headers(scope)
         hosts = given.get("host", ())
         if len(hosts) != 1 or not self._is_ours(hosts[0]):
-            return 421, "this server does not answer to that host name"
+            return 421, "this server does not serve that host name"
         origins = given.get("origin", ())
         if any(origin.partition("://")[2] != hosts[0] for origin in origins):
             return 403, "requests from other sites are refused"
         if not scope["path"].startswith(API):
-            return None if scope["method"] in READING else (405, "pages can only be read")
+            return None if scope["method"] in READING else (405, "pages are read-only")
         if any(site not in ("same-origin", "none") for site in given.get("sec-fetch-site", ())):
             return 403, "requests from other sites are refused"
         if self.token is None and scope["method"] not in READING:
             return 403, "verdicts need a token: start `etude dash` with --token-file or ETUDE_TOKEN"
         if self.token is not None and not self._has_token(given):
-            return 401, "send the token of this server as 'Authorization: Bearer ..'"
+            return 401, "send this server's token as 'Authorization: Bearer ..'"
         return None
 
     def _is_ours(self, host: str) -> bool:

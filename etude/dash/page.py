@@ -91,26 +91,26 @@ class Page:
 
 
 LEGEND = {
-    "failed": "something broke: no reward, and not trained on",
+    "failed": "something broke: no reward, not trained on",
     "without signal": "all attempts at a task earned the same: nothing to learn",
-    "dropped": "drawn in a way that the trainer cannot recompute",
-    "quarantined": "suspected of a trick, and not trained on",
-    "timed out": "out of time, graded as it stood",
-    "truncated": "out of turns or context, graded as it stood",
+    "dropped": "sampled in a way that the trainer cannot recompute",
+    "quarantined": "suspected of a trick, not trained on",
+    "timed out": "out of time; graded on what was done by then",
+    "truncated": "out of turns or context; graded on what was done by then",
     "interrupted": "cut short when the run was stopped; their tasks are issued again",
     "solve rate": "share of attempts that earned 1",
-    "groups": "all attempts at one task are a group",
-    "lag": "steps between the weights that sampled and those that learn",
-    "slots": "groups under way or waiting for the trainer, of those allowed",
+    "groups": "a group is all attempts at one task",
+    "lag": "steps between the weights that sampled and those being trained",
+    "slots": "groups under way or waiting for the trainer, out of those allowed",
     "k3": "how differently trainer and engine rate tokens; alarm above 0.01",
-    "entropy": "how freely the model chooses its words, in nats a token",
-    "corrected": "share of tokens whose importance weight was cut or masked",
+    "entropy": "how varied the model's choices are, in nats per token",
+    "corrected": "share of tokens whose importance weight was truncated or masked",
     "zero gradient": "share of tokens that were clipped or masked, and taught nothing",
 }
 """Term -> meaning, the most important first: a small screen shows only some."""
 
 
-MADE_READY = "model, workers and trainer are being made ready"
+MADE_READY = "preparing model, workers and trainer"
 HEADLINES = {"failing": "failing", "signal": "no signal"}
 """Alarms that take the place of the headline: name -> label."""
 
@@ -139,7 +139,7 @@ def _alarm_shown(view: RunView) -> Alarm | None:
 def headline(view: RunView) -> Line:
     """The state of the run in one line."""
     if view.finished:
-        return Line("finished", "the run is at its end", "good")
+        return Line("finished", "the run is complete", "good")
     if (alarm := _alarm_shown(view)) is not None:
         return Line(HEADLINES[alarm.name], alarm.what, "bad")
     if view.resuming:
@@ -151,13 +151,13 @@ def headline(view: RunView) -> Line:
     if view.groups.done and not view.groups.with_signal:
         return Line("sampling", no_difference(view))
     if view.ended and view.stepping_since is not None:
-        sampling = "waits for it" if _waits_for_trainer(view) else "goes on"
-        return Line("training", f"the first step goes on{_rows(view)}, and sampling {sampling}")
+        sampling = "waits for it" if _waits_for_trainer(view) else "continues"
+        return Line("training", f"the first step is running{_rows(view)}, and sampling {sampling}")
     if view.ended:
         count = view.groups.with_signal
-        had = f"{count} group{'s' * (count != 1)} had a difference"
+        had = f"{count} group{'s' * (count != 1)} with signal"
         needs = view.groups_per_step or "more"
-        return Line("sampling", f"sessions end; {had} so far, and a step needs {needs}")
+        return Line("sampling", f"first sessions have ended: {had} so far, a step needs {needs}")
     if view.running:
         return Line("sampling", f"the first {view.running} sessions are under way")
     if view.loss is not None:
@@ -201,12 +201,15 @@ def no_difference(view: RunView) -> str:
     """The reason why there is nothing to learn from yet, while no group had a difference."""
     earned, count = view.groups.earned, view.groups.done
     if not earned and view.groups.untrainable:
-        return f"no group can be trained on yet: of {count} all attempts were dropped for sampling"
+        return (
+            f"no group to train on yet: in {count} groups, all attempts were dropped for their "
+            "sampling parameters"
+        )
     if not earned:
-        return f"no group had a difference yet: in {count} all attempts failed"
+        return f"no group with signal yet: in {count}, all attempts failed"
     every = f"all attempts earned {min(earned):g}" if len(earned) == 1 else "all earned the same"
     where = f"each of {count}" if count > 1 else "the first"
-    return f"no group had a difference yet: in {where} {every}"
+    return f"no group with signal yet: in {where}, {every}"
 
 
 def when(stage: str) -> str:
@@ -228,9 +231,9 @@ def _lines(view: RunView, lag_bound: int) -> Iterator[Line]:
         asking = sum(each.running + each.waiting for each in view.regions.values())
         speed = f"{view.sessions_per_s:.1f} sessions/s, {view.running} under way"
         if view.running and view.regions and not asking:
-            speed += ", none at the model"
+            speed += ", none in the engines"
         count, useful = view.groups.done, view.groups.with_signal
-        yield Line("groups", f"{count} done, {useful} with a difference   {speed}")
+        yield Line("groups", f"{count} done, {useful} with signal   {speed}")
         if told := _tasks_without(view):
             yield Line("no signal", told)
     if view.failure is not None and "failing" not in view.alarms.active:
@@ -256,7 +259,7 @@ def _recent(view: RunView) -> str:
 def _few(event: FewTasks) -> str:
     name = "held-out" if event.split == "heldout" else event.split
     plural = "" if event.given == 1 else "s"
-    return f"{event.given} {name} task{plural} (at most {event.wanted} were asked for)"
+    return f"{event.given} {name} task{plural} (up to {event.wanted} requested)"
 
 
 def sessions(view: RunView) -> str:
@@ -315,14 +318,14 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
     step, (active, capacity) = view.step, view.window_slots
     slots = f"   slots {active} of {capacity}" if capacity else ""
     if view.lag is not None:
-        bounds = f"{view.lag} now, {view.lag_max} at most, {lag_bound} allowed"
+        bounds = f"{view.lag} now, at most {view.lag_max}, {lag_bound} allowed"
         yield Line("lag", bounds + slots)
     if view.held and 0 < capacity <= active:
         groups = "1 finished group waits" if view.held == 1 else f"{view.held} finished groups wait"
         yield Line(
             "window",
-            f"full: {groups} for an older one, which is under way; a larger reorder_window would "
-            f"let more of them pass",
+            f"full: {groups} for an older one that is still under way; a larger reorder_window "
+            "would let more of them pass",
         )
     if view.loss is not None:
         busy = f"{view.trainer_busy:.0%} busy  " if view.trainer_busy is not None else ""
@@ -336,12 +339,12 @@ def _learning(view: RunView, lag_bound: int) -> Iterator[Line]:
         spent = clock(view.now - since)
         yield Line("trainer", f"at step {view.done + 1} for {spent}{_rows(view)}{waits}")
     elif view.ended and not view.trainer_ready:
-        yield Line("trainer", "is being made ready")
+        yield Line("trainer", "preparing")
     elif view.groups.with_signal:
-        text = f"is at step {view.done + 1}, or waits for more groups with a difference"
+        text = f"at step {view.done + 1}, or waiting for more groups with signal"
         yield Line("trainer", text)
     elif view.ended:
-        yield Line("trainer", "waits for the first batch of groups with a difference")
+        yield Line("trainer", "waiting for the first batch of groups with signal")
     if step is not None:
         routers = (
             f"   router mismatch {step.router_mismatch_frac:.2%}"
@@ -449,17 +452,15 @@ def event_line(event: Event, view: RunView) -> str | None:
     """An event as a line of a log, or None if it is not important enough."""
     match event:
         case StageStarted():
-            before = f", {event.done} steps of it were done before" if event.done else ""
-            repeated = (
-                f", {event.repeated} are repeated from their batches" if event.repeated else ""
-            )
-            return f"{event.stage} begins{before}{repeated}"
+            before = f", {event.done} steps done before" if event.done else ""
+            repeated = f", {event.repeated} repeated from their batches" if event.repeated else ""
+            return f"{event.stage} starts{before}{repeated}"
         case FewTasks():
             return _few(event)
         case ProcessHeard():
-            return f"the {event.process} is heard again after {event.seconds:.0f} s of silence"
+            return f"the {event.process} responds again after {event.seconds:.0f} s of silence"
         case StageDone():
-            return f"{event.stage} is done after {event.seconds:.0f} s: version {event.version}"
+            return f"{event.stage} finished in {event.seconds:.0f} s: version {event.version}"
         case FitStep() if event.step % 25 == 0 or event.step == event.steps:
             speed = f"{event.tokens_per_s:,.0f} tokens/s"
             seen = "".join(f"  {name} {value:.3f}" for name, value in event.metrics.items())
@@ -469,13 +470,13 @@ def event_line(event: Event, view: RunView) -> str | None:
             )
         case OverlongSkipped():
             return (
-                f"{event.stage} leaves out {event.count} sessions that are too long: "
+                f"{event.stage} skips {event.count} sessions that are too long: "
                 f"{', '.join(event.where)} ..."
             )
         case StepDone():
             return _step_line(event, view)
         case EvalProgress() if event.done == 0:
-            return f"trying {event.split} tasks {when(event.stage)}: {event.total} of them"
+            return f"evaluating on {event.total} {event.split} tasks, {when(event.stage)}"
         case EvalDone():
             return f"{event.name} tasks solved {_evaluated(event, view)}: {_result(event)}"
         case _:
@@ -488,7 +489,7 @@ def _step_line(event: StepDone, view: RunView) -> str:
         reward += f"  solve rate {view.solve_rate:.1%} ({_recent(view)})"
     teacher = f"  KL to the teacher {event.teacher_kl:.3f}" if event.teacher_kl is not None else ""
     return (
-        f"version {event.step}  loss {event.loss:+.4f}{reward}  lag {event.lag}  "
-        f"entropy {event.entropy:.3f}  k3 {event.k3_mean:.5f}{teacher}  "
-        f"{event.seconds:.2f} s after {event.wait_s:.2f} s of waiting"
+        f"version {event.step}  loss {event.loss:+.4f}{reward}  lag {event.lag}  entropy "
+        f"{event.entropy:.3f}  k3 {event.k3_mean:.5f}{teacher}  {event.seconds:.2f} s after "
+        f"waiting {event.wait_s:.2f} s"
     )

@@ -111,7 +111,7 @@ class RecordedRun:
             try:
                 self.ledger.apply(stamped.record)
             except Unbalanced as e:
-                self.damage.append(f"{self.run.objects.url}: the ledger does not add up: {e}")
+                self.damage.append(f"{self.run.objects.url}: the ledger does not balance: {e}")
 
     def _apply(self, events: Sequence[Stamped[Event]]) -> None:
         ended: list[RolloutRow] = []
@@ -216,13 +216,11 @@ class RecordedRun:
         groups, batches = set(self.run.groups()), set(self.run.batches())
         lost = sorted(set().union(*self._batched.values()) - groups)
         if lost:
-            found.append(f"{url}: {len(lost)} trained groups are not there, such as {lost[0]}")
+            found.append(f"{url}: {len(lost)} trained groups are missing, such as {lost[0]}")
         if gone := sorted(self._batched.keys() - batches):
-            found.append(
-                f"{url}: {len(gone)} batches are not there, such as that of step {gone[0]}"
-            )
+            found.append(f"{url}: {len(gone)} batches are missing, such as that of step {gone[0]}")
         if groups and not self.run.objects.exists("model/tokenizer.json"):
-            found.append(f"{url}: model/tokenizer.json is not there: tokens cannot be read as text")
+            found.append(f"{url}: model/tokenizer.json is missing: tokens cannot be shown as text")
         return found
 
     def row(self, id: str) -> RolloutRow:
@@ -238,7 +236,7 @@ class RecordedRun:
         key = self._key(id)
         for t in self.sessions.conversations(key, {id}):
             return t
-        raise Missing(f"{self.run.objects.url}: {key} holds no session {id!r}")
+        raise Missing(f"{self.run.objects.url}: {key} has no session {id!r}")
 
     def group(self, group: str) -> list[Trajectory]:
         return self.sessions.conversations(f"groups/{group}")
@@ -248,8 +246,9 @@ class RecordedRun:
         key = row.object or f"groups/{row.group}"
         if row.object is None and not self.run.objects.exists(key):
             raise Missing(
-                f"the conversation of {id} is not stored: a group is when all its attempts have "
-                f"ended" + (f", and this one was {row.dropped} before" if row.dropped else "")
+                f"the conversation of {id} is not stored: groups are stored when all their "
+                "attempts have ended"
+                + (f", and this one was {row.dropped} before that" if row.dropped else "")
             )
         return key
 
@@ -268,7 +267,7 @@ class RecordedRun:
                 found = self.sessions.conversations(key, ids)
             except EtudeError as e:
                 self._damaged(e)
-                self._causes |= dict.fromkeys(ids, ("not readable", ""))
+                self._causes |= dict.fromkeys(ids, ("unreadable", ""))
                 continue
             self._causes |= {t.id: (evidence_of(t), last_tool_error(t)) for t in found}
         return {row.id: self._causes[row.id] for row in rows if row.id in self._causes}

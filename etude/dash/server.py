@@ -258,12 +258,12 @@ def _export(recorded: RecordedRun, request: Request) -> Response:
 
 async def _body(request: Request) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        raise HTTPException(415, "send JSON")
+        raise HTTPException(415, "the body must be JSON")
     data = b""
     async for chunk in request.stream():
         data += chunk
         if len(data) > MOST_BODY:
-            raise HTTPException(413, f"at most {MOST_BODY} bytes")
+            raise HTTPException(413, f"the body can have at most {MOST_BODY} bytes")
     return data
 
 
@@ -271,7 +271,7 @@ def _told(body: bytes, kind: type[T]) -> T:
     try:
         return decode_json(body, kind)
     except (msgspec.MsgspecError, RecursionError) as e:
-        raise EtudeError(f"this is not a verdict: {e}") from e
+        raise EtudeError(f"not a valid verdict: {e}") from e
 
 
 def _static(request: Request) -> Response:
@@ -279,7 +279,7 @@ def _static(request: Request) -> Response:
     path = request.path_params["path"]
     name = "index.html" if not path or path.startswith("runs/") else path
     if name not in _files():
-        raise HTTPException(404, f"there is no {path}")
+        raise HTTPException(404, f"there is no page {path}")
     suffix = name[name.rindex(".") :]
     return Response(_files()[name], headers={"content-type": TYPES[suffix]})
 

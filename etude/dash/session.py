@@ -62,7 +62,7 @@ def _recorded(t: Trajectory, decode: Callable[[Sequence[int]], str] | None) -> I
 
 def _outcome(t: Trajectory) -> Iterator[Block]:
     if t.status in CUT_SHORT:
-        yield Block(STATUS[t.status], f"{CUT_SHORT[t.status]}; graded as it stood")
+        yield Block(STATUS[t.status], f"{CUT_SHORT[t.status]}; graded on what was done by then")
     if t.score is not None:
         yield Block("score", score_text(t.score))
     if t.error is not None:

@@ -73,7 +73,7 @@ class Filter:
             try:
                 values[name] = _READ[kinds[name]](text)
             except ValueError as e:
-                raise EtudeError(f"the filter {name} cannot be {text!r}") from e
+                raise EtudeError(f"{text!r} is not a valid value for the filter {name}") from e
         return cls(**values)
 
 
@@ -257,7 +257,10 @@ class RolloutTable:
             keys = self._numbers[name].values[places]
             ordered = places[np.argsort(-keys if descending else keys, kind="stable")]
         else:
-            raise EtudeError(f"cannot sort by {sort!r}: new, {', '.join(NUMBERS)}, or with a -")
+            raise EtudeError(
+                f"cannot sort by {sort!r}: choose new or one of {', '.join(NUMBERS)}, with - in "
+                "front for descending order"
+            )
         return [self.rows[place] for place in ordered[offset : offset + limit]]
 
     def facets(self, places: np.ndarray[Any, Any]) -> dict[str, dict[str, int]]:

@@ -144,26 +144,26 @@ class Waits:
         not overtake it."""
         if stopped:
             whole = each.step is not None or not running
-            return "the run to be resumed" + ("" if whole else ", which issues the task again")
+            return "the run to resume" + ("" if whole else ", which issues its task again")
         if each.step is not None:
             return f"the trainer, for step {each.step}"
         if each.is_of_user:
-            return "what its user does about it, until its horizon; then for a batch"
+            return "feedback from its user, until its horizon ends; then for a batch"
         if not each.ended:
-            return "its own session, which is under way"
+            return "its own session, which is still running"
         if running:
-            return "other attempts of its group, which are under way"
+            return "other attempts of its group, which are still running"
         if behind is not None and each.slot >= behind[1]:
-            return f"the older group {behind[0]}, which is under way (reorder_window)"
-        return "a batch: enough finished groups with a difference"
+            return f"the older group {behind[0]}, which is still running (reorder_window)"
+        return "a batch: enough finished groups with signal"
 
     def advice(self, now: float) -> str | None:
         """Advice if the run seems to have been stopped."""
         if not self.stopped(now):
             return None
         return (
-            f"nothing was told for {clock(self.silent_s(now))}: the run was stopped or killed, or "
-            f"is cut off from its store; start it again with the command that began it"
+            f"no events for {clock(self.silent_s(now))}: the run was stopped or killed, or "
+            "cannot reach its store; start it again with the same command"
         )
 
 

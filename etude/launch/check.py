@@ -93,7 +93,7 @@ def _check_directory(directory: Path) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         why = "is not writable" if place.is_dir() else "is not a directory"
         raise EtudeError(
-            f"no run can lie in {directory} ({place} {why}): choose another place with --dir"
+            f"cannot create a run in {directory} ({place} {why}): choose another place with --dir"
         )
 
 
@@ -104,8 +104,8 @@ def _check_vllm(servers: dict[str, str]) -> None:
                 pass
         except (URLError, OSError, ValueError) as e:
             raise EtudeError(
-                f"engine.vllm_urls: no vLLM server for the region {region} answers at {url} ({e}): "
-                f"start it as docs/serve.md says"
+                f"engine.vllm_urls: no answer from the vLLM server for the region {region} at "
+                f"{url} ({e}): start it as described in docs/serve.md"
             ) from e
 
 
@@ -125,7 +125,9 @@ def _ask(
     if done.returncode == 2:
         raise EtudeError(done.stderr.rpartition("error: ")[2].strip())
     if done.returncode:
-        raise EtudeError(f"the check of the run ended with {done.returncode}:\n{done.stderr}")
+        raise EtudeError(
+            f"the check of the run ended with exit code {done.returncode}:\n{done.stderr}"
+        )
     return Findings(**json.loads(done.stdout.splitlines()[-1])) if look else None
 
 
@@ -157,9 +159,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="etude.launch.check", description="Check a config, read from standard input."
     )
-    parser.add_argument("--resumed", action="store_true", help="there is a checkpoint")
-    parser.add_argument("--look", action="store_true", help="tell what is there, and what it takes")
-    parser.add_argument("--store", help="of the run that is there, and goes on")
+    parser.add_argument("--resumed", action="store_true", help="the run has a checkpoint")
+    parser.add_argument(
+        "--look", action="store_true", help="report what was found and what the run needs"
+    )
+    parser.add_argument("--store", help="store of an existing run that resumes")
     args = parser.parse_args()
     config = RunConfig.model_validate_json(sys.stdin.read())
     try:
@@ -171,8 +175,8 @@ def main() -> int:
         return 2
     except OSError as e:
         print(
-            f"error: this machine refuses what the run needs ({e}): look for a full disk, or for "
-            f"rights that are missing",
+            f"error: this machine refused something that the run needs ({e}): look for a full "
+            "disk or missing permissions",
             file=sys.stderr,
         )
         return 2

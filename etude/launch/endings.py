@@ -25,11 +25,11 @@ def exit_message(
     """The final end of a program, as a message. `lines`: the end of its output, from `where`."""
     said = "\n".join(f"  | {line}" for line in lines[-LAST_LINES:])
     often = f", after {restarts} restarts within a minute" if restarts else ""
-    again = f"Go on with: {resume}"
+    again = f"Resume with: {resume}"
     if code == 2:  # it named a mistake of the user's, which would still be there next time
-        again = f"When that is mended, go on with: {resume}"
+        again = f"After fixing this, resume with: {resume}"
         if resume.startswith(FRESH):
-            again += "\nor begin anew with --fresh"
+            again += "\nor start over with --fresh"
     end = f"The end of {where}:\n{said}" if said else f"{where} is empty."
     advice = advice_for(name, code)
     mend = f"{advice[0].upper()}{advice[1:]}.\n" if advice else ""
@@ -58,4 +58,4 @@ def advice_for(name: str, code: int) -> str:
     less = "lower harness.concurrency or engine.max_num_seqs"
     if name.startswith("trainer"):
         less = LESS_MEMORY
-    return f"most likely this machine ran out of memory (`dmesg` tells): free some, or {less}"
+    return f"most likely this machine ran out of memory (check `dmesg`): free some, or {less}"

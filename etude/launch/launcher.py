@@ -344,7 +344,7 @@ def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
         descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as e:
         raise EtudeError(
-            f"no run can lie in {directory} ({e.strerror}): choose another place with --dir"
+            f"cannot create a run in {directory} ({e.strerror}): choose another place with --dir"
         ) from e
     try:
         # The children of a killed launcher hold the lock for a moment longer than it did.
@@ -353,8 +353,8 @@ def locked(directory: Path, wait_s: float = 5.0) -> Iterator[int]:
             if time.monotonic() > deadline:
                 holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
                 raise EtudeError(
-                    f"{directory} is being run by process {holder or '(unknown)'}: wait for its "
-                    f"end, or stop it first"
+                    f"{directory} is in use by process {holder or '(unknown)'}: wait until it "
+                    "ends, or stop it first"
                 )
             time.sleep(0.05)
         with _writing(directory / "lock"):
@@ -412,9 +412,8 @@ def check_port(port: int) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as e:
             raise EtudeError(
-                f"engine.port = {port} cannot be used ({e.strerror}): stop what listens there, "
-                f"choose another one, "
-                f"or remove the key to have a free one chosen"
+                f"engine.port = {port} cannot be used ({e.strerror}): stop the program that "
+                "listens there, choose another port, or remove the key to use a free one"
             ) from e
 
 

@@ -94,7 +94,7 @@ class Lender:
                 away_s = await self._serve_users()
                 took_s = time.monotonic() - began
                 self._policy.returned(took_s - away_s)
-                log_to_stderr(f"back with the users, after {took_s:.1f} s")
+                log_to_stderr(f"back with the users after {took_s:.1f} s")
         elif self._state(status) == "draining":  # an answer to `_empty` was lost
             await self._drain(draining=False)
         elif users is not None and self._policy.lends(time.time(), users) and await self._empty():
@@ -131,7 +131,7 @@ class Lender:
     async def _keep_running(self) -> None:
         assert self._process is not None
         if self._process.returncode is not None:
-            log_to_stderr(f"the worker ended with code {self._process.returncode}; again")
+            log_to_stderr(f"the worker ended with code {self._process.returncode}; restarting it")
             await self._start()
 
     async def _empty(self) -> bool:
@@ -204,8 +204,8 @@ class Lender:
                 if response.status in (401, 403) and not self._refused:
                     self._refused = True
                     log_to_stderr(
-                        f"{url} refuses {path}, so nothing is lent: give an admin's token of the "
-                        f"users' gateway in {TOKEN_VARIABLE}, and start this again"
+                        f"{url} refuses {path}, so nothing can be lent: set {TOKEN_VARIABLE} to "
+                        "an admin token of the users' gateway, and start this again"
                     )
                 if response.ok:
                     told: dict[str, Any] = await response.json()
@@ -244,7 +244,9 @@ async def lend_worker(
 ) -> None:
     engine = Run.open(store, create=False).config().engine
     if engine.lend is None or engine.lend.run is None:
-        raise EtudeError(f"{store} lends no workers: say to which run, in [engine.lend] run")
+        raise EtudeError(
+            f"{store} lends no workers: set [engine.lend] run to the run that borrows them"
+        )
     headers, limit = authorization(token()), aiohttp.ClientTimeout(total=10 * LOOK_S)
     async with aiohttp.ClientSession(headers=headers, timeout=limit) as http:
         await Lender(
@@ -256,16 +258,18 @@ async def lend_worker(
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m etude.launch.lender",
-        description="A worker in front of users that is lent to RL when they leave it idle.",
+        description="A worker for users that is lent to RL when they leave it idle.",
     )
-    parser.add_argument("--store", required=True, help="the run whose model users are served")
+    parser.add_argument("--store", required=True, help="the run whose model serves the users")
     parser.add_argument(
-        "--gateway", required=True, help="that users ask; of several shards all, as URL,URL"
+        "--gateway",
+        required=True,
+        help="the users' gateway; if it has several shards, all of them as URL,URL",
     )
     parser.add_argument("--region", required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True, help="of the worker with the users")
-    parser.add_argument("--lent-port", type=int, required=True, help="of the worker that is lent")
+    parser.add_argument("--port", type=int, required=True, help="port of the worker for users")
+    parser.add_argument("--lent-port", type=int, required=True, help="port of the lent worker")
     a = parser.parse_args()
     return run_process(
         lambda: lend_worker(

@@ -178,9 +178,7 @@ def evaluate(
     config = run.config()
     newest = find_newest(run.objects)
     if newest is None:
-        raise EtudeError(
-            f"{place} has no published weights yet: run its first stage to the end first"
-        )
+        raise EtudeError(f"{place} has no published weights yet: finish its first stage first")
     version = newest.version if version is None else read_manifest(run.objects, version).version
     if getattr(config.tasks, split) == 0:
         raise EtudeError(f"{place} has no {split} tasks: tasks.{split} is 0 in its config")

@@ -63,8 +63,8 @@ class RunPlace:
         if (other := self._namesake(name, folder)) is None:
             return ""
         return (
-            f"begins anew in {self.absolute}; {other} is another run of this name: --dir goes on "
-            f"with it"
+            f"starts a new run in {self.absolute}; {other} is another run with this name: to "
+            "resume that one, use --dir"
         )
 
     def _namesake(self, name: str, folder: Path) -> Path | None:
@@ -102,7 +102,7 @@ class RunPlace:
             return
         if set(found.objects.list("")) <= {"lock"}:  # nothing to remove
             return
-        raise EtudeError(f"{self} is no run of etude: it is not removed; give another --dir")
+        raise EtudeError(f"{self} is not an Etude run, so it was not deleted; choose another --dir")
 
     def _check_still(self, run: Run) -> None:
         patience_s = RunConfig.model_fields["heartbeat_timeout_s"].default
@@ -112,9 +112,9 @@ class RunPlace:
         silent_s = time.time() - run.last_written()
         if silent_s < patience_s:
             raise EtudeError(
-                f"{self} was written to {max(0.0, silent_s):.0f} s ago, so it is being run, "
-                f"perhaps from another machine: stop it there first; it can be removed when "
-                f"nothing has been written for {patience_s:g} s"
+                f"{self} was written to {max(0.0, silent_s):.0f} s ago, so it is probably "
+                "running, perhaps on another machine: stop it there first; it can be deleted "
+                f"after {patience_s:g} s without writes"
             )
 
     def remove(self) -> None:

@@ -54,9 +54,8 @@ def plan(
     counts = _described_tasks(tasks, findings.tasks if findings else recorded or {})
     lines = [
         f"run {config.name}, seed {config.seed}, in {place.absolute}",
-        f"  model: {config.as_written(model.path or 'fresh weights')}, "
-        f"sessions of {model.max_context} tokens at most"
-        + (f"{_size_of_model(findings)}" if findings else ""),
+        f"  model: {config.as_written(model.path or 'untrained weights')}, sessions of at most "
+        f"{model.max_context} tokens" + (f"{_size_of_model(findings)}" if findings else ""),
         f"  environment: {config.as_written(tasks.environment)}; tasks: {counts}",
         f"  agent: {_described_agent(config)} within {harness.timeout_s:g} s",
         *_short_context(config, findings),
@@ -65,7 +64,7 @@ def plan(
     ]
     if standing is not None:
         version = standing.version
-        is_over = f"finished at version {version}: nothing is left to do"
+        is_over = f"finished at version {version}: nothing left to do"
         lines.append("  " + (is_over if standing.finished else f"resumes at version {version}"))
     reached = standing.version if standing else 0
     for span in stage_spans(config.stage):
@@ -76,8 +75,8 @@ def plan(
         lines.append(f"  {span.name}: version {start} -> {span.end} ({values})")
         lines += _long_warmup(span.stage)
     lines += [
-        f"  workers: {', '.join(engine.regions)}, {engine.max_num_seqs} requests each at once",
-        f"  sandboxes: {config.sandbox.isolation}, {harness.concurrency} sessions at once",
+        f"  workers: {', '.join(engine.regions)}, {engine.max_num_seqs} concurrent requests each",
+        f"  sandboxes: {config.sandbox.isolation}, {harness.concurrency} concurrent sessions",
         *described_placement(placed(config)),
     ]
     if findings is not None:
@@ -88,7 +87,7 @@ def plan(
 def _described_tasks(tasks: TasksConfig, there: Mapping[str, int]) -> str:
     """The tasks in words. An environment may have fewer tasks than requested."""
     told = []
-    for split, name in {"train": "to train on", "heldout": "held out", "novel": "novel"}.items():
+    for split, name in {"train": "for training", "heldout": "held out", "novel": "novel"}.items():
         wanted = getattr(tasks, split)
         if not wanted:
             continue
@@ -104,14 +103,14 @@ def _described_tasks(tasks: TasksConfig, there: Mapping[str, int]) -> str:
 def _described_agent(config: RunConfig) -> str:
     harness = config.harness
     if config.tasks.is_remote:
-        return f"the environment's own, answers of {harness.max_tokens} tokens at most,"
+        return f"the environment's own, answers of at most {harness.max_tokens} tokens,"
     agent = " ".join(harness.command) or config.as_written(harness.agent_class)
     # A program makes as many calls as it likes; the user's own code gets a limit only if one is
     # set.
     are_counted = agent in (CODING_AGENT, CODE_AGENT) or "max_turns" in harness.model_fields_set
     if harness.command or not are_counted:
-        return f"{agent}, answers of {harness.max_tokens} tokens at most,"
-    return f"{agent}, {harness.max_turns} turns of {harness.max_tokens} tokens at most,"
+        return f"{agent}, answers of at most {harness.max_tokens} tokens,"
+    return f"{agent}, {harness.max_turns} turns of at most {harness.max_tokens} tokens,"
 
 
 def _short_context(config: RunConfig, findings: Findings | None) -> list[str]:
@@ -122,9 +121,9 @@ def _short_context(config: RunConfig, findings: Findings | None) -> list[str]:
     if config.harness.max_tokens <= context:
         return []
     return [
-        f"  look: harness.max_tokens = {config.harness.max_tokens} is more than a whole session "
-        f"has, prompt included ({context} tokens): answers are cut there; lower it, or raise "
-        f"model.max_context"
+        f"  warning: harness.max_tokens = {config.harness.max_tokens} is more than the context "
+        f"of a whole session, prompt included ({context} tokens): answers are cut off there; "
+        "lower it, or raise model.max_context"
     ]
 
 
@@ -132,8 +131,8 @@ def _nothing_held_out(tasks: TasksConfig) -> list[str]:
     if any(getattr(tasks, split) for split in EVAL_SPLITS):
         return []
     return [
-        "  look: no task is held out (tasks.heldout and tasks.novel are 0): nothing is evaluated, "
-        "and `etude compare` will have nothing to compare"
+        "  warning: no tasks are held out (tasks.heldout and tasks.novel are 0): nothing is "
+        "evaluated, and `etude compare` will have nothing to compare"
     ]
 
 
@@ -143,11 +142,11 @@ def _never_evaluated(config: RunConfig) -> list[str]:
     if not every or (config.tasks.heldout and periodic_versions(config.stage, every)):
         return []
     why = (
-        "no stage of rollouts goes on after so many"
+        "no stage with rollouts continues after that many"
         if config.tasks.heldout
-        else "no task is held out"
+        else "no tasks are held out"
     )
-    return [f"  look: eval.every_steps = {every} evaluates nothing: {why}"]
+    return [f"  warning: eval.every_steps = {every} evaluates nothing: {why}"]
 
 
 def _long_warmup(stage: AnyStage) -> list[str]:
@@ -161,8 +160,9 @@ def _long_warmup(stage: AnyStage) -> list[str]:
     reached = stage.lr * stage.steps / (stage.warmup_steps + 1)
     steps = "1 step" if stage.steps == 1 else f"{stage.steps} steps"
     return [
-        f"  look: stage.{stage.name}.warmup_steps = {stage.warmup_steps}, and the stage has "
-        f"{steps}: lr = {stage.lr:g} is never reached, only {reached:.2g}; lower warmup_steps"
+        f"  warning: stage.{stage.name}.warmup_steps = {stage.warmup_steps}, but the stage has "
+        f"only {steps}: the learning rate reaches {reached:.2g}, never lr = {stage.lr:g}; lower "
+        "warmup_steps"
     ]
 
 
@@ -208,9 +208,8 @@ def _expected(seconds: dict[str, float], findings: Findings, place: RunPlace) ->
     cores = len(os.sched_getaffinity(0))
     busy = f"; this machine is busy now, load {load:.0f} on {cores} cores" if load > cores else ""
     return [
-        f"  expected time: some {whole} of computing ({parts}), beside tools and tests of yours"
-        f"{busy}",
-        f"  expected disk: some {needed / 1e9:.2g} GB, and {free / 1e9:.3g} GB are free{short}",
+        f"  expected time: about {whole} of computing ({parts}), plus your tools and tests{busy}",
+        f"  expected disk: about {needed / 1e9:.2g} GB; {free / 1e9:.3g} GB are free{short}",
         _expected_memory(findings),
     ]
 
@@ -219,8 +218,8 @@ def _expected_memory(findings: Findings) -> str:
     needed, free = findings.memory_bytes, findings.memory_free
     short = "" if needed < free else f", which is too little: {LESS_MEMORY}"
     return (
-        f"  expected memory: some {needed / 1e9:.2g} GB of the trainer "
-        f"({findings.activation_bytes / 1e9:.2g} GB are activations), beside the engines', and "
+        f"  expected memory: about {needed / 1e9:.2g} GB for the trainer "
+        f"({findings.activation_bytes / 1e9:.2g} GB of it activations), plus the engines; "
         f"{free / 1e9:.3g} GB are free{short}"
     )
 

@@ -76,8 +76,8 @@ def connect(address: str) -> None:
         ray.init(address=address, namespace="etude", log_to_driver=False, logging_level="error")
     except (OSError, RuntimeError, ValueError) as e:
         raise EtudeError(
-            f"no Ray cluster answers at {address} ({str(e).splitlines()[0]}): start one with `ray "
-            f"start --head`, or make one here with --ray local"
+            f"no answer from a Ray cluster at {address} ({str(e).splitlines()[0]}): start one "
+            "with `ray start --head`, or start one here with --ray local"
         ) from e
 
 

@@ -150,8 +150,8 @@ def check_room(groups: Sequence[PlacementGroup], nodes: Sequence[Node]) -> None:
         there = sum(has(node) for node in nodes)
         if wanted > there:
             raise EtudeError(
-                f"the run needs {wanted:g} {key}s of the Ray cluster, which has {there:g}: add "
-                f"nodes, or give fewer --workers"
+                f"the run needs {wanted:g} {key}s but the Ray cluster has {there:g}: add nodes, "
+                "or lower --workers"
             )
         for group in groups:
             region = group.labels.get(REGION_LABEL)
@@ -160,8 +160,9 @@ def check_room(groups: Sequence[PlacementGroup], nodes: Sequence[Node]) -> None:
             largest = max(bundle.get(key, 0) for bundle in group.bundles)
             if largest > most:
                 raise EtudeError(
-                    f"a program of {group.name} needs {largest:g} {key}s on one node, and no node "
-                    f"of the Ray cluster has more than {most:g} for it: lower threads, or add one"
+                    f"a process of {group.name} needs {largest:g} {key}s on one node, but no "
+                    f"node of the Ray cluster has more than {most:g} available: lower threads, "
+                    "or add a larger node"
                 )
 
 

@@ -61,12 +61,12 @@ def execute(
                 preparing = python("etude.trainer.prepare", "--store", place.store)
                 await launcher.run_to_end(Program("preparation", preparing))
             programs, url = realtime_programs(config, config.realtime, place, once=once)
-            print_line(console, f"gateway for users: {url} (it answers when its workers are up)")
+            print_line(console, f"gateway for users: {url} (ready when its workers are up)")
 
             def told(event: Event) -> None:
                 tell(event)
                 if isinstance(event, ProcessRestarted):
-                    print_line(console, f"the {event.process} {event.how} and is started again")
+                    print_line(console, f"the {event.process} {event.how} and is being restarted")
 
             async with (
                 event_writer(run, "launcher") as tell,
@@ -84,16 +84,16 @@ def check_realtime(config: RunConfig, realtime: RealtimeConfig) -> ProductionCon
     update, hours later, would be the first to notice."""
     if read_secret() is None:
         raise EtudeError(
-            f"real-time RL needs tokens, for your backend too: set {SECRET_VARIABLE} "
-            f"(docs/production.md)"
+            f"real-time RL needs tokens, also for your backend: set {SECRET_VARIABLE} "
+            "(docs/production.md)"
         )
     probed = probe_splits(realtime.gate, config.seed)
     harness = config.harness
     if probed and not harness.command and harness.agent_class == CODING_AGENT:
         raise EtudeError(
-            "the gate asks its probes through your harness, and the demo's agent knows nothing but "
-            "the demo's tasks: give the run a table [harness.code] (docs/harness.md), or an agent "
-            "of your own; or do without probes: realtime.gate.safety = 0 and cheats = 0"
+            "the gate runs its probes through your harness, but the demo's agent can only do the "
+            "demo's tasks: add a table [harness.code] (docs/harness.md) or your own agent to the "
+            "run, or turn probes off: realtime.gate.safety = 0 and cheats = 0"
         )
     return read_production(Path(realtime.production))
 

@@ -87,7 +87,7 @@ async def while_read(watching: Awaitable[None], block: asyncio.Task[Any] | None)
 
 def _tell_damage(events: EventReader, console: Console) -> None:
     while events.damaged:
-        print_line(console, f"alarm: {events.damaged.pop(0)}: what it told is left out")
+        print_line(console, f"alarm: {events.damaged.pop(0)}: its events are left out")
 
 
 def print_line(console: Console, line: str) -> None:

@@ -93,7 +93,7 @@ def _started(part: Part, command: str) -> list[str]:
     moved = " || ".join(f'[ "$(find {name})" != "${key}" ]' for key, name in told.items())
     return [
         f'find() {{ until [ -s "{PLACES}/$1" ]; do sleep 1; done; cat "{PLACES}/$1"; }}',
-        "# What it was told has moved: it is started again.",
+        "# An address it was given has moved: restart it.",
         "while :; do",
         *found,
         f"  {command} &",
@@ -135,8 +135,10 @@ def _submit(export: Export, shown: Export) -> str:
     others = [part.name for part in parts(shown, host="0.0.0.0") if part.name != "prepare"]
     lines = [
         "#!/bin/bash",
-        "# Submits the run. ETUDE_PLACES: a folder of yours that all nodes see; it holds addresses",
-        "# and tokens. What the store needs (AWS_ACCESS_KEY_ID, ..) is taken from the environment.",
+        "# Submits the run. ETUDE_PLACES: a folder of yours that all nodes can see; it holds "
+        "addresses",
+        "# and tokens. Credentials of the store (AWS_ACCESS_KEY_ID, ..) are taken from the "
+        "environment.",
         "set -euo pipefail",
         'cd "$(dirname "$0")"',
         'export ETUDE_PLACES="${ETUDE_PLACES:-$PWD/places}"',

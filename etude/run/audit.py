@@ -145,7 +145,7 @@ def audit(run: Run) -> Audit:
     violations += _check_drops(entries, told, config)
     violations += _check_rollouts(rows, entries, ledger, told, finished)
     if finished and ledger.in_flight:
-        violations.append(f"the run is finished, and {ledger.in_flight} samples are in flight")
+        violations.append(f"the run is finished, but {ledger.in_flight} samples are in flight")
     return Audit(
         issued=ledger.issued,
         trained=ledger.trained,
@@ -185,7 +185,7 @@ def _alarms(run: Run) -> list[Alarm]:
             begun[places[name]] = alarm  # in its latest form
     return [
         *dict.fromkeys(begun),  # every launch of a run may start with the same ones
-        *(Alarm("events", str(damage), "what it told is left out") for damage in events.damaged),
+        *(Alarm("events", str(damage), "its events are left out") for damage in events.damaged),
     ]
 
 
@@ -240,20 +240,20 @@ def _check_batches(
     told = {entry.step: set(entry.samples) for entry in entries if isinstance(entry, Batched)}
     attempts = {t.id: t for group in groups.values() for t in group.trajectories}
     for step in sorted(told.keys() - batches.keys()):
-        yield f"the ledger speaks of batch {step}, and the store has none"
+        yield f"the ledger has batch {step}, but the store does not"
     # A batch without an entry was written at the very moment of a crash; resuming the run enters
     # it.
     if sorted(batches) != list(bounds)[: len(batches)]:
-        yield f"the batches have gaps, or are of no loop: {sorted(batches)}"
+        yield f"the batches have gaps, or belong to no rollout stage: {sorted(batches)}"
     for step, batch in batches.items():
         bound = bounds.get(step, 0)
         samples = {row.sample for row in batch.rows}
         # users who were deleted since then have been taken out
         gone = {sample for sample in told.get(step, samples) - samples if not is_of_user(sample)}
         if step in told and (gone or samples - told[step]):
-            yield f"batch {step} holds other samples than its ledger entry"
+            yield f"batch {step} has other samples than its ledger entry"
         if missing := {s for s in samples - attempts.keys() if not is_of_user(s)}:
-            yield f"batch {step} trains on {sorted(missing)[0]}, which no stored group holds"
+            yield f"batch {step} trains on {sorted(missing)[0]}, which is in no stored group"
         for row in batch.rows:
             if len(list(expand_spans(row.versions))) != sum(row.mask):
                 yield f"batch {step}, {row.sample}: not every sampled token has a version"
@@ -262,11 +262,14 @@ def _check_batches(
         oldest, lag = min(_token_versions(batch)), _lag(batch, batches)
         if oldest != batch.oldest and not all(map(is_of_user, samples)):
             yield (
-                f"batch {step} says that its oldest token is of version {batch.oldest}; it is of "
-                f"{oldest}"
+                f"batch {step} says that its oldest token is from version {batch.oldest}; it is "
+                f"from {oldest}"
             )
         if lag is None or not 0 <= lag <= bound:
-            yield f"batch {step} has a token of version {oldest}: its lag is not from 0 to {bound}"
+            yield (
+                f"batch {step} has a token of version {oldest}: its lag is not between 0 and "
+                f"{bound}"
+            )
         if too_old := [s for s in samples & attempts.keys() if _too_old(groups[group_of(s)])]:
             yield f"{too_old[0]} has a token that is older than its admission"
 
@@ -284,18 +287,18 @@ def _check_versions(
     trained = _trained_step(entries)
     if trained > newest:
         yield (
-            f"the ledger says that step {trained} is trained, and the newest published version is "
-            f"{newest}"
+            f"the ledger says that step {trained} is trained, but the newest published version "
+            f"is {newest}"
         )
     kept = run.saved_version()
     if lost := [step for step in range(kept + 1, newest + 1) if not run.has_batch(step)]:
         yield (
-            f"version {newest} is published, the newest checkpoint is of version {kept}, and there "
-            f"is no batch of step {lost[0]} to repeat"
+            f"version {newest} is published, but the newest checkpoint is of version {kept}, and "
+            f"there is no batch of step {lost[0]} to repeat"
         )
     if newest > stage_spans(config.stage)[-1].end:
         yield (
-            f"version {newest} is published, and the last stage ends with "
+            f"version {newest} is published, but the last stage ends with "
             f"{stage_spans(config.stage)[-1].end}"
         )
 
@@ -319,13 +322,13 @@ def _check_drops(
     for entry in entries:
         if isinstance(entry, Dropped) and entry.reason not in ("interrupted", "cancelled"):
             yield from (
-                f"{sample} was dropped as {entry.label}, and its group does not bear that out"
+                f"{sample} was dropped as {entry.label}, but its group does not confirm this"
                 for sample in entry.samples
                 if (sample, entry.label) not in due and not is_of_user(sample)
             )
         if isinstance(entry, Dropped) and entry.reason == "interrupted":
             yield from (
-                f"{sample} was dropped as interrupted, and yet its group was finished"
+                f"{sample} was dropped as interrupted, but its group was finished"
                 for sample in entry.samples
                 if group_of(sample) in groups
             )
@@ -347,9 +350,9 @@ def _check_rollouts(
     for row in trained:
         told = row.dropped if row.step is None else row.step
         if row.id not in issued:
-            yield f"{row.id} has a row, and was never issued"
+            yield f"{row.id} has a row, but was never issued"
         elif (fate := ledger.fate(row.id)) != told:
-            yield f"the row of {row.id} says {told!r}, and the ledger {fate!r}"
+            yield f"the row of {row.id} says {told!r}, but the ledger {fate!r}"
     settled = _listed_by_now(entries, finished)
     due = {
         t.id

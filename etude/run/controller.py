@@ -312,16 +312,16 @@ async def read_tasks(environment: Environment, config: TasksConfig, split: str) 
         tasks = await asyncio.to_thread(environment.tasks, split)
     if not tasks:
         is_ours = reference.startswith("etude.")
-        advice = "give it more tasks" if is_ours else "look at its tasks()"
+        advice = "give it more tasks" if is_ours else "check its tasks()"
         otherwise = f", or set tasks.{split} = 0" if split in EVAL_SPLITS else ""
         raise EtudeError(
-            f"tasks.environment = {reference!r} gives no tasks for the split {split!r}, of which "
+            f"tasks.environment = {reference!r} returns no tasks for the split {split!r}, but "
             f"the run wants {getattr(config, split)}: {advice}{otherwise}"
         )
     if twice := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
         raise EtudeError(
-            f"tasks.environment = {reference!r} gives several tasks of the split {split!r} the id "
-            f"{twice[0]!r}: each needs one of its own"
+            f"tasks.environment = {reference!r} returns several tasks of the split {split!r} "
+            f"with the id {twice[0]!r}: ids must be unique"
         )
     return tasks
 
@@ -479,9 +479,9 @@ def main() -> int:
     )
     parser.add_argument("--store", required=True, help="the run's store")
     parser.add_argument("--gateway", required=True, help="the gateway's URL")
-    parser.add_argument("--version", type=int, help="evaluate this version and end")
+    parser.add_argument("--version", type=int, help="evaluate this version, then exit")
     parser.add_argument("--split", choices=EVAL_SPLITS, default="heldout")
-    parser.add_argument("--samples", type=int, default=1, help="attempts at each task")
+    parser.add_argument("--samples", type=int, default=1, help="attempts per task")
     args = parser.parse_args()
 
     async def program() -> None:

@@ -27,11 +27,11 @@ STANDS_OUT = 10.0
 it."""
 SETTINGS = {
     "batch": "batch: many requests at once",
-    "kernels": "engine kernels: they compute something else than the model's operators, for the "
+    "kernels": "engine kernels: they compute something else than the model's operators for the "
     "same batch",
-    "chunking": "chunking: prompts in pieces",
+    "chunking": "chunking: prompts computed in chunks",
     "cache": "cache: prompts found in the prefix cache",
-    "swap": "stale KV: requests after a swap of weights use keys and values from before it",
+    "swap": "stale KV: after a swap of weights, requests use keys and values from before it",
 }
 SIMPLER = {
     "batch": "alone",
@@ -188,7 +188,10 @@ class Diagnosis:
 
     def _of_cut(self) -> Iterable[str]:
         if self.cut is not None:
-            yield f"top-p: drawn with top-p {self.cut.top_p:.2f}, which the trainer does not know"
+            yield (
+                f"top-p: sampled with top-p {self.cut.top_p:.2f}, which the trainer does not "
+                "know about"
+            )
 
     def _of_experts(self) -> Iterable[str]:
         first = next((each for each in self.experts if each.mismatch_frac > each.bound), None)
@@ -201,11 +204,13 @@ class Diagnosis:
         exchanged = (
             ""
             if first.swapped is None
-            else ", experts {} and {} are exchanged".format(*first.swapped)
+            else ", experts {} and {} are swapped".format(*first.swapped)
         )
         is_nearer = self.gaps[self.simplest].k3 < self.gaps["replay"].k3
         if is_nearer and self.beyond("replay") and not self.beyond(self.simplest):
-            yield f"recorded experts: not those that the engine computed with{exchanged} ({share})"
+            yield (
+                f"recorded experts: not the ones that the engine computed with{exchanged} ({share})"
+            )
         elif exchanged and not is_nearer and self.beyond("replay"):
             # Without such a pattern, the cause of the different choice may be something before the
             # router.
@@ -220,14 +225,13 @@ class Diagnosis:
             if not self.rounding["precision"].holds(self.gaps[self.simplest]):
                 yield (
                     f"precision: the engine computes in {engine}, the trainer in {trainer}; "
-                    f"rounding to {engine} makes "
-                    f"a k3 of up to {bound.k3:.1e} on these tokens"
+                    f"rounding to {engine} causes a k3 of up to {bound.k3:.1e} on these tokens"
                 )
         elif not self._is_explained():
             yield (
-                f"precision: the gap goes away in {trainer}, but is more than rounding to {engine} "
-                f"makes (k3 up to "
-                f"{bound.k3:.1e}): what the engine runs in {engine} is at fault"
+                f"precision: the mismatch disappears in {trainer}, but is larger than rounding "
+                f"to {engine} can cause (k3 up to {bound.k3:.1e}): something that the engine "
+                f"computes in {engine} is wrong"
             )
 
     def _is_explained(self) -> bool:
@@ -242,17 +246,16 @@ class Diagnosis:
 
     def _where(self) -> str:
         if any(self._of_scale()):
-            return f"k3 {self.fits[self.simplest].k3:.1e} is left at the temperature that fits best"
+            return f"k3 {self.fits[self.simplest].k3:.1e} remains at the temperature that fits best"
         if self.argmax_flip_frac is None:
-            return "what was recorded does not say where it comes in"
-        return "every operator agrees: it comes in behind the logits, in sampling or recording"
+            return "the recorded data does not tell where it arises"
+        return "every operator agrees: it arises after the logits, in sampling or recording"
 
     def _told(self, name: str, where: str) -> str:
         gap, bound = self.gaps[name], self.rounding[name]
         return (
-            f"{name}: k3 {gap.k3:.1e} and {gap.k3_max:.1e} at the worst token, where rounding "
-            f"makes up to "
-            f"{bound.k3:.1e} and {bound.k3_max:.1e}; {where}"
+            f"{name}: k3 {gap.k3:.1e} and {gap.k3_max:.1e} at the worst token, while rounding "
+            f"causes up to {bound.k3:.1e} and {bound.k3_max:.1e}; {where}"
         )
 
 
@@ -265,29 +268,30 @@ def of_temperature(fits: Sequence[TemperatureFit], agreeing: Sequence[float] = (
             f"logits: the engine's are {asked / fitted:.3f} times the trainer's, at any temperature"
         )
     if not all(same(f, fitted) for _, f in pairs):
-        told = ", ".join(f"{f:.3f} where {a:g} was asked for" for a, f in pairs)
+        told = ", ".join(f"{f:.3f} where {a:g} was requested" for a, f in pairs)
         return f"temperature: the recorded log-probs are those of temperature {told}"
     if same(fitted, 1.0):
         preference = sum(fit.preference for fit in fits)
         if preference > LIKELIER:
             return (
-                "temperature: log-probs are recorded before temperature; tokens are drawn after it"
+                "temperature: log-probs are recorded before temperature is applied; tokens are "
+                "sampled after"
             )
         if preference < -LIKELIER:
             return (
-                "temperature: the engine does not apply it, neither to what it draws nor to what "
-                "it records"
+                "temperature: the engine does not apply it, neither when sampling nor when "
+                "recording"
             )
         return (
-            "temperature: the recorded log-probs are those before it; the tokens do not tell how "
-            "they were drawn"
+            "temperature: the recorded log-probs are from before it is applied; the tokens do "
+            "not tell how they were sampled"
         )
     if len(pairs) > 1:
-        return f"temperature: the engine computes at {fitted:.3f} whatever it is asked for"
+        return f"temperature: the engine computes at {fitted:.3f} whatever is requested"
     return (
-        f"temperature: the recorded log-probs are those of temperature {fitted:.3f}, the trainer "
-        f"computes at "
-        f"{asked:g}; or the engine's logits are {asked / fitted:.3f} times the trainer's"
+        f"temperature: the recorded log-probs are those of temperature {fitted:.3f}, but the "
+        f"trainer computes at {asked:g}; or the engine's logits are {asked / fitted:.3f} times "
+        "the trainer's"
     )
 
 

@@ -242,7 +242,7 @@ async def _persistent(attempt: RunAttempt, task: Task, sample: str, seed: int) -
         if trajectory.reward is not None:
             return trajectory
     raise EtudeError(
-        f"evaluation: task {task.id} failed {TRIES} times, the last time with: {trajectory.error}"
+        f"evaluation: task {task.id} failed {TRIES} times, most recently with: {trajectory.error}"
     )
 
 
@@ -255,5 +255,5 @@ def _check_version(trajectory: Trajectory, version: int) -> None:
     if seen - {version}:
         raise EtudeError(
             f"{trajectory.id}: evaluated version {version}, but tokens come from {sorted(seen)}; "
-            f"nothing may load other weights while an evaluation runs"
+            "nothing else may load weights while an evaluation runs"
         )

@@ -152,7 +152,7 @@ def only_results(emit: Callable[[Event], None]) -> Callable[[Event], None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="etude.run.evaluator", description="Evaluates versions while the run goes on."
+        prog="etude.run.evaluator", description="Evaluate versions while the run continues."
     )
     parser.add_argument("--store", required=True, help="the run's store")
     args = parser.parse_args()

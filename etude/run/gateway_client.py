@@ -65,7 +65,7 @@ class GatewayClient:
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as e:
             raise EtudeError(
-                f"the gateway at {self.url} does not answer for {START_S:.0f} s: read its log"
+                f"no answer from the gateway at {self.url} for {START_S:.0f} s: read its log"
             ) from e
 
     async def _answers(self) -> bool:
@@ -78,7 +78,7 @@ class GatewayClient:
     async def up(self) -> None:
         """Return as soon as a worker is up. A session that would wait for one in vain need not
         start."""
-        await self._ask("GET", "/up", "nobody knows whether a worker is up")
+        await self._ask("GET", "/up", "cannot tell whether a worker is up")
 
     async def load(self, version: int) -> None:
         """Return when every request is started with `version` or newer weights, and in no region
@@ -123,13 +123,13 @@ class GatewayClient:
         self, session: str, wait_s: float, *, claimed: bool = False
     ) -> SessionOutcome | None:
         told = {"wait_s": str(wait_s), "claimed": "true" if claimed else "false"}
-        what = f"session {session} cannot be asked about"
+        what = f"session {session} cannot be queried"
         answer = await self._ask("GET", f"/v1/sessions/{session}", what, unknown=b"", params=told)
         return decode_json(answer, SessionOutcome) if answer else None
 
     async def disturbed(self, session: str, age_s: float) -> bool:
         told = {"age_s": str(age_s)}
-        what = f"session {session} cannot be asked about"
+        what = f"session {session} cannot be queried"
         path = f"/s/{self._ids[session]}/disturbed"
         answer = await self._ask("GET", path, what, params=told)
         return decode_json(answer, bool)
@@ -162,7 +162,7 @@ class GatewayClient:
                     return unknown
                 if not response.ok:
                     said = (await response.text())[:500]
-                    raise EtudeError(f"{what}: the gateway answers {response.status}: {said}")
+                    raise EtudeError(f"{what}: the gateway answered {response.status}: {said}")
                 return await response.read()
 
         return await when_back(ask, aiohttp.ClientConnectionError)

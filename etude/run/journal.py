@@ -217,8 +217,8 @@ def load(run: Run, estimator: AdvantageEstimator) -> tuple[list[Entry], Recovere
         return entries, _recovered(run, entries, estimator)
     except Unbalanced as e:
         raise EtudeError(
-            f"{run.objects.url}: the ledger and what lies beside it do not agree ({e}): a part of "
-            f"the run is lost; bring it back from a copy, or begin anew with --fresh"
+            f"{run.objects.url}: the ledger does not match the other files of the run ({e}), so "
+            "a part of it is lost: restore it from a backup, or start over with --fresh"
         ) from e
 
 
@@ -243,9 +243,9 @@ def _check_batches(run: Run, entries: Iterable[Entry]) -> None:
     for entry in entries:
         if isinstance(entry, Batched) and entry.step > saved and not run.has_batch(entry.step):
             raise EtudeError(
-                f"{run.objects.url}: the batch of step {entry.step} is not there, and the ledger "
-                f"says that it was made: bring batches/{entry.step:06d} back from a copy, or begin "
-                f"anew with --fresh"
+                f"{run.objects.url}: the batch of step {entry.step} is missing, but the ledger "
+                f"says that it was made: restore batches/{entry.step:06d} from a backup, or "
+                "start over with --fresh"
             )
 
 

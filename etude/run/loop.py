@@ -209,9 +209,8 @@ class FailureMonitor:
             self._recent
         ):
             raise EtudeError(
-                f"{len(failed)} of the last {len(self._recent)} sessions failed, the newest with: "
-                f"{failed[-1]}. "
-                f"Sessions must not fail like this: find the cause, then resume the run"
+                f"{len(failed)} of the last {len(self._recent)} sessions failed, most recently "
+                f"with: {failed[-1]}. This is too many: fix the cause, then resume the run"
             )
 
 
@@ -236,23 +235,25 @@ class SignalMonitor:
         all_suspected = len(outcome.quarantined) == len(group.trajectories)
         if self._in_vain >= self._limit and outcome.quarantined and all_suspected:
             raise EtudeError(
-                f"{self._in_vain} groups in a row have nothing to learn from, and all attempts of "
-                f"the newest are suspected of {next(iter(outcome.quarantined.values()))}: look at "
-                f'them in etude dash. If they are honest, begin anew with rewards.detector = "flag"'
+                f"{self._in_vain} groups in a row have nothing to learn from, and all attempts "
+                f"of the newest are suspected of {next(iter(outcome.quarantined.values()))}: "
+                "review them in etude dash. If they are honest, start over with rewards.detector "
+                '= "flag"'
             )
         if self._in_vain >= self._limit and outcome.untrainable:
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: their attempts are "
                 f"sampled with {next(iter(outcome.untrainable.values()))}, which the trainer "
-                f"cannot recompute. Have the harness set no sampling parameter but the "
-                f"temperature, and that above 0, then resume the run"
+                "cannot recompute. Have the harness set no sampling parameter except "
+                "temperature, and keep it above 0, then resume the run"
             )
         if self._in_vain >= self._limit:
             advice = signal_advice(self._rewards, self._had_signal)
             raise EtudeError(
                 f"{self._in_vain} groups in a row have nothing to learn from: all attempts at a "
                 f"task earn the same reward ({what_was_earned(self._rewards)}: {advice}). Such "
-                f"settings cannot change within a run: begin anew with --fresh, or in another --dir"
+                "settings cannot change within a run: start over with --fresh, or in another "
+                "--dir"
             )
 
 

@@ -77,8 +77,8 @@ class OpenEnvEnvironment:
             raise EtudeError(f"tasks.path = {str(path)!r} cannot be read: {e}") from e
         if not isinstance(told.get("url"), str) or not isinstance(told.get("reset", {}), dict):
             raise EtudeError(
-                f'{path}: say where the OpenEnv server is, url = "http://..", and in a table '
-                f"[reset], if you like, what its reset is told"
+                f'{path}: set the URL of the OpenEnv server, url = "http://..", and optionally a '
+                "table [reset] with arguments for its reset"
             )
         return told["url"].rstrip("/"), told.get("reset", {})
 
@@ -89,8 +89,8 @@ class OpenEnvEnvironment:
                 found = json.loads(answer.read())
         except (URLError, OSError, ValueError) as e:
             raise EtudeError(
-                f"{self._url} is no OpenEnv server that answers {path} ({e}): start it, and name "
-                f"its URL in the file that tasks.path names"
+                f"{self._url} does not answer {path} as an OpenEnv server ({e}): start the "
+                "server, and set its URL in the file that tasks.path names"
             ) from e
         return found if isinstance(found, dict) else {}
 
@@ -180,8 +180,8 @@ class OpenEnvAgent:
                     await asyncio.sleep(RETRY_S)
         except TimeoutError as e:
             raise RolloutFailure(
-                f"{self._url}: no place within {self._timeout_s:g} s (harness.timeout_s): let the "
-                f"server have more (max_concurrent_envs), or the run fewer sessions at once"
+                f"{self._url}: no free place within {self._timeout_s:g} s (harness.timeout_s): "
+                "raise the server's max_concurrent_envs, or lower the run's harness.concurrency"
             ) from e
         try:
             yield episode
@@ -192,7 +192,7 @@ class OpenEnvAgent:
         try:
             socket = await http.ws_connect(f"{self._url}/ws", max_msg_size=MAX_MESSAGE_BYTES)
         except aiohttp.ClientError as e:
-            raise RolloutFailure(f"{self._url}: no episode can begin: {e}") from e
+            raise RolloutFailure(f"{self._url}: cannot start an episode: {e}") from e
         episode = Episode(socket)
         try:
             await episode.tell("reset", {**self._reset, "seed": seed})
@@ -275,7 +275,7 @@ class Episode:
             await self.socket.send_json({"type": kind, "data": data})
             told = await self.socket.receive_json()
         except (aiohttp.ClientError, TypeError, ValueError) as e:
-            raise RolloutFailure(f"OpenEnv: the server broke the episode off: {e}") from e
+            raise RolloutFailure(f"OpenEnv: the server ended the episode early: {e}") from e
         found = told.get("data") or {}
         if told.get("type") == "error":
             self._raise(found)
@@ -304,7 +304,7 @@ class Episode:
 
     def score(self) -> Score:
         if self.done and not self.rewards:
-            raise RolloutFailure("OpenEnv: the episode is over without a single reward")
+            raise RolloutFailure("OpenEnv: the episode ended without any reward")
         last = self.rewards[-1] if self.rewards else 0.0
         parts = Part("steps", float(self.num_steps)), Part("last reward", last)
         return Score(sum(self.rewards), parts)

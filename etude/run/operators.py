@@ -305,7 +305,7 @@ class Notes:
         if not moved or float(distance_ST.amin(0).max()) > NEAR:
             return "its angles are not those of the trainer's table"
         return (
-            f"{len(moved)} of {count} tokens have another position, the first of them off by "
+            f"{len(moved)} of {count} tokens have other positions, the first one off by "
             f"{moved[0]:+d}"
         )
 

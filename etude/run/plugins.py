@@ -41,13 +41,13 @@ def load(reference: str, key: str) -> Any:
             ) from e
         except (ImportError, OSError) as e:
             raise EtudeError(
-                f"{key} = {reference!r}: {place} cannot be loaded ({e}); modules lie in the "
-                f"folder of the run's file, or among the packages of {sys.prefix}"
+                f"{key} = {reference!r}: {place} cannot be loaded ({e}); modules are searched in "
+                f"the folder of the run's file and among the packages of {sys.prefix}"
             ) from e
     if not hasattr(module, name):
         raise EtudeError(
-            f"{key} = {reference!r}: {place} has nothing called {name!r}; define it there, or name "
-            f"another"
+            f"{key} = {reference!r}: {place} does not define {name!r}; define it there, or use "
+            "another name"
         )
     return getattr(module, name)
 
@@ -57,7 +57,7 @@ def check_file(reference: str, key: str) -> None:
     place, _, _ = reference.partition(":")
     if is_file(reference) and not Path(place).is_file():
         raise EtudeError(
-            f"{key} = {reference!r}: there is no file {Path(place).absolute()}; relative paths "
+            f"{key} = {reference!r}: {Path(place).absolute()} does not exist; relative paths "
             f"start at the folder of the run's file, not where etude is started ({os.getcwd()})"
         )
 
@@ -88,8 +88,8 @@ def _check_call(make: Any, what: str, args: tuple[Any, ...], options: dict[str, 
     except TypeError as e:
         given = [*(type(arg).__name__ for arg in args), *(f"{option}=.." for option in options)]
         raise EtudeError(
-            f"{what} takes {signature}, and is called with ({', '.join(given)}): {e}. Name these "
-            f"in its __init__, or take those that you do not need as **unused"
+            f"{what} takes {signature}, but is called with ({', '.join(given)}): {e}. Accept "
+            "these in its __init__, and those that you do not need as **unused"
         ) from e
 
 

@@ -41,7 +41,7 @@ class PullEnvironment:
     def own_agent(self, desk: SessionDesk | None, **limits: Any) -> PullAgent:
         if desk is None:
             raise EtudeError(
-                'environment = "pull" needs a run whose gateway can be asked for sessions: start '
+                'environment = "pull" needs a run with a gateway that offers its sessions: start '
                 "it with etude run"
             )
         return PullAgent(desk, claim_s=self._claim_s, **limits)
@@ -76,7 +76,7 @@ class PullAgent:
         if result is None:
             result = await self._settled(session, replace(offer, claimed=True))
         if result.status == "failed":
-            raise RolloutFailure(f"whoever ran the session says that it failed: {result.error}")
+            raise RolloutFailure(f"the scheduler reports that the session failed: {result.error}")
         return to_transcript(task, result)
 
     async def _claimed(self, session: str, offer: SessionOffer) -> RolloutResult | None:
@@ -90,8 +90,8 @@ class PullAgent:
                         return outcome.result
         except TimeoutError as e:
             raise RolloutFailure(
-                f"nobody asked for the session for {self._claim_s:g} s (tasks.timeout_s): is the "
-                f"scheduler running?"
+                f"no scheduler took the session within {self._claim_s:g} s (tasks.timeout_s): is "
+                "one running?"
             ) from e
 
     async def _settled(self, session: str, offer: SessionOffer) -> RolloutResult:
@@ -105,6 +105,6 @@ class PullAgent:
                         return outcome.result
         except TimeoutError as e:
             raise Interrupted(
-                f"whoever asked for the session has sent no result {GRACE_S:g} s after its "
-                f"deadline (harness.timeout_s = {self._limits.timeout_s:g})"
+                f"the scheduler sent no result within {GRACE_S:g} s after the session's deadline "
+                f"(harness.timeout_s = {self._limits.timeout_s:g})"
             ) from e

@@ -272,11 +272,14 @@ class RealtimeLoop:
         left = len(admit(found.ready, self._caps, salt=f"update {step}").kept)
         capped = f", {left} within the caps of users and organisations," if left < settled else ""
         text = (
-            f"{settled} sessions are settled{capped or ','} of {wanted} that a batch needs; "
+            f"{settled} sessions are settled{capped or ','} of {wanted} needed for a batch; "
             f"{found.pending} pending"
         )
         if left < wanted <= settled:
-            text += "; more users, or another realtime.per_user or per_organisation_share, make one"
+            text += (
+                "; more users, or other values of realtime.per_user or per_organisation_share, "
+                "would fill it"
+            )
         return text
 
     def _baseline(self) -> Baseline:
@@ -346,7 +349,9 @@ class RealtimeLoop:
             record = Forgotten(user=stone.user, time=stone.time, steps=steps)
             forget_user(self.run, record)
             seen = ", ".join(map(str, versions_that_saw(steps, bases))) or "none"
-            self._tell(f"user {stone.user} is deleted; versions that have seen them: {seen}")
+            self._tell(
+                f"user {stone.user} was deleted; versions that learnt from their data: {seen}"
+            )
 
     # From a version to a decision
 
@@ -434,7 +439,7 @@ class RealtimeLoop:
     def _change(self, change: Change) -> None:
         """Append a change. If somebody else has decided meanwhile, the next look will see it."""
         if self.traffic.append(change):
-            self._tell(f"{change.action} version {change.version}: {change.why or 'so it begins'}")
+            self._tell(f"{change.action} version {change.version}: {change.why or 'the first one'}")
 
 
 def _known(facts: Facts) -> Change:

@@ -64,8 +64,8 @@ class Probes:
         probes = probes_of(self._config, suite_of(split), self._seed)
         if _split(suite_of(split), probes) != split:
             raise EtudeError(
-                f"{self._config.probes}: it has changed since the loop began; start it again, and "
-                f"all versions are tried at the new probes"
+                f"{self._config.probes} has changed since the loop started: restart it to test "
+                "all versions with the new probes"
             )
         self._probes |= {probe.id: probe for probe in probes}
         return [

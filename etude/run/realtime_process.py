@@ -26,9 +26,7 @@ from etude.weights.manifest import find_newest
 
 def realtime_settings(config: RunConfig) -> RealtimeConfig:
     if config.realtime is None:
-        raise EtudeError(
-            f"run {config.name} has no table [realtime]: give it one (docs/realtime.md)"
-        )
+        raise EtudeError(f"run {config.name} has no table [realtime]: add one (docs/realtime.md)")
     return config.realtime
 
 
@@ -86,10 +84,10 @@ async def run_loop(store: str, *, once: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="etude.run.realtime_process", description="Users teach the model of a run."
+        prog="etude.run.realtime_process", description="Learn from users."
     )
     parser.add_argument("--store", required=True, help="the run's store")
-    parser.add_argument("--once", action="store_true", help="end when one update has ended")
+    parser.add_argument("--once", action="store_true", help="exit after one update")
     args = parser.parse_args()
     return run_process(lambda: run_loop(args.store, once=args.once))
 

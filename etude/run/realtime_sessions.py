@@ -236,7 +236,7 @@ class UserSessions:
             new = self._packed(closed[id] for id in sorted(self._unstored))
             if not self._objects.create(_key(number), new):
                 raise EtudeError(
-                    f"{self._objects.url}: another loop of real-time RL has written {_key(number)}"
+                    f"{self._objects.url}: another real-time RL loop has written {_key(number)}"
                 )
             self._stored[number], self._unstored = self._unstored, set()
 

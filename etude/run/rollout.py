@@ -240,9 +240,7 @@ class RolloutRunner:
     async def _check_time(self, session: str, began: float) -> None:
         """Refuse a timeout if the agent may have lost some of its time to other processes."""
         if stopped_since(began):
-            raise RolloutFailure(
-                "agent: its time ran out, and the controller was stopped meanwhile"
-            )
+            raise RolloutFailure("agent: its time ran out while the controller was suspended")
         if await self.sessions.disturbed(session, asyncio.get_running_loop().time() - began):
             raise RolloutFailure("agent: its time ran out while it waited for the model")
 
@@ -262,7 +260,7 @@ async def _at_most(seconds: float | None, key: str) -> AsyncIterator[None]:
     except TimeoutError as e:
         if not deadline.expired():
             raise
-        raise TimeoutError(f"still at work after {seconds:g} s: it must keep to {key}") from e
+        raise TimeoutError(f"not done after {seconds:g} s, the limit set by {key}") from e
 
 
 def _is_cancelled() -> bool:
@@ -283,21 +281,23 @@ def _checked(score: Score, segments: tuple[Segment, ...]) -> Score:
     attempt has failed; the attempt then has no reward, rather than a reward of 0."""
     if not isinstance(score, Score):
         raise ValueError(
-            f"the environment gave {score!r}: score() must return a Score, such as "
-            f"Score(reward=1.0)"
+            f"the environment returned {score!r}: score() must return a Score, such as "
+            "Score(reward=1.0)"
         )
     for what, given, kind in (("parts", score.parts, Part), ("credit", score.credit, Credit)):
         if strangers := [each for each in given if not isinstance(each, kind)]:
             raise ValueError(
-                f"the {what} of the score hold {strangers[0]!r}: each must be a {kind.__name__}"
+                f"the {what} of the score contain {strangers[0]!r}: each must be a {kind.__name__}"
             )
     if isinstance(score.flags, str):
         raise ValueError(
-            f"the flags of the score are the text {score.flags!r}: give a tuple, such as "
+            f"the flags of the score are the string {score.flags!r}: use a tuple, such as "
             f"({score.flags!r},)"
         )
     if twice := [name for name, n in Counter(part.name for part in score.parts).items() if n > 1]:
-        raise ValueError(f"several parts of the score are called {twice[0]!r}: names must differ")
+        raise ValueError(
+            f"several parts of the score are called {twice[0]!r}: names must be unique"
+        )
     return Score(
         reward=_number("the reward", score.reward),
         parts=tuple(
@@ -316,12 +316,14 @@ def _checked(score: Score, segments: tuple[Segment, ...]) -> Score:
 def _credit(credit: Credit, segments: tuple[Segment, ...]) -> Credit:
     where = f"segment {credit.segment}"
     if credit.segment not in range(len(segments)):
-        raise ValueError(f"a credit is for {where}, and the attempt has {len(segments)}, from 0 on")
+        raise ValueError(
+            f"a credit is for {where}, but the attempt has {len(segments)}, counted from 0"
+        )
     if credit.turn is not None:
         where = f"turn {credit.turn} of {where}"
         count = len(turns(segments[credit.segment]))
         if credit.turn not in range(count):
-            raise ValueError(f"a credit is for {where}, which has {count}, from 0 on")
+            raise ValueError(f"a credit is for {where}, which has {count}, counted from 0")
     return replace(credit, value=_number(f"the credit for {where}", credit.value))
 
 
@@ -356,12 +358,12 @@ def _status(transcript: Transcript) -> Status:
 def _unanswered(transcript: Transcript) -> str:
     if not transcript.finished:
         return (
-            "agent: it had no answer of the model when its time (harness.timeout_s) or its context "
-            "(model.max_context) was over"
+            "agent: its time (harness.timeout_s) or its context (model.max_context) ran out "
+            "before the model's first answer"
         )
     return (
-        "agent: it ended without an answer of the model: it must ask at the base_url that run() is "
-        "given (a program: at OPENAI_BASE_URL), where the session is recorded"
+        "agent: it ended without an answer of the model: it must send requests to the base_url "
+        "that run() is given (a program: to OPENAI_BASE_URL), where the session is recorded"
     )
 
 
@@ -373,7 +375,7 @@ def _messages(transcript: Transcript) -> list[dict[str, Json]]:
         raise TypeError(f"run() must return a Transcript, not a {type(transcript).__name__}")
     plain = json.loads(json.dumps(transcript.messages, ensure_ascii=False).encode(errors="replace"))
     if not isinstance(plain, list) or not all(isinstance(message, dict) for message in plain):
-        raise ValueError("the messages of its transcript are no list of objects")
+        raise ValueError("the messages of its transcript are not a list of objects")
     return plain
 
 

@@ -113,11 +113,11 @@ class ServiceClient:
                 return decode_json(answer.read(), TaskPage)
         except (URLError, OSError) as e:
             raise EtudeError(
-                f"the service at {self.url} gives no tasks ({e}): start it, or name a file of them "
-                f"with tasks.path"
+                f"the service at {self.url} returns no tasks ({e}): start it, or set tasks.path "
+                "to a file of tasks"
             ) from e
         except msgspec.MsgspecError as e:
-            raise EtudeError(f"{url} answers what is no page of tasks: {e}") from e
+            raise EtudeError(f"{url} returned something other than a page of tasks: {e}") from e
 
     @contextlib.asynccontextmanager
     async def place(self, wait_s: float) -> AsyncIterator[None]:
@@ -130,8 +130,8 @@ class ServiceClient:
                     self._taken += 1
         except TimeoutError as e:
             raise RolloutFailure(
-                f"the service at {self.url} does not answer, or has no room, for {wait_s:g} s "
-                f"(tasks.timeout_s): is it running?"
+                f"no answer or no room at the service at {self.url} for {wait_s:g} s "
+                "(tasks.timeout_s): is it running?"
             ) from e
         try:
             yield
@@ -191,8 +191,7 @@ class ServiceClient:
                 return self._decoded(body, RolloutResult, decode_known)
             if status == 404:
                 raise Interrupted(
-                    f"the service at {self.url} does not know the rollout {id} any more: was it "
-                    f"restarted?"
+                    f"the service at {self.url} no longer knows the rollout {id}: was it restarted?"
                 )
             if status < 500 and status not in BUSY:
                 raise RolloutFailure(self._refusal("GET /rollouts", status, body))
@@ -225,12 +224,12 @@ class ServiceClient:
             return decode(body, kind)
         except msgspec.MsgspecError as e:
             raise RolloutFailure(
-                f"the service at {self.url} answers what is no {kind.__name__}: {e}"
+                f"the service at {self.url} did not return a {kind.__name__}: {e}"
             ) from e
 
     def _refusal(self, what: str, status: int, body: bytes) -> str:
         said = body[:SAID_CHARS].decode(errors="replace").strip()
-        return f"the service at {self.url} answers {status} to {what}: {said}"
+        return f"the service at {self.url} answered {status} to {what}: {said}"
 
 
 class ServiceEnvironment:
@@ -341,13 +340,13 @@ class ServiceAgent:
             if not late.expired():
                 raise
             raise RolloutFailure(
-                f"the service at {self._service.url} has no result {GRACE_S:g} s after the "
-                f"deadline of the rollout (harness.timeout_s = {self._limits.timeout_s:g})"
+                f"the service at {self._service.url} returned no result within {GRACE_S:g} s "
+                f"after the rollout's deadline (harness.timeout_s = {self._limits.timeout_s:g})"
             ) from e
         if result.status == "failed":
-            raise RolloutFailure(f"the service says that it failed: {result.error}")
+            raise RolloutFailure(f"the service reports that the rollout failed: {result.error}")
         if result.score is None:
-            raise RolloutFailure(f"the service says {result.status!r}, and gives no score")
+            raise RolloutFailure(f"the service reports {result.status!r} without a score")
         return to_transcript(task, result)
 
     async def _result(self, asked: RolloutRequest, session: str) -> RolloutResult:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import msgspec
-
 from etude.core.remote import RolloutRequest, RolloutResult, ServiceHealth, TaskPage
 from etude.run.service import WAIT_S
-from etude.store.decoding import known_schemas
+from etude.store.decoding import known_schemas, schemas_of
 
 Schema = dict[str, Any]
 
@@ -22,14 +20,14 @@ SCHEMAS = "#/components/schemas/{name}"
 
 def document() -> Schema:
     kinds = [ServiceHealth, TaskPage, RolloutRequest]
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS)
+    schemas = schemas_of(kinds, SCHEMAS)
     schemas |= known_schemas([RolloutResult], SCHEMAS)
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Etude: environments by URL",
             "version": "1",
-            "description": "What a service answers that runs rollouts of its product for Etude.",
+            "description": "API of a service that runs rollouts of its product for Etude.",
         },
         "paths": _paths(),
         "components": {
@@ -41,38 +39,44 @@ def document() -> Schema:
 
 
 def _paths() -> Schema:
-    id = _parameter("id", "path", {"type": "string"}, "of the rollout")
-    unknown = "it is not known: was the service restarted?"
+    id = _parameter("id", "path", {"type": "string"}, "id of the rollout")
+    unknown = "unknown id: was the service restarted?"
     return {
-        "/health": {"get": _route("That it is there, and its capacity.", {200: ServiceHealth})},
+        "/health": {
+            "get": _route(
+                "Return the capacity of the service, to show that it is up.", {200: ServiceHealth}
+            )
+        },
         "/tasks": {
             "get": _route(
-                "A page of its tasks, the same and in the same order whenever it is asked for.",
+                "Return a page of tasks, always the same ones in the same order.",
                 {200: TaskPage},
                 parameters=[
                     _parameter("split", "query", {"enum": ["train", "heldout", "novel"]}, ""),
-                    _parameter("limit", "query", {"type": "integer"}, "tasks at most"),
-                    _parameter("after", "query", {"type": "string"}, "`next` of the page before"),
+                    _parameter("limit", "query", {"type": "integer"}, "maximum number of tasks"),
+                    _parameter("after", "query", {"type": "string"}, "`next` of the previous page"),
                 ],
             )
         },
         "/rollouts": {
             "post": _route(
-                "Begin a rollout, unless its id is known: then its result, or that it is running.",
+                "Start a rollout. If its id is known, return its result, or that it is running.",
                 {200: RolloutResult, 202: RolloutResult},
                 failures={
-                    400: "it will never be taken",
-                    429: "no room now, and nothing was begun; so does 503",
-                    500: "it broke: the attempt is made again, under another id",
-                    503: "no room now, and nothing was begun",
+                    400: "permanently refused",
+                    429: "no room now, nothing was started; 503 means the same",
+                    500: "internal error: the attempt is repeated under another id",
+                    503: "no room now, nothing was started",
                 },
-                parameters=[_parameter("Idempotency-Key", "header", {"type": "string"}, "the id")],
+                parameters=[
+                    _parameter("Idempotency-Key", "header", {"type": "string"}, "id of the rollout")
+                ],
                 body=RolloutRequest,
             )
         },
         "/rollouts/{id}": {
             "get": _route(
-                "Its result, as soon as there is one.",
+                "Return the result of a rollout as soon as there is one.",
                 {200: RolloutResult},
                 failures={404: unknown},
                 parameters=[
@@ -81,14 +85,14 @@ def _paths() -> Schema:
                         "wait_s",
                         "query",
                         {"type": "number", "examples": [WAIT_S]},
-                        "how long to wait with the answer while it is running",
+                        "how long to hold the request while the rollout is running",
                     ),
                 ],
             ),
             "delete": _route(
-                "Nobody wants it any more: it may be ended, and forgotten.",
+                "Cancel a rollout whose result is no longer needed; the service may forget it.",
                 {},
-                failures={204: "also if it is not known"},
+                failures={204: "cancelled, or unknown"},
                 parameters=[id],
             ),
         },

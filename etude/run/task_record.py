@@ -68,10 +68,10 @@ def check_record(run: Run, split: str, tasks: Sequence[Task]) -> None:
     here, there = TaskRecord.of(tasks), run.tasks(split, TaskRecord)
     if there.digests != here.digests:
         raise EtudeError(
-            f"the tasks of the split {split!r} are not those that the run began with: "
-            f"{_differences(there.digests, here.digests)}. These cannot change within a run, or "
-            f"what it was trained on might be held out now: {_way_back(there, here)}, choose "
-            f"another --dir, or begin anew with --fresh, which removes this run"
+            f"the tasks of the split {split!r} differ from those that the run started with: "
+            f"{_differences(there.digests, here.digests)}. They cannot change within a run, or "
+            f"tasks it was trained on might now be held out: {_way_back(there, here)}, choose "
+            "another --dir, or start over with --fresh, which deletes this run"
         )
 
 
@@ -110,7 +110,7 @@ def _way_back(there: TaskRecord, here: TaskRecord) -> str:
     if there.commits and there.commits != here.commits:
         was, now = (", ".join(each.commits) or "none" for each in (there, here))
         return (
-            f"their repository was at commit {was}, and is at {now}: have the environment take the "
-            f"old one (REF in what `etude init` writes)"
+            f"their repository was at commit {was}, and is at {now}: have the environment use "
+            "the old commit (REF in what `etude init` writes)"
         )
-    return "put the environment, and what it reads, back as it was"
+    return "restore the environment and the files it reads"

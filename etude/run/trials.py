@@ -85,10 +85,10 @@ def diagnose(
     kind, trained = _kind(engine_model), _kind(trainer_model)
     sampled: dict[str, list[Sample]] = {}
     for name in ("alone", "batch", "kernels", "chunking", "cache", "swap", "temperature"):
-        progress(f"the engine answers: {name}")
+        progress(f"sampling with the engine: {name}")
         sampled[name] = getattr(trials, name)()
     if kind != trained:
-        progress("the engine answers: precision")
+        progress("sampling with the engine: precision")
         sampled["precision"] = trials.precision(trained)
 
     judge = MismatchTrials(trainer_model, progress)
@@ -100,7 +100,7 @@ def diagnose(
         at = (temperature or 1.0) * (OTHER_TEMPERATURE if name == "temperature" else 1.0)
         judge.add_setting(name, answers, at, trained if name == "precision" else kind)
 
-    progress("operator by operator")
+    progress("comparing operator by operator")
     number = max(range(len(prompts)), key=lambda number: len(prompts[number]))
     row = prompts[number] + sampled["alone"][number].tokens
     operators = different_operators(
@@ -153,7 +153,7 @@ class MismatchTrials:
         self, name: str, answers: Sequence[RecordedAnswer], temperature: float, kind: torch.dtype
     ) -> None:
         is_first = not self._gaps
-        self._progress(f"the trainer recomputes the answers: {name}")
+        self._progress(f"recomputing with the trainer: {name}")
         found = [recompute(self._trainer, answer, temperature) for answer in answers]
         rows = [answer.row for answer in answers]
         self._gaps[name] = measure_mismatch(
@@ -213,7 +213,7 @@ class MismatchTrials:
         rows = tuple((each.row.tokens, each.row.mask, each.row.sampling) for each in answers)
         key = (rows, temperature, kind, replay)
         if key not in self._draws:
-            self._progress(f"the trainer's model rounds at random, {NUM_DRAWS} times")
+            self._progress(f"rounding the trainer's model at random, {NUM_DRAWS} times")
             model = self.rounded(kind)
             self._draws[key] = [
                 draw(model, answers, temperature, seed, replay) for seed in range(NUM_DRAWS)

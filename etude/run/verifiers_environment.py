@@ -51,8 +51,8 @@ class VerifiersEnvironment:
         config = self._vf.resolve_env_config(told.get("env", told))
         if len(seats := config.agent_harnesses()) != 1:
             raise EtudeError(
-                f"{path}: {config.env_id} has {len(seats)} agents ({', '.join(seats)}), and a "
-                f"session here has one: name an environment with a single agent"
+                f"{path}: {config.env_id} has {len(seats)} agents ({', '.join(seats)}), but a "
+                "session can have only one: choose an environment with a single agent"
             )
         return config
 
@@ -130,8 +130,8 @@ class VerifiersAgent:
                 if not late.expired():
                     raise
                 raise RolloutFailure(
-                    f"verifiers is still at work after {self._timeout_s:g} s "
-                    f"(harness.timeout_s); give its agent a shorter timeout"
+                    f"verifiers is not done after {self._timeout_s:g} s (harness.timeout_s); "
+                    "give its agent a shorter timeout"
                 ) from e
         return to_transcript(episode)
 
@@ -140,8 +140,8 @@ def to_transcript(episode: Any) -> Transcript:
     """The transcript of an episode. RolloutFailure if `verifiers` reports that it failed."""
     errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
     if not episode.ok or len(episode.traces) != 1:
-        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it does not say why"
-        raise RolloutFailure(f"verifiers: the episode has failed: {told}")
+        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "no reason given"
+        raise RolloutFailure(f"verifiers: the episode failed: {told}")
     (trace,) = episode.traces
     return Transcript(
         messages=[to_message(message) for message in trace.messages],
@@ -188,8 +188,9 @@ def _package() -> Any:
         import verifiers.v1
     except ImportError as e:
         raise EtudeError(
-            "environments of verifiers need the package and uv, which starts its harnesses: pip "
-            "install 'etude[verifiers]', beside the packages of the environments themselves"
+            "verifiers environments need the package and uv, which starts its harnesses: pip "
+            "install 'etude[verifiers]', together with the packages of the environments "
+            "themselves"
         ) from e
     return verifiers.v1
 

@@ -13,6 +13,7 @@ from etude import __version__
 from etude.core.sampling import Priority
 from etude.serve import headers
 from etude.serve.http import ErrorResponse
+from etude.store import decoding
 
 Schema = dict[str, Any]
 
@@ -97,8 +98,7 @@ def document(dialects: Iterable[Description]) -> Schema:
 
 
 def schemas_of(types: Iterable[type]) -> dict[str, Schema]:
-    _, schemas = msgspec.json.schema_components(types, ref_template=SCHEMAS)
-    return schemas
+    return decoding.schemas_of(types, SCHEMAS)
 
 
 def asking(

@@ -442,7 +442,7 @@ class Simulation:
             self._violation(f"the ledger does not balance: {e}")
             return
         if (ledger.issued, ledger.trained) != (self.ledger.issued, self.ledger.trained):
-            self._violation("an audit finds another balance")
+            self._violation("the audit's balance differs from the ledger's")
         known = {sample for _, _, samples in self.stored.values() for sample in samples}
         known |= {sample for group in self.groups.values() for sample in group.open}
         for slot in self.groups:

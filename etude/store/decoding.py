@@ -8,6 +8,7 @@ types may be used concurrently.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -33,11 +34,29 @@ def decode_known(data: bytes | str, type: type[T]) -> T:
     return found
 
 
+def schemas_of(types: Iterable[type], ref_template: str) -> dict[str, dict[str, Any]]:
+    """The JSON schemas of the types that `decode_json` reads, and of all types within them, by
+    name."""
+    _, schemas = msgspec.json.schema_components(types, ref_template=ref_template)
+    for schema in schemas.values():
+        if "description" in schema:
+            schema["description"] = _unwrapped(schema["description"])
+    return schemas
+
+
+def _unwrapped(docstring: str) -> str:
+    """A docstring without its indentation, each paragraph on one line."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 def known_schemas(types: Iterable[type], ref_template: str) -> dict[str, dict[str, Any]]:
     """The JSON schemas of the types that `decode_known` reads, and of all types within them, by
     name."""
-    _, schemas = msgspec.json.schema_components(types, ref_template=ref_template)
-    return {name: {**schema, "additionalProperties": False} for name, schema in schemas.items()}
+    return {
+        name: {**schema, "additionalProperties": False}
+        for name, schema in schemas_of(types, ref_template).items()
+    }
 
 
 def decode_msgpack(data: bytes | bytearray, type: type[T]) -> T:

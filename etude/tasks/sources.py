@@ -21,8 +21,8 @@ def files(pattern: str) -> list[Path]:
     )
     if not found:
         raise EtudeError(
-            f"{Path(pattern).absolute()}: no such file; check the path, which starts at the folder "
-            f"of the run's file if it is relative, or what the * stand for"
+            f"{Path(pattern).absolute()}: no such file; check the path: a relative one starts at "
+            "the folder of the run's file, and a pattern with * must match a file"
         )
     return found
 
@@ -39,7 +39,8 @@ def texts(path: Path, field: str) -> Iterator[tuple[str, str]]:
         text = record.get(field)
         if not isinstance(text, str):
             raise EtudeError(
-                f"{where}: {_lacks(record, field, 'text')}; name the field of the text with field ="
+                f"{where}: {_lacks(record, field, 'text')}; set field to the name of the field "
+                "with the text"
             )
         if text.strip():
             yield where, text
@@ -54,12 +55,11 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
                     yield f"{path}:{number}", _object(line, f"{path}:{number}")
     except UnicodeDecodeError as e:
         raise EtudeError(
-            f"{path} is no text in UTF-8 ({e.reason} at byte {e.start}): convert it, or leave it "
-            f"out"
+            f"{path} is not UTF-8 text ({e.reason} at byte {e.start}): convert it, or leave it out"
         ) from e
     except OSError as e:
         raise EtudeError(
-            f"{path} cannot be read ({e.strerror}): check its rights, or leave it out"
+            f"{path} cannot be read ({e.strerror}): check its permissions, or leave it out"
         ) from e
 
 
@@ -69,11 +69,11 @@ def _object(line: str, where: str) -> Record:
     except (ValueError, RecursionError) as e:
         # its message says "line 1", which is this one
         why = f"{e.msg} at column {e.colno}" if isinstance(e, json.JSONDecodeError) else e
-        raise EtudeError(f"{where}: the line is no JSON ({why}): repair it, or take it out") from e
+        raise EtudeError(f"{where}: the line is not valid JSON ({why}): fix or remove it") from e
     if not isinstance(record, dict):
         raise EtudeError(
-            f"{where}: the line is no JSON object but a {type(record).__name__}: write {{...}} on "
-            f"each line"
+            f"{where}: the line is not a JSON object but a {type(record).__name__}: write "
+            "{...} on each line"
         )
     return record
 
@@ -83,12 +83,11 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:
         raise EtudeError(
-            f"{path} is no text in UTF-8 ({e.reason} at byte {e.start}): convert it, or leave it "
-            f"out"
+            f"{path} is not UTF-8 text ({e.reason} at byte {e.start}): convert it, or leave it out"
         ) from e
     except OSError as e:
         raise EtudeError(
-            f"{path} cannot be read ({e.strerror}): check its rights, or leave it out"
+            f"{path} cannot be read ({e.strerror}): check its permissions, or leave it out"
         ) from e
 
 
@@ -106,8 +105,8 @@ def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
             if field not in file.schema_arrow.names:
                 raise EtudeError(
                     f"{path}: there is no column {field!r}, only "
-                    f"{', '.join(file.schema_arrow.names)}; name the column "
-                    f"of the text with field ="
+                    f"{', '.join(file.schema_arrow.names)}; set field to the name of the column "
+                    "with the text"
                 )
             number = 0
             for batch in file.iter_batches(columns=[field]):
@@ -116,11 +115,11 @@ def _rows(path: Path, field: str) -> Iterator[tuple[str, Record]]:
                     yield f"{path}, row {number}", record
     except (pyarrow.ArrowException, OSError) as e:
         raise EtudeError(
-            f"{path} is no Parquet file that can be read ({e}): fetch it again, or leave it out"
+            f"{path} is not a readable Parquet file ({e}): download it again, or leave it out"
         ) from e
 
 
 def _lacks(record: Record, field: str, what: str) -> str:
     if field in record:
-        return f"{field!r} is no {what} but a {type(record[field]).__name__}"
+        return f"{field!r} must be a {what}, not {type(record[field]).__name__}"
     return f"there is no {field!r}, only {', '.join(map(repr, record)) or 'nothing'}"

@@ -42,7 +42,7 @@ def test_bounds_by_hand() -> None:
 
 
 def test_pairs_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(EtudeError, match="holds no NAME_before.npy"):
+    with pytest.raises(EtudeError, match="has no NAME_before.npy"):
         delta.run(str(tmp_path))
     np.save(tmp_path / "x_before.npy", np.zeros(3, np.float32))
     with pytest.raises(EtudeError, match="cannot read the pair x"):

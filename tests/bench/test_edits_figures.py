@@ -26,7 +26,7 @@ def test_edits_are_taken_from_a_history(tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     lines = [f"value_{n} = {n * n}\n" for n in range(50)]
     commit(tmp_path, "".join(lines))
-    with pytest.raises(EtudeError, match="no file of 40 to 600 lines"):
+    with pytest.raises(EtudeError, match="a file of 40 to 600 lines"):
         history(tmp_path)
     changed = [*lines[:20], "value_20 = other(3)\n", *lines[21:]]
     commit(tmp_path, "".join(changed))

@@ -37,7 +37,7 @@ def test_it_ends_and_helps_without_asking_the_model(
         chat.chat(f"http://127.0.0.1:{server.getsockname()[1]}", None, SETTINGS, console)
     assert said == ["/etc/passwd is a file?"] and next(lines, None) is None
     shown = console.export_text()
-    assert "/help tells more, /quit ends" in shown and "Ctrl-C                   stops" in shown
+    assert "/help for help, /quit to end" in shown and "Ctrl-C                   stop" in shown
 
 
 def test_the_temperature_is_the_models_own_or_a_calm_one(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_what_is_not_said_on_the_command_line_is_told_by_the_help(
     with pytest.raises(SystemExit):
         main(["chat", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert f"or else {CHAT_TEMPERATURE})" in told and f"(default: {CHAT_MAX_TOKENS})" in told
+    assert f"else {CHAT_TEMPERATURE})" in told and f"(default: {CHAT_MAX_TOKENS})" in told
 
 
 @pytest.mark.parametrize(("reason", "is_told"), [("length", True), ("stop", False)])
@@ -80,7 +80,7 @@ def test_an_answer_that_was_cut_says_so(
     monkeypatch.setattr(chat, "_stream", lambda url, request: iter(chunks))
     console = Console(record=True, width=100)
     assert chat._answer("http://x", {}, console) == "and so on"
-    assert ("cut there: --max-tokens" in console.export_text()) is is_told
+    assert ("cut off: raise --max-tokens" in console.export_text()) is is_told
 
 
 def test_what_would_work_the_terminal_is_shown_and_sent_back_as_it_was(
@@ -98,6 +98,6 @@ def test_a_server_that_is_not_there_is_told_before_anything_is_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     console = Console(record=True)
-    with pytest.raises(EtudeError, match="does not answer: .* is a server running there"):
+    with pytest.raises(EtudeError, match="no answer from .*: .* is a server running there"):
         chat.chat(f"http://127.0.0.1:{port}/v1", None, SETTINGS, console)
     assert "talking to" not in console.export_text()

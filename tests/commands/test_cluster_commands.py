@@ -56,7 +56,7 @@ def test_the_model_of_the_file_is_measured(toml: str, capsys: pytest.CaptureFixt
     ("more", "said"),
     [
         (["--gpus", "1"], "too few"),
-        (["--gpus", "16", "--parameters", "8e9"], "give both"),
+        (["--gpus", "16", "--parameters", "8e9"], "pass both"),
     ],
 )
 def test_a_plan_that_cannot_be(
@@ -77,7 +77,7 @@ def test_simulate(toml: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert found["seeds"] == 3 and found["violations"] == 0 and found["lag_max"] <= 1
     assert found["steps_per_hour"] > 0 and 0 < found["trainer_busy"] <= 1
-    assert "3 schedules of faults" in said.err and "`etude plan` says" in said.err
+    assert "3 fault schedules" in said.err and "`etude plan` predicts" in said.err
 
 
 def test_simulating_a_small_model(toml: str, capsys: pytest.CaptureFixture[str]) -> None:

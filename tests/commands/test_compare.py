@@ -39,10 +39,10 @@ def test_two_versions_of_a_run(directory: Path, capsys: pytest.CaptureFixture[st
     found = json.loads(told.out)
     assert (found["num_tasks"], found["before"], found["after"]) == (4, 0.25, 0.75)
     assert (found["gained"], found["lost"], found["p_value"]) == (2, 0, 0.5)
-    assert "1 tasks that not all of them have tried are left out" in told.err
+    assert "1 tasks left out that were not attempted on every side" in told.err
     assert "+50.0 points" in told.err and "exact sign-flip test over 4 tasks" in told.err
-    assert "too few tasks for an interval (6 at least)" in told.err
-    assert "one evaluation" not in told.err
+    assert "too few tasks for an interval (at least 6 needed)" in told.err
+    assert "the same evaluation" not in told.err
 
 
 def test_seeds_are_compared_by_their_mean_at_each_task(
@@ -59,9 +59,9 @@ def test_seeds_are_compared_by_their_mean_at_each_task(
     assert (found["num_tasks"], found["before"], found["after"]) == (4, 0.25, 0.5)
     # a: +2, b: +1, c: -1 of two; of the eight ways to swap them six come as far as +2
     assert (found["gained"], found["lost"], found["p_value"]) == (2, 1, 0.75)
-    assert "of 2 seeds, the mean at each task" in told.err
+    assert "mean of 2 seeds for each task" in told.err
     assert main(["compare", f"{directory}@0", str(other), str(other)]) == 2
-    assert f"{other} is named twice" in capsys.readouterr().err
+    assert f"{other} is given twice" in capsys.readouterr().err
 
 
 def test_only_what_was_solved_within_so_many_turns_counts(
@@ -86,14 +86,14 @@ def test_only_what_was_solved_within_so_many_turns_counts(
         found = json.loads(output.out)
         assert (found["before"], found["after"]) == (0.25, after)
         assert (
-            f"of more than {turns} answers of the model count as not solved" in output.err
+            f"with more than {turns} answers of the model count as unsolved" in output.err
             and found["turns"] == turns
         )
 
 
 def test_a_version_beside_itself(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", f"{directory}@6", str(directory)]) == 0
-    assert "both are one evaluation, of version 6" in capsys.readouterr().out
+    assert "both sides are the same evaluation, of version 6" in capsys.readouterr().out
 
 
 def test_what_was_not_evaluated_is_said_with_the_command_that_does(
@@ -131,7 +131,7 @@ def test_one_attempt_is_not_compared_with_several(
     report = replace(run.eval("000006.heldout", Report), samples=4)
     run.put_eval(report.name, report)
     assert main(["compare", f"{directory}@0", f"{directory}@6"]) == 2
-    assert "with 1 attempts at each task" in capsys.readouterr().err
+    assert "with 1 attempts per task" in capsys.readouterr().err
 
 
 def test_a_report_of_an_older_run_says_by_its_rewards_what_was_solved(

@@ -54,7 +54,7 @@ def test_a_machine_that_has_everything() -> None:
     told = page(ALL, findings)
     assert not any("missing" in line for line in told)
     assert f"tier namespaces: {WALLS}" in told
-    assert any(line.startswith("tier gvisor: a kernel") for line in told)
+    assert any(line.startswith("tier gvisor: a user-space kernel") for line in told)
     assert f"tier vm: {ALL.vm}" in told
 
 
@@ -72,7 +72,7 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
     assert findings["kubernetes"].fix == "export KUBECONFIG=FILE"
     for refused, fix in (
         (f"it has no agent-sandbox: {INSTALL}", INSTALL),
-        ("it answered 401", "kubectl get sandboxes.agents.x-k8s.io, until that answers"),
+        ("it answered 401", "make `kubectl get sandboxes.agents.x-k8s.io` work"),
     ):
         told_so = {each.name: each for each in examine(replace(ALL, kubernetes_refused=refused))}
         assert (told_so["kubernetes"].there, told_so["kubernetes"].fix) == (False, fix)
@@ -81,8 +81,8 @@ def test_a_machine_that_has_nothing_is_told_how_to_get_it() -> None:
     assert findings["qemu"].fix == "apt install qemu-system-x86 busybox-static"
     assert "btrfs" not in findings, "this version makes no use of it"
     told = "\n".join(page(NOTHING, list(findings.values())))
-    assert "tier namespaces: not held here" in told and "sysctl -w" in told
-    assert "tier gvisor: not held here" in told and "tier vm: not held here" in told
+    assert "tier namespaces: not available" in told and "sysctl -w" in told
+    assert "tier gvisor: not available" in told and "tier vm: not available" in told
 
 
 def test_an_ordinary_user_is_told_what_is_in_the_way_of_a_cgroup() -> None:

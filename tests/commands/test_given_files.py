@@ -17,7 +17,10 @@ from etude.core.errors import EtudeError
 @pytest.mark.parametrize(
     ("place", "why"),
     [
-        ("here.py:Loss", r"no mine/here.py, but .*here.py: write '../here.py:Loss'"),
+        (
+            "here.py:Loss",
+            r"mine/here.py does not exist, but .*here.py does: write '../here.py:Loss'",
+        ),
         ("here.py", "write '../here.py'$"),
         ("data/*.jsonl", r"write '../data/\*.jsonl'"),
         ("there.py:Loss", ""),

@@ -147,7 +147,7 @@ def test_the_repository_around_it_is_used(
     assert "best" not in heldout.sandbox.files["cart.py"]
     capsys.readouterr()
     assert main(["init", str(directory)]) == 2
-    assert "has .gitignore, agent.py, environment.py" in capsys.readouterr().err
+    assert "already contains .gitignore, agent.py, environment.py" in capsys.readouterr().err
 
 
 def test_a_repository_elsewhere_is_used(
@@ -161,20 +161,20 @@ def test_a_repository_elsewhere_is_used(
         "from src.cart import f0, f1\n\n\ndef test_it(): ...\n"
     )
     assert main(["init", str(tmp_path / "mine"), "--repo", str(tmp_path / "nowhere")]) == 2
-    assert f"there is no {tmp_path / 'nowhere'}" in capsys.readouterr().err
+    assert f"{tmp_path / 'nowhere'} does not exist" in capsys.readouterr().err
     argv = ["init", str(tmp_path / "mine"), "--repo", str(repository)]
     assert main(argv) == 2
-    assert "there is no git repository" in capsys.readouterr().err
+    assert "not a git repository" in capsys.readouterr().err
     git(repository, "init", "-q")
     assert main(argv) == 2
     assert "has no commit" in capsys.readouterr().err and not (tmp_path / "mine").exists()
     commit(repository)
     assert main([*argv[:-1], str(tmp_path)]) == 2
-    assert f"there is no git repository; {repository} would be one" in capsys.readouterr().err
+    assert f"not a git repository; {repository} contains one" in capsys.readouterr().err
     assert main(argv) == 0
     told = capsys.readouterr().out
-    found = f"its tasks are 2 functions of {repository}: 1 to train on, 1 held out\n"
-    assert found in told and "pocket" not in told and "look" not in told
+    found = f"its tasks are 2 functions of {repository}: 1 for training, 1 held out\n"
+    assert found in told and "pocket" not in told and "warning" not in told
     monkeypatch.chdir(tmp_path / "mine")
     assert not Path("pocket").exists()
     from etude.run.plugins import build
@@ -280,7 +280,7 @@ def test_a_repository_without_tasks_is_told_of(
     commit(repository)
     assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
     told = capsys.readouterr().out
-    assert "look: there are no tasks yet: " in told and why in told
+    assert "warning: there are no tasks yet: " in told and why in told
 
 
 def test_a_file_of_another_python_costs_no_task(
@@ -292,7 +292,7 @@ def test_a_file_of_another_python_costs_no_task(
     commit(repository)
     assert main(["init", str(tmp_path / "mine"), "--repo", str(repository)]) == 0
     told = capsys.readouterr().out
-    assert "its tasks are 2 functions" in told and "look: old.py is left out: Missing" in told
+    assert "its tasks are 2 functions" in told and "warning: old.py is left out: Missing" in told
 
 
 def test_a_module_that_is_not_found_is_told_apart(
@@ -337,7 +337,7 @@ def test_a_place_that_cannot_be_written_is_told(
 ) -> None:
     (tmp_path / "file").touch()
     assert main(["init", str(tmp_path / "file")]) == 2
-    assert "is a file: give the folder to write to" in capsys.readouterr().err
+    assert "is a file: choose a directory to write to" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "file" / "mine")]) == 2
     assert "Not a directory" in capsys.readouterr().err
 
@@ -364,7 +364,7 @@ def test_every_template_is_in_the_package() -> None:
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", str(tmp_path / "new"), "--model", str(tmp_path)]) == 2
-    assert "there is no model directory" in capsys.readouterr().err
+    assert "no such model directory" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 

@@ -68,14 +68,14 @@ def test_one_command_each(run: Run) -> None:
 
 def test_what_cannot_be_is_said(run: Run) -> None:
     console = Console(quiet=True)
-    with pytest.raises(EtudeError, match="no version was given to users yet"):
+    with pytest.raises(EtudeError, match="no version has been given to users yet"):
         realtime.stop(run, console)
-    with pytest.raises(EtudeError, match="no version was given to users yet"):
+    with pytest.raises(EtudeError, match="no version has been given to users yet"):
         realtime.compare(run, console)
     told(run, FIRST)
-    with pytest.raises(EtudeError, match="nothing to go back to"):
+    with pytest.raises(EtudeError, match="no pool has an earlier version to go back to"):
         realtime.rollback(run, console)
-    with pytest.raises(EtudeError, match="version 9 is neither live nor the one before"):
+    with pytest.raises(EtudeError, match="version 9 is neither live nor the previous version"):
         realtime.pin(run, console, 9)
 
 
@@ -149,7 +149,7 @@ def test_start_and_stop_say_where_the_run_lies(
     place = product / "runs" / "shop"
     assert told.out == f"run shop in {place}; logs in {place / 'logs'}\n"
     assert told.err.startswith("stopped; resume with: etude ")
-    assert told.err.endswith(f"\nwhere the run lies: {place}\n")
+    assert told.err.endswith(f"\nthe run is in {place}\n")
 
 
 def test_a_start_from_another_folder_names_the_run_that_is_there(
@@ -160,7 +160,9 @@ def test_a_start_from_another_folder_names_the_run_that_is_there(
     monkeypatch.chdir(product / "elsewhere")
     capsys.readouterr()
     main(["realtime", "../run.toml"])
-    assert capsys.readouterr().out.startswith(f"begins anew in {product}/elsewhere/runs/shop; ")
+    assert capsys.readouterr().out.startswith(
+        f"starts a new run in {product}/elsewhere/runs/shop; "
+    )
 
 
 def test_what_is_next_is_told_in_words(
@@ -171,14 +173,14 @@ def test_what_is_next_is_told_in_words(
     monkeypatch.setattr("etude.commands.realtime.check_start", lambda *_, **__: found)
     assert main(["realtime", "run.toml", "--dry-run"]) == 0
     place = product / "runs" / "shop"
-    assert capsys.readouterr().out.startswith(f"{place}: nothing was given to users yet\n")
+    assert capsys.readouterr().out.startswith(f"{place}: no version has been given to users yet\n")
     main(["realtime", "run.toml"])
     log = told(Run.open(f"file:{place}"), FIRST)
     capsys.readouterr()
     assert main(["realtime", "run.toml", "--dry-run"]) == 0
     collects, settled, *_ = capsys.readouterr().out.splitlines()
-    assert collects == "next: sessions are collected for version 1, which begins with version 0"
-    assert settled == "0 sessions are settled, of 256 that a batch needs; 0 pending"
+    assert collects == "next: sessions are being collected for version 1, based on version 0"
+    assert settled == "0 sessions are settled, of 256 needed for a batch; 0 pending"
     assert log.append(traffic.hold(FIRST, 1.0, "stopped by hand"))
     assert main(["realtime", "run.toml", "--dry-run"]) == 0
     assert "next: nothing, until `etude realtime resume`: stopped" in capsys.readouterr().out
@@ -202,7 +204,7 @@ def test_status_says_what_is_next_in_lines_that_stay_whole(
     assert main(["realtime", "status", "runs/shop"]) == 0
     started, following, sessions = capsys.readouterr().out.splitlines()
     assert "start 0 (live 0)" in started
-    assert following.startswith("next: sessions are collected for version 1")
+    assert following.startswith("next: sessions are being collected for version 1")
     assert sessions == (
         "5 sessions = 0 trained + 4 dropped (1 censored, 1 deleted, 1 heldout, 1 stale) + 1 pending"
     )
@@ -232,7 +234,7 @@ async def test_a_start_shows_the_change_that_holds_and_those_that_come(run: Run)
     [
         ({"production.toml": None}, "production.toml: No such file"),
         ({SECRET_VARIABLE: None}, f"set {SECRET_VARIABLE}"),
-        ({"safety = 0": "safety = 8"}, "give the run a table [harness.code]"),
+        ({"safety = 0": "safety = 8"}, "add a table [harness.code]"),
         ({"safety = 0": 'safety = 8\nprobes = "none.jsonl"'}, "none.jsonl"),
         ({"[tasks]": f"[tasks]\n{FOLDER}"}, "none"),
         ({"hidden_size = 32\nnum_layers = 1": 'path = "none"'}, "is not a complete model"),
@@ -267,7 +269,7 @@ def test_a_run_that_users_teach_is_not_gone_on_with_by_etude_run(
     main(["realtime", "run.toml"])
     capsys.readouterr()
     main(["show", "runs/shop"])
-    assert "go on with: etude realtime FILE" in capsys.readouterr().out
+    assert "resume with: etude realtime FILE" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("argv", [["stpo", "runs/shop"], ["run.toml", "runs/shop"]])
@@ -275,7 +277,7 @@ def test_a_misspelt_action_is_told_the_actions(
     product: Path, capsys: pytest.CaptureFixture[str], argv: list[str]
 ) -> None:
     assert main(["realtime", *argv]) == 2
-    assert "write one of status, compare, stop, " in capsys.readouterr().err
+    assert "give an action (status, compare, stop, " in capsys.readouterr().err
 
 
 def test_who_is_killed_is_started_again_so_that_users_do_not_notice(

@@ -44,7 +44,7 @@ async def test_the_name_of_the_model_chooses_the_adapter(tmp_path: Path) -> None
     loaded = load(options.target, options.dtype, torch.device("cpu"))
     adapters = read_adapters(options.adapter)
     engine = EngineThread(make_engine(loaded, adapters, options), no_other_version, files)
-    with pytest.raises(EtudeError, match="--adapter shop: the model itself is called so"):
+    with pytest.raises(EtudeError, match="--adapter shop: this is the name of the model itself"):
         create_server(engine, files, "shop", None, options, tuple(adapters))
     server = create_server(engine, files, loaded.name, None, options, tuple(adapters))
     listener = process.bind("127.0.0.1", 0, None)

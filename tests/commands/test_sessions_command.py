@@ -179,7 +179,7 @@ def test_the_best_is_shown_whole(run: Run) -> None:
 
 def test_failures_have_their_error_and_what_the_model_said(run: Run) -> None:
     text = printed(run, failed=True, count=2)
-    assert "2 of 2 sessions like that, of 6" in text
+    assert "2 of 2 sessions that match (of 6)" in text
     assert text.index("g000003.0 ") < text.index("g000002.1 "), "the newest first"
     assert "g000003.0, train task" not in text, "there is nothing more to read of it"
     older = text.index("g000002.1, train task")
@@ -207,13 +207,13 @@ def test_a_narrow_terminal_is_told_all(run: Run) -> None:
 
 
 def test_by_task_and_by_name(run: Run) -> None:
-    assert "1 of 1 sessions like that" in printed(run, task="t2")
+    assert "1 of 1 sessions that match" in printed(run, task="t2")
     assert "g000001.1, train task t1" in printed(run, id="g000001.1")
     lost = printed(run, id="g000003.0")
     assert "error     sandbox: no room" in lost and "all sessions of its group have ended" in lost
-    with pytest.raises(EtudeError, match="no task t9: the nearest of 3 are t2, t1, h1"):
+    with pytest.raises(EtudeError, match="no task t9: the closest of 3 are t2, t1, h1"):
         printed(run, task="t9")
-    with pytest.raises(EtudeError, match=r"no session g1.1: the nearest of 6 are g000001\.1,"):
+    with pytest.raises(EtudeError, match=r"no session g1.1: the closest of 6 are g000001\.1,"):
         printed(run, id="g1.1")
 
 
@@ -228,12 +228,12 @@ def test_an_evaluation_that_failed_is_no_session_under_way(run: Run) -> None:
     assert " evaluation " in line and line.rstrip().endswith("...") and len(line) < 200
     printed_whole = printed(run, id="eval-3-heldout.0")
     assert printed_whole.count("File somewhere") > 99, "all of it, below"
-    assert "an evaluation tries again what failed" in printed_whole
+    assert "evaluations retry failed sessions" in printed_whole
     events.append(replace(event, id="eval-3-heldout.1", status="timeout", reward=0.0, error=None))
     events.flush()
     timed_out = printed(run, id="eval-3-heldout.1")
     assert "score     timed out, reward 0.0" in timed_out
-    assert "once all sessions of its evaluation have ended" in timed_out
+    assert "when all sessions of its evaluation have ended" in timed_out
 
 
 def test_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,7 +261,7 @@ def test_a_run_without_sessions(tmp_path: Path) -> None:
     Run.open(f"file:{tmp_path}").put_config(
         parse('name = "x"\n[[stage]]\nkind = "rl"\nsteps = 1\n')
     )
-    with pytest.raises(EtudeError, match="holds no sessions yet"):
+    with pytest.raises(EtudeError, match="has no sessions yet"):
         sessions(str(tmp_path), Console(quiet=True), Choice(), as_json=False)
 
 
@@ -321,7 +321,7 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
     whole, text = shown(tmp_path)
     assert not whole
     for words in (
-        "model/tokenizer.json is not there",
+        "model/tokenizer.json is missing",
         "batches/000001",
         "groups/g000001",
         "evals/000001.heldout.json",
@@ -330,7 +330,7 @@ def test_a_damaged_run_is_shown_with_what_is_missing(run: Run, tmp_path: Path) -
         assert words in text, words
     run.objects.delete("config.json")
     text = shown(tmp_path)[1]
-    assert "config.json is not there" in text and "model/tokenizer.json is not there" in text
+    assert "config.json is missing" in text and "model/tokenizer.json is missing" in text
 
 
 def test_an_empty_directory_is_no_run(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_a_run_that_nobody_runs_is_told_with_how_to_go_on(tmp_path: Path) -> Non
     with locked(tmp_path):
         running = f"x in {tmp_path}: running; newest version none of 3\n"
         assert running in shown(tmp_path)[1]
-    stopped = "stopped; newest version none of 3; go on with: etude run"
+    stopped = "stopped; newest version none of 3; resume with: etude run"
     assert f"{stopped} FILE\n" in shown(tmp_path)[1].replace("\n ", " ")
     events = run.events("launcher", EVENTS)
     for command in ("etude run my.toml", "etude eval runs/x"):
@@ -384,7 +384,9 @@ def test_what_is_in_flight_in_a_stopped_run_is_told(tmp_path: Path) -> None:
         run.ledger.append(Issued(group=name, task="t1", samples=samples, version=0))
     run.put_group(group(1, trajectory("g000001.0", 1.0), trajectory("g000001.1", 0.0)))
     told = "0 dropped + 4 in flight (2 in unfinished groups + 2 waiting for a batch)"
-    will_be = "when it goes on, the 2 in unfinished groups are dropped as interrupted, and their"
+    will_be = (
+        "when the run resumes, the 2 in unfinished groups are dropped as interrupted, and their"
+    )
     with locked(tmp_path):
         text = shown(tmp_path)[1]
         assert told in text and will_be not in text, "it goes on"
@@ -417,8 +419,8 @@ def test_nothing_of_a_stopped_run_is_under_way(run: Run, tmp_path: Path) -> None
 def test_what_was_never_stored_is_not_said_to_come(run: Run, reason: Reason) -> None:
     run.ledger.append(Dropped(samples=("g000003.0", "g000003.1"), reason=reason))
     told = printed(run, id="g000003.0")
-    assert f"its group was {reason}: it was not stored" in told
-    assert "once all sessions" not in told
+    assert f"is not stored: its group was {reason}" in told
+    assert "when all sessions" not in told
 
 
 def test_an_event_of_an_attempt_holds_its_outcome() -> None:

@@ -132,7 +132,7 @@ def test_nothing_the_reference_a_solution_and_a_script(
         "reward 1",
         "it says no",
         "assistant:",
-        "nothing to complain about",
+        "no problems found",
     ):
         assert text in found["screen"]
     left = {path.name for path in project.iterdir()} - {"__pycache__"}
@@ -146,7 +146,8 @@ def test_a_reference_that_earns_nothing_is_an_error(
     found = tried(capsys, *mistaken, code=1)
     assert rewards(found)[REFERENCE] == 0.0 and not found["ok"]
     assert (
-        "look: reference solution earns 0, so a right answer earns nothing: mend" in found["screen"]
+        "warning: reference solution earns 0, so a correct answer earns nothing: fix"
+        in found["screen"]
     )
 
 
@@ -157,9 +158,9 @@ def test_a_split_without_tasks_is_told_of(
     found = tried(capsys, *small)
     assert rewards(found) == {UNTOUCHED: 0.0, REFERENCE: 1.0}
     for split, line in zip(("heldout", "novel"), found["look"], strict=True):
-        assert "gives no tasks" in line and f"set tasks.{split} = 0" in line
+        assert "returns no tasks" in line and f"set tasks.{split} = 0" in line
     assert main(["try", "run.toml", *small, "--task", "nope"]) == 2
-    assert "there is no task nope: the nearest of 2 are " in capsys.readouterr().err
+    assert "there is no task nope: the closest of 2 are " in capsys.readouterr().err
 
 
 def test_patches_and_single_files(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,13 +202,13 @@ def test_what_breaks_is_told(project: Path, capsys: pytest.CaptureFixture[str]) 
     ):
         found = tried(capsys, "--script", script, *more, code=1)
         assert re.search(why, found["by_name"][SESSION]["error"])
-        assert "session has failed" in found["look"][0]
+        assert "session failed" in found["look"][0]
 
 
 @pytest.mark.parametrize(
     ("argv", "why"),
     [
-        (["--task", "train-9"], "there is no task train-9: the nearest of 6 are train-"),
+        (["--task", "train-9"], "there is no task train-9: the closest of 6 are train-"),
         (["--solution", "nowhere"], "--solution nowhere: No such file"),
         (["--script", "nowhere"], "--script nowhere: No such file"),
         (
@@ -258,7 +259,7 @@ def trial(name: str, reward: float | None, **more: Any) -> Trial:
     ("trials", "words"),
     [
         ([trial(UNTOUCHED, 0.0), trial(REFERENCE, 1.0), trial(SESSION, 0.5)], []),
-        ([trial(UNTOUCHED, 0.0)], ["no good answer"]),
+        ([trial(UNTOUCHED, 0.0)], ["no correct answer"]),
         ([trial(UNTOUCHED, 0.25), trial(GIVEN, 1.0)], ["doing nothing earns 0.25"]),
         ([trial(UNTOUCHED, 0.0), trial(GIVEN, 0.5)], ["your solution earns 0.5"]),
         (
@@ -267,11 +268,11 @@ def trial(name: str, reward: float | None, **more: Any) -> Trial:
         ),
         (
             [trial(UNTOUCHED, None), trial(REFERENCE, 1.0), trial(GIVEN, 1.0)],
-            ["untouched has failed"],
+            ["untouched failed"],
         ),
         (
             [trial(UNTOUCHED, None), trial(REFERENCE, None)],
-            ["untouched has failed", "reference solution has failed"],
+            ["untouched failed", "reference solution failed"],
         ),
         (
             [
@@ -279,7 +280,7 @@ def trial(name: str, reward: float | None, **more: Any) -> Trial:
                 trial(GIVEN, 1.0),
                 trial(SESSION, 0.0, status="timeout", roles=("user",), diff=""),
             ],
-            ["no answer of the model", "not finished", "changed no file"],
+            ["no answer of the model", "did not finish", "changed no file"],
         ),
         (
             [trial(UNTOUCHED, 0.0), trial(GIVEN, 1.0), trial(SESSION, 0.0, segments=(GREEDY,))],

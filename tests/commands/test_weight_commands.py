@@ -55,16 +55,16 @@ def test_log_and_show(url: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verify_finds_what_is_wrong(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "verify", url]) == 0
-    assert "all is as it was published" in capsys.readouterr().out
+    assert "all weights are as published" in capsys.readouterr().out
     objects = Objects.open(url)
     manifest = Chain(objects).find(4)[1]
     objects.put(f"weights/shards/000001/000004/{manifest.route.shards[0].hash}", b"other bytes")
     assert main(["weights", "verify", url]) == 1
     told = capsys.readouterr().out
-    assert "version 4: right by 0 of 1 routes, not from 3" in told
+    assert "version 4: correct by 0 of 1 routes, not from 3" in told
     assert (
-        "version 5: right by 1 of 2 routes, not from 4" in told
-        and "version 7: right by 1 of 1 routes\n" in told
+        "version 5: correct by 1 of 2 routes, not from 4" in told
+        and "version 7: correct by 1 of 1 routes\n" in told
     )
     assert "2 versions are damaged" in told
 
@@ -89,7 +89,7 @@ def test_compact(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["weights", "compact", url, "--skip", "3"]) == 0
     assert "0 routes added" in capsys.readouterr().out
     assert main(["weights", "verify", url]) == 0
-    assert "version 6: right by 2 of 2 routes" in capsys.readouterr().out
+    assert "version 6: correct by 2 of 2 routes" in capsys.readouterr().out
 
 
 def test_gc(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +133,7 @@ def test_a_manifest_that_is_lost_is_told_and_nothing_is_deleted(
         objects.delete(lost)
         there = objects.list("weights")
         assert main(["weights", "verify", url]) == 1
-        assert f"its manifest is not there\n  restore {lost}\n" in capsys.readouterr().out
+        assert f"its manifest is missing\n  restore {lost}\n" in capsys.readouterr().out
         for _ in range(2):
             assert main(["weights", "gc", url, "--keep", "3", "--grace", "0"]) == 2
         assert f"cannot read {lost} " in capsys.readouterr().err
@@ -183,11 +183,11 @@ def test_damaged_records_are_told_and_the_rest_goes_on(
     )
     assert main(["weights", "verify", url]) == 1
     told = capsys.readouterr().out
-    assert "version 1: right by 1 of 1 routes\n" in told
+    assert "version 1: correct by 1 of 1 routes\n" in told
     assert (
-        f"  restore {manifest_key(1, 2)}\nversion 3: right by 0 of 1 routes, not from 2\n" in told
+        f"  restore {manifest_key(1, 2)}\nversion 3: correct by 0 of 1 routes, not from 2\n" in told
     )
-    assert f"version 5: right by 0 of 2 routes, not from 4, {whole}\n  restore {whole}\n" in told
+    assert f"version 5: correct by 0 of 2 routes, not from 4, {whole}\n  restore {whole}\n" in told
     assert "6 versions are damaged" in told
     assert main(["weights", "gc", url]) == 2
     assert "delete it if that reader no longer exists" in capsys.readouterr().err
@@ -204,10 +204,10 @@ def test_verify_names_each_object_to_restore(
     objects.delete(manifest_key(1, 1))
     assert main(["weights", "verify", url]) == 1
     told = capsys.readouterr().out
-    assert f"version 2: right by 0 of 0 routes\n  restore {manifest_key(1, 1)}\n" in told
+    assert f"version 2: correct by 0 of 0 routes\n  restore {manifest_key(1, 1)}\n" in told
     assert (
-        f"version 7: right by 0 of 1 routes, not from 6\n  restore {keys[0]}\n  restore {keys[1]}\n"
-        in told
+        "version 7: correct by 0 of 1 routes, not from 6\n"
+        f"  restore {keys[0]}\n  restore {keys[1]}\n" in told
     )
 
 
@@ -263,6 +263,6 @@ def test_weights_of_an_older_format_are_told(
     Objects.open(str(tmp_path)).put("weights/epochs/000001.json", b"{}")
     assert main(["weights", "log", str(tmp_path)]) == 2
     assert (
-        "holds weights in an older format, which this version of etude does not read"
+        "holds weights in an older format, which this version of Etude cannot read"
         in capsys.readouterr().err
     )

@@ -44,7 +44,7 @@ def stopped_run(directory: Path, command: str, folder: Path) -> Run:
 def command_shown(directory: Path) -> str:
     console = Console(record=True, width=400)
     show(str(directory), console)
-    found = re.search("go on with: (.*)", console.export_text())
+    found = re.search("resume with: (.*)", console.export_text())
     assert found
     return found[1]
 
@@ -86,7 +86,7 @@ def test_the_next_commands_stand_one_a_line(
     console = Console(record=True, width=80)
     print_next(run, place, console)
     title, *lines = console.export_text().splitlines()
-    assert title == "inspect it:"
+    assert title == "next steps:"
     told = [vars(parse_arguments(shlex.split(line)[1:])) for line in lines]
     compared = [(each["before"], each["after"]) for each in told if each["command"] == "compare"]
     assert compared == ([(f"{place}@{first}", [str(place)])] if versions else [])
@@ -120,22 +120,22 @@ def test_a_start_from_another_folder_names_the_run_that_is_there(
     for argv in (["project/run.toml"], ["project/run.toml"]):  # the second resumes
         assert main(["run", *argv]) == INTERRUPTED
         told = capsys.readouterr()
-        assert "begins anew" not in told.out
-        assert told.err.endswith(f"\nwhere the run lies: {above}/runs/x\n")
+        assert "starts a new run" not in told.out
+        assert told.err.endswith(f"\nthe run is in {above}/runs/x\n")
     monkeypatch.chdir(project)
     main(["run", "run.toml", "--dir", f"{above}/runs/x"])
-    assert "begins anew" not in capsys.readouterr().out
+    assert "starts a new run" not in capsys.readouterr().out
     main(["run", "run.toml"])
     assert capsys.readouterr().out == (
-        f"begins anew in {project}/runs/x; {above}/runs/x is another run of this name: --dir goes "
-        f"on with it\n"
+        f"starts a new run in {project}/runs/x; {above}/runs/x is another run with "
+        f"this name: to resume that one, use --dir\n"
     )
     main(["run", "run.toml"])
     assert capsys.readouterr().out == "", "it goes on"
     monkeypatch.chdir("/")
     main(["run", f"{project}/run.toml", "--dir", f"{above}/new"])
     told = capsys.readouterr().out
-    assert told.startswith(f"begins anew in {above}/new; {project}/runs/x is another run")
+    assert told.startswith(f"starts a new run in {above}/new; {project}/runs/x is another run")
 
 
 def test_the_plan_names_the_place_and_the_other_run(
@@ -146,7 +146,9 @@ def test_the_plan_names_the_place_and_the_other_run(
     first, *_, last = capsys.readouterr().out.splitlines()
     place = project.parent / "runs" / "x"
     assert first == f"run x, seed 0, in {place}"
-    assert last.startswith(f"  look: begins anew in {place}; {project}/runs/x is another run of")
+    assert last.startswith(
+        f"  note: starts a new run in {place}; {project}/runs/x is another run with"
+    )
     assert not place.exists()
 
 

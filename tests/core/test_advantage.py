@@ -223,9 +223,9 @@ def test_rows_that_are_too_long_or_of_unknown_versions_are_named() -> None:
     """Every segment has six tokens, of versions 1 and 2; the group was admitted at version 0."""
     assert AdvantageEstimator(max_tokens=6, max_lag=2).estimate(group(1.0, 0.0)).malformed == {}
     (why, _) = AdvantageEstimator(max_tokens=5).estimate(group(1.0, 0.0)).malformed.values()
-    assert why == "it has 6 tokens, and the context 5"
+    assert why == "it has 6 tokens, more than the context of 5"
     (why, _) = AdvantageEstimator(max_lag=1).estimate(group(1.0, 0.0)).malformed.values()
-    assert why == "a token comes from version 2, and only 0 to 1 can have made it"
+    assert why == "a token comes from version 2, but only versions 0 to 1 are possible"
 
 
 def test_effort_is_paid_before_credit_is_given() -> None:

@@ -72,9 +72,7 @@ def test_k3_begins_once_and_ends() -> None:
 def test_a_silent_process_is_alarming_until_it_is_heard_again() -> None:
     alarms, silent = Alarms(), ProcessSilent(process="worker-east", seconds=10.4)
     (alarm,) = alarms.apply(silent)
-    assert str(alarm).startswith(
-        "the worker-east has been silent for 10 s: it is stopped, or hangs"
-    )
+    assert str(alarm).startswith("the worker-east has been silent for 10 s: it has stopped, hangs")
     assert begun(alarms, replace(silent, seconds=15.4)) == []
     (active,) = alarms.active.values()
     assert "for 15 s" in active.what
@@ -122,7 +120,9 @@ def test_a_reward_that_has_fallen() -> None:
     assert begun(alarms, replace(worst, rewards=())) == [], "a group that failed says nothing"
     assert begun(alarms, worst) == ["reward_drop"]
     told = alarms.active["reward_drop"]
-    assert told.what == "group g: the last 64 groups earned -3.250 on average, and 0.000 at best"
+    assert (
+        told.what == "group g: the last 64 groups earned -3.250 on average, down from 0.000 at best"
+    )
     assert begun(alarms, *[worst] * 99, *[best] * 38) == [], "it does not begin again"
     assert "reward_drop" in alarms.active, "1.625 less"
     assert begun(alarms, best) == [] and alarms.active == {}, "1.5625 less"
@@ -265,7 +265,7 @@ def test_sessions_that_fail_are_alarming_from_the_first_few_on() -> None:
     alarms = Alarms()
     assert begun(alarms, *[failed] * (FEW_SESSIONS - 1)) == []
     (alarm,) = alarms.apply(failed)
-    assert alarm.what == "4 of the last 4 sessions failed, the newest with: agent: KeyError: 'x'"
+    assert alarm.what == "4 of the last 4 sessions failed, most recently with: agent: KeyError: 'x'"
     assert begun(alarms, *[ATTEMPT] * 5) == [] and alarms.active == {}, "fewer than half"
     assert begun(alarms, *[failed] * 2) == ["failing"]
     assert begun(alarms, Launched(resumed=True), failed) == [] and alarms.active == {}
@@ -280,7 +280,7 @@ def test_groups_without_a_difference_are_alarming() -> None:
     assert set(begun(alarms, *[same] * (IN_VAIN - 2), one_suspect, *others)) == {"cheats"}
     (alarm,) = alarms.apply(same)
     assert alarm.what == (
-        "no group had a difference yet: in each of 8 all attempts earned the same (all 0)"
+        "no learning signal yet: in each of 8 groups, all attempts earned the same reward (all 0)"
     )
     assert alarm.advice.startswith("the tasks are too hard")
     assert begun(alarms, GROUP) == [] and alarms.active == {}
@@ -288,10 +288,13 @@ def test_groups_without_a_difference_are_alarming() -> None:
     assert begun(alarms, *[solved] * (IN_VAIN_LATER - 1)) == []
     assert begun(alarms, solved) == ["signal"]
     (active,) = alarms.active.values()
-    assert active.what == "the last 32 groups had no difference (all 1)"
+    assert (
+        active.what
+        == "in the last 32 groups, all attempts of a group earned the same reward (all 1)"
+    )
     assert begun(alarms, GROUP, *[same] * IN_VAIN_LATER) == ["signal"]
     (active,) = alarms.active.values()
-    assert active.advice.startswith("tasks have become harder, or the policy has broken")
+    assert active.advice.startswith("either the tasks have become harder or the policy has broken")
 
 
 def test_what_happens_to_a_process_is_told_until_it_is_heard() -> None:
@@ -317,7 +320,9 @@ def test_what_happens_to_a_process_is_told_until_it_is_heard() -> None:
 def test_a_drifted_region_is_told_until_the_next_launch() -> None:
     alarms = Alarms()
     (alarm,) = alarms.apply(RegionQuarantined(region="west", step=4, factor=12.34))
-    assert alarm.what.startswith("the region west is in quarantine since step 4: its k3 is 12.3 ")
+    assert alarm.what.startswith(
+        "the region west has been in quarantine since step 4: its k3 is 12.3 "
+    )
     assert begun(alarms, StageStarted(stage="rl", steps=9), STEP) == []
     assert list(alarms.active) == ["drifted west"]
     assert begun(alarms, Launched(resumed=True)) == [] and alarms.active == {}

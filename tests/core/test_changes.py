@@ -127,4 +127,4 @@ def test_steps_that_are_to_come_may_change(override: str, version: int, fine: bo
 
 def test_steps_that_are_done_are_counted() -> None:
     refused = refused_changes(parse(STEPS), parse(STEPS, ["stage.more.steps=1"]), version=9)
-    assert refused == ["stage.more.steps: 4 -> 1 (3 are done or begun)"]
+    assert refused == ["stage.more.steps: 4 -> 1 (3 done or begun)"]

@@ -50,46 +50,46 @@ def test_a_good_batch_passes() -> None:
         ({"logprobs": (0.0, -9999.0, -2.0)}, "a sampled token has the log-prob -9999"),
         (
             {"logprobs": (0.0, -89.0, -2.0)},
-            "a sampled token has the log-prob -89: it must lie between -36.7368 and 0",
+            "a sampled token has the log-prob -89: it must be between -36.7368 and 0",
         ),
-        ({"mask": (False, False, False), "versions": ()}, "no token of it was sampled"),
-        ({"mask": (True, False, True)}, "its first token counts as sampled"),
+        ({"mask": (False, False, False), "versions": ()}, "none of its tokens was sampled"),
+        ({"mask": (True, False, True)}, "its first token is marked as sampled"),
         (
             {"tokens": (5, 6, 7, 7), "mask": (False, True, True, False)},
             "tokens, mask, log-probs and advantages have 4",
         ),
-        ({"tokens": (5, 6, 8)}, "a token is none of the vocabulary's 8"),
-        ({"tokens": (5, -1, 7)}, "a token is none of the vocabulary's 8"),
+        ({"tokens": (5, 6, 8)}, "a token is outside the vocabulary of 8"),
+        ({"tokens": (5, -1, 7)}, "a token is outside the vocabulary of 8"),
         ({"versions": (VersionSpan(3, 1),)}, "2 tokens were sampled, and 1 have a weight version"),
         (
             {"versions": (VersionSpan(3, 3), VersionSpan(4, -1))},
-            "-1 tokens are said to have a weight version in common",
+            "a span of -1 tokens has a weight version",
         ),
         (
             {"regions": (RegionSpan("east", 3), RegionSpan("west", -1))},
-            "-1 tokens are said to have a region in common",
+            "a span of -1 tokens has a region",
         ),
         ({"regions": (RegionSpan("east", 1),)}, "2 tokens were sampled, and 1 have a region"),
         (
             {"versions": (VersionSpan(3, 1), VersionSpan(5, 1))},
-            "a token comes from version 5, and only 3 to 4 can have made it",
+            "a token comes from version 5, but only versions 3 to 4 are possible",
         ),
         ({"versions": (VersionSpan(2, 2),)}, "a token comes from version 2"),
         (
             {"sampling": (drawn(3), drawn(-1))},
-            "-1 tokens are said to have sampling parameters in common",
+            "a span of -1 tokens has sampling parameters",
         ),
         ({"sampling": (drawn(1),)}, "2 tokens were sampled, and 1 have sampling parameters"),
         (
             {"sampling": (drawn(1), drawn(1, temperature=math.inf))},
-            "a token was drawn at temperature inf",
+            "a token was sampled at temperature inf",
         ),
-        ({"sampling": (drawn(2, temperature=-1.0),)}, "a token was drawn at temperature -1.0"),
+        ({"sampling": (drawn(2, temperature=-1.0),)}, "a token was sampled at temperature -1.0"),
         (
             {"sampling": (drawn(1), drawn(1, top_p=0.9))},
-            "a token was drawn with top_p, which the trainer cannot recompute",
+            "a token was sampled with top_p, which the trainer cannot recompute",
         ),
-        ({"sampling": (drawn(2, temperature=0.0),)}, "a token was drawn with temperature 0"),
+        ({"sampling": (drawn(2, temperature=0.0),)}, "a token was sampled with temperature 0"),
     ],
 )
 def test_each_fault_is_named_with_its_row(change: dict[str, Any], told: str) -> None:
@@ -106,7 +106,7 @@ def test_an_over_long_row_and_an_empty_batch() -> None:
         logprobs=(0.0,) * 4,
         advantages=(0.0,) * 4,
     )
-    with pytest.raises(EtudeError, match="it has 4 tokens, and the context 3"):
+    with pytest.raises(EtudeError, match="it has 4 tokens, more than the context of 3"):
         check(long)
     with pytest.raises(EtudeError, match="has no rows: there is nothing to learn from"):
         check()
@@ -130,7 +130,7 @@ def test_the_last_values_that_pass() -> None:
     check(replace(ROW, tokens=(0, 7, 0)))
     check(replace(ROW, regions=(RegionSpan("east", 1), RegionSpan("west", 1))))
     check(replace(ROW, logprobs=(5.0, -1.0, -1.0)))  # only sampled tokens have a log-prob
-    with pytest.raises(EtudeError, match="no gradient can be computed with more than 1e"):
+    with pytest.raises(EtudeError, match="the gradient cannot be computed above 1e"):
         check(replace(ROW, advantages=(0.0, 0.5, -1.1e15)))
     with pytest.raises(EtudeError, match="the log-prob 0.01"):
         check(replace(ROW, logprobs=(0.0, 0.01, -1.0)))

@@ -93,11 +93,11 @@ def test_an_invariant_run_computes_alike_on_both_sides() -> None:
     assert parse(
         GOOD, ["batch_invariant=true", "engine.threads=2", "stage.rl.threads=2"]
     ).batch_invariant
-    with pytest.raises(EtudeError, match="same number in engine.threads and stage.rl.threads"):
+    with pytest.raises(EtudeError, match="same value for engine.threads and stage.rl.threads"):
         parse(GOOD, ["batch_invariant=true", "stage.rl.threads=2"])
-    with pytest.raises(EtudeError, match='device = "cpu", or "cuda", for both'):
+    with pytest.raises(EtudeError, match='same device, "cpu" or "cuda", for engine'):
         parse(GOOD, ["batch_invariant=true", "engine.device=cuda"])
-    with pytest.raises(EtudeError, match='device = "cpu", or "cuda", for both'):
+    with pytest.raises(EtudeError, match='same device, "cpu" or "cuda", for engine'):
         parse(GOOD, ["batch_invariant=true", "trainer.device=auto"])
 
 
@@ -106,7 +106,9 @@ def test_what_the_trainer_computes_in() -> None:
     assert parse(GOOD, ["trainer.compute_dtype=bfloat16"]).trainer.compute_dtype == "bfloat16"
     with pytest.raises(EtudeError, match="leave out engine.dtype and trainer.compute_dtype"):
         parse(GOOD, ["batch_invariant=true", "trainer.compute_dtype=bfloat16"])
-    with pytest.raises(EtudeError, match=r'trainer.compute_dtype = "bfloat16" rounds weights too'):
+    with pytest.raises(
+        EtudeError, match=r'trainer.compute_dtype = "bfloat16" already rounds the weights'
+    ):
         parse(GOOD, ["trainer.compute_dtype=bfloat16", "trainer.published_dtype=float32"])
 
 
@@ -123,7 +125,7 @@ def test_a_model_from_a_directory() -> None:
     ("old", "new", "message"),
     [
         ("seed = 3", "seed 3", r"r.toml: not valid TOML: .*line 3.*, in `seed 3`"),
-        ("seed = 3", 'seed = "3', r"line 3.*, in `seed = \"3`: perhaps a quote or a bracket is"),
+        ("seed = 3", 'seed = "3', r"line 3.*, in `seed = \"3`: a quote or a bracket may be"),
         ("seed = 3", "seed = 3\nseed = 4", r"not valid TOML: Cannot .*, in `seed = 4`$"),
         ("seed = 3", "steps = 3", "key steps in the top level: .* as stage.midtrain.steps"),
         ("seed = 3", "sead = 3", "r.toml: unknown key sead in the top level: did you mean seed"),
@@ -143,7 +145,7 @@ def test_a_model_from_a_directory() -> None:
         (
             "demonstrations = 100",
             "",
-            "stage.sft: there is nothing to imitate: give demonstrations, or the path",
+            "stage.sft: there is nothing to imitate: set demonstrations, or the path",
         ),
         ("demonstrations = 100", "path = 3", "stage.sft.path = 3: input should be a valid string"),
         ('"demo"', '"../x"', "name: '../x' must be letters, digits and any of . _ -"),
@@ -210,17 +212,17 @@ def test_a_model_from_a_directory() -> None:
         (
             "[model]",
             '[sandbox]\nisolation = "process"\nmin_isolation = "namespaces"\n[model]',
-            'sandbox: isolation "process" holds less than min_isolation "namespaces"',
+            'sandbox: isolation "process" is weaker than min_isolation "namespaces"',
         ),
         (
             "[model]",
             '[sandbox]\nhosts = ["http://h"]\nnetwork_log = "log"\n[model]',
-            "sandbox: network_log is for sandboxes of this machine",
+            "sandbox: network_log only applies to sandboxes on this machine",
         ),
         (
             "[model]",
             '[sandbox]\nhosts = ["http://h"]\nmirrors = {"pypi.org" = "10.0.0.5:443"}\n[model]',
-            "sandbox: mirrors is for sandboxes of this machine",
+            "sandbox: mirrors only applies to sandboxes on this machine",
         ),
         (
             'kind = "midtrain"',
@@ -247,11 +249,11 @@ def test_a_model_from_a_directory() -> None:
             "effort_penalty = {scale = 0.1, turn = 1}",
             r"unknown key stage.rl.effort_penalty.turn .*did you mean turns",
         ),
-        ("max_lag = 1", "clip_low = 0.1", r'loss = "reinforce" does not clip: remove clip_low'),
+        ("max_lag = 1", "clip_low = 0.1", r'loss = "reinforce" does not clip: leave out clip_low'),
         (
             "max_lag = 1",
             'loss = "dapo"\nclip_high = 0.1\ncorrection = "masked"',
-            r'correction = "masked" weighs tokens .* or set correction = "none"',
+            r'correction = "masked" already weights tokens .* or set correction = "none"',
         ),
         ("max_lag = 1", "effort_penalty = {scale = 1}", "it counts nothing: give tokens, calls or"),
         ("max_lag = 1", "effort_penalty = {turns = 1}", "stage.rl.effort_penalty.scale is missing"),
@@ -312,14 +314,14 @@ def test_bad_text(old: str, new: str, message: str) -> None:
         ("=3", "--set =3: write it as key=value"),
         (
             "stage.steps=3",
-            "--set stage.steps=3: a stage is addressed as stage.NAME.KEY, and .* midtrain, sft, rl",
+            "--set stage.steps=3: address a stage as stage.NAME.KEY; .* midtrain, sft, rl",
         ),
-        ("stage.dpo.steps=3", "--set stage.dpo.steps=3: a stage is addressed as"),
+        ("stage.dpo.steps=3", "--set stage.dpo.steps=3: address a stage as"),
         ("stage.rl.stepz=3", "unknown key stage.rl.stepz .*did you mean steps"),
-        ("seed.a=3", "--set seed.a=3: seed is a value, it has no keys"),
+        ("seed.a=3", "--set seed.a=3: seed is a value and has no keys"),
         ("model.hidden_size=big", "model.hidden_size = 'big': input should be a valid integer"),
-        ("stage.rl=3", "a stage is addressed as"),
-        ("stage=3", "a stage is addressed as"),
+        ("stage.rl=3", "address a stage as"),
+        ("stage=3", "address a stage as"),
     ],
 )
 def test_bad_overrides(override: str, message: str) -> None:
@@ -328,12 +330,12 @@ def test_bad_overrides(override: str, message: str) -> None:
 
 
 def test_no_stage_at_all() -> None:
-    with pytest.raises(EtudeError, match="stage is missing: a run has at least one"):
+    with pytest.raises(EtudeError, match="stage is missing: a run needs at least one"):
         parse('name = "x"')
     for text in ("stage = 3", "stage = 3\nlr = 1"):
         with pytest.raises(EtudeError, match=r"stage: write \[\[stage\]\], not stage = 3: there"):
             parse(f'name = "x"\n{text}')
-    with pytest.raises(EtudeError, match=r"has the stages \(none\)"):
+    with pytest.raises(EtudeError, match=r"the stages of .* are \(none\)"):
         parse('name = "x"\nstage = 3', ["stage.rl.steps=1"])
 
 
@@ -414,7 +416,7 @@ def test_batch_invariance_on_a_device() -> None:
     [
         (
             ["stage.midtrain.heldout_frac=0.1", "stage.midtrain.heldout_path=x"],
-            "remove one of them",
+            "leave out one of them",
         ),
         (["trainer.ranks=3", "trainer.context_parallel=2"], "does not divide trainer.ranks = 3"),
         (["trainer.ranks=3", "trainer.expert_parallel=2"], "does not divide trainer.ranks = 3"),
@@ -428,11 +430,11 @@ def test_batch_invariance_on_a_device() -> None:
         ),
         (
             ["batch_invariant=true", "engine.device=cuda"],
-            'needs device = "cpu", or "cuda", for both',
+            'needs the same device, "cpu" or "cuda", for engine',
         ),
         (
             ["batch_invariant=true", "engine.device=auto", "trainer.device=auto"],
-            'needs device = "cpu", or "cuda", for both',
+            'needs the same device, "cpu" or "cuda", for engine',
         ),
         ([*ON_CUDA, "trainer.ranks=2"], "on CUDA computes in bfloat16 on one rank"),
         ([*ON_CUDA, "trainer.published_dtype=float32"], "on CUDA computes in bfloat16 on one rank"),
@@ -507,7 +509,7 @@ def test_only_the_first_stage_stretches_a_model() -> None:
     )
     with pytest.raises(
         EtudeError,
-        match="stage.long.rope_scaling stretches the model of model.path, from the first",
+        match="stage.long.rope_scaling stretches the model of model.path from the first",
     ):
         parse(EVERY_KIND + later, ["model.path=base"])
 
@@ -528,33 +530,33 @@ def test_a_text_needs_no_quotation_marks_and_may_stand_apart() -> None:
     [
         (
             "worlds.isolation=process",
-            "unknown key worlds in the top level: it is called sandbox now",
+            "unknown key worlds in the top level: it is now called sandbox",
         ),
         (
             "invariant=true",
-            "unknown key invariant in the top level: it is called batch_invariant now",
+            "unknown key invariant in the top level: it is now called batch_invariant",
         ),
         (
             "trainer.weights=float32",
-            "unknown key trainer.weights in .trainer.: it is called trainer.published_dtype now",
+            "unknown key trainer.weights in .trainer.: it is now called trainer.published_dtype",
         ),
         (
             "stage.rl.credit=praise",
-            "unknown key stage.rl.credit in .stage.rl.: it is called advantage now",
+            "unknown key stage.rl.credit in .stage.rl.: it is now called advantage",
         ),
         (
             "stage.rl.warmup=1",
-            "unknown key stage.rl.warmup in .stage.rl.: it is called warmup_steps now",
+            "unknown key stage.rl.warmup in .stage.rl.: it is now called warmup_steps",
         ),
         (
             "stage.midtrain.held_out=0.1",
-            "unknown key stage.midtrain.held_out in .*: it is called heldout_frac now",
+            "unknown key stage.midtrain.held_out in .*: it is now called heldout_frac",
         ),
         (
             "silence_s=5",
-            "unknown key silence_s in the top level: it is called heartbeat_timeout_s now",
+            "unknown key silence_s in the top level: it is now called heartbeat_timeout_s",
         ),
-        ("stage.rl.advantage=praise", "stage.rl.advantage: praise is called self_imitation now"),
+        ("stage.rl.advantage=praise", "stage.rl.advantage: praise is now called self_imitation"),
     ],
 )
 def test_an_old_key_is_told_its_new_name(old: str, message: str) -> None:
@@ -593,7 +595,7 @@ def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
     }
     renamed = {f"stage.{kind}.{old}": new for kind in stage for old, new in stage[kind].items()}
     for old, new in (renamed | OTHERS_RENAMED).items():
-        with pytest.raises(EtudeError, match=f"unknown key {old} in .*: it is called {new} now"):
+        with pytest.raises(EtudeError, match=f"unknown key {old} in .*: it is now called {new}"):
             parse(GOOD, [f"{old}=1"])
     for old, new in {
         "centered": "dr_grpo",
@@ -601,7 +603,7 @@ def test_no_old_key_is_taken_for_a_slip_of_the_pen() -> None:
         "std_normalised": "grpo",
         "batch_normalised": "reinforce_plus_plus_baseline",
     }.items():
-        with pytest.raises(EtudeError, match=f"{old} is called {new} now"):
+        with pytest.raises(EtudeError, match=f"{old} is now called {new}"):
             parse(GOOD, [f"stage.rl.advantage={old}"])
 
 
@@ -624,10 +626,10 @@ def test_a_vllm_server_belongs_to_a_region_and_promises_no_bits() -> None:
     ):
         parse(base.format(top="", region="west"))
     for top in ("deterministic = true", "batch_invariant = true"):
-        with pytest.raises(EtudeError, match="promises nothing about its bits"):
+        with pytest.raises(EtudeError, match="does not guarantee bitwise results"):
             parse(base.format(top=top, region="east"))
     for top in ('quantization = "fp8"', 'kv_cache_dtype = "fp8"'):
-        with pytest.raises(EtudeError, match="told by its own options how it quantises"):
+        with pytest.raises(EtudeError, match="set by the server's own options"):
             parse(base.format(top=top, region="east"))
 
 
@@ -724,8 +726,14 @@ def test_several_greedy_attempts_would_be_one() -> None:
     ("harness", "told"),
     [
         ("summarise_at = 200\nmax_tokens = 60", "leaves no room for a summary of"),
-        ('summarise_at = 100\ncommand = ["agent"]', "harness.summarise_at is for an agent that"),
-        ('summarise_tool = true\ncommand = ["agent"]', "harness.summarise_tool is for an agent"),
+        (
+            'summarise_at = 100\ncommand = ["agent"]',
+            "harness.summarise_at only works with an agent that",
+        ),
+        (
+            'summarise_tool = true\ncommand = ["agent"]',
+            "harness.summarise_tool only works with an agent",
+        ),
     ],
 )
 def test_summaries_need_room_and_an_agent_that_runs_here(harness: str, told: str) -> None:

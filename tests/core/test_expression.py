@@ -60,7 +60,10 @@ def test_deep_ones_are_read_or_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("typos * 2", "needs 'typos', and the parts are environment, lint, style, tests"),
+        (
+            "typos * 2",
+            "needs 'typos', which is not one of the parts: environment, lint, style, tests",
+        ),
         ("1 / (tests - 1)", "divides by zero"),
         ("1e300 * 1e300 * 1e300", "is inf with"),
     ],

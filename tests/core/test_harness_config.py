@@ -44,11 +44,11 @@ def test_language_servers_are_commands_by_name() -> None:
     [
         ('diagnostics = "ruff"', "harness.code.diagnostics = 'ruff'"),
         ('diagnostics = {ruff = "server"}', "it must be a list, such as"),
-        ('user_replies = {"(" = "no"}', "is no regular expression"),
+        ('user_replies = {"(" = "no"}', "is not a regular expression"),
         ('tools = ["submit"]\ntool = {sub = {name = "x"}}', "harness.code.tool"),
         ("tools = []", "harness.code.tools"),
-        ("remember_tests = true", "does not go with terminal, debug, diagnostics"),
-        ('remember_tests = true\ntools = ["submit"]', "does not go with diagnostics"),
+        ("remember_tests = true", "does not work with terminal, debug, diagnostics"),
+        ('remember_tests = true\ntools = ["submit"]', "does not work with diagnostics"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, why: str) -> None:

@@ -30,7 +30,7 @@ def asked(task: str, rate: float, version: int, epoch: int = 0) -> AskedTask:
 
 def test_a_series_jumps_only_if_it_stands_apart_from_what_was_before() -> None:
     jump = find_jump([0.0, 0.1, 0.0, 1.0], recent=1, at_least=3)
-    assert jump and str(jump) == "1.00 on average, after 0.03 in 3 groups"
+    assert jump and str(jump) == "1.00 on average, up from 0.03 in 3 groups"
     for series in (
         [0.0, 0.0, 1.0],  # too few before
         [0.0, 0.0, 0.0, 0.4],  # too small
@@ -48,7 +48,7 @@ def test_a_task_that_was_never_solved_and_always_is_now_is_told() -> None:
     jumps = RewardJumps(FAMILIES, max_lag=0, past=past)
     assert jumps.look(asked("t50", 0.25, 3, epoch=3)) is None
     assert jumps.look(asked("t50", 1.0, 3, epoch=3)) == (
-        "task t50 earns 1.00 on average, after 0.00 in 3 groups"
+        "task t50 earns 1.00 on average, up from 0.00 in 3 groups"
     )
     late = RewardJumps(FAMILIES, max_lag=1, past=past)
     assert late.look(asked("t50", 1.0, 3, epoch=3)) is None, "the third is not settled for certain"
@@ -132,7 +132,7 @@ def test_the_screen_is_told() -> None:
 def test_what_is_set_aside_needs_a_run_that_sets_aside() -> None:
     text = 'name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1\n[rewards]\njumps = "quarantine"\n'
     assert parse(text).rewards.jumps == "quarantine"
-    with pytest.raises(EtudeError, match="make both the same"):
+    with pytest.raises(EtudeError, match="give both the same value"):
         parse(text + 'detector = "flag"')
 
 
@@ -143,7 +143,7 @@ def test_of_a_family_that_jumps_only_groups_that_take_part_are_told() -> None:
         jumps.learn(asked(f"t{number}", 1.0 if number >= 12 else 0.0, version=number))
     told = [jumps.look(asked(f"t{30 + n}", n / SIZE, version=16)) for n in range(SIZE + 1)]
     assert [bool(each) for each in told] == [False] * 4 + [True] * 5
-    assert told[4] == "family easy earns 1.00 on average, after 0.00 in 12 groups"
+    assert told[4] == "family easy earns 1.00 on average, up from 0.00 in 12 groups"
     past = [asked("a", float(version >= 12), version) for version in range(16)]
     alone = RewardJumps({"a": "", "b": ""}, max_lag=0, past=past)
     assert "family (all tasks) earns" in (alone.look(asked("b", 1.0, 16)) or "")

@@ -70,7 +70,7 @@ START: list[Entry] = [
             "nobody cannot become 'failed': it was never issued",
         ),
         (Dropped(samples=("c", "c"), reason="failed"), "twice"),
-        (Batched(step=1, samples=("c",)), "step 1 has a batch already"),
+        (Batched(step=1, samples=("c",)), "step 1 already has a batch"),
     ],
 )
 def test_what_contradicts_the_books_is_refused_and_changes_nothing(
@@ -89,9 +89,9 @@ def test_what_contradicts_the_books_is_refused_and_changes_nothing(
 
 def test_training_does_not_go_back() -> None:
     ledger = Ledger([*START, Trained(step=1), Batched(step=2, samples=("c",)), Trained(step=2)])
-    with pytest.raises(Unbalanced, match="step 1 is trained after step 2"):
+    with pytest.raises(Unbalanced, match="step 1 was trained after step 2"):
         ledger.apply(Trained(step=1))
-    with pytest.raises(Unbalanced, match="step 2 has a batch already"):
+    with pytest.raises(Unbalanced, match="step 2 already has a batch"):
         ledger.apply(Batched(step=2, samples=()))
 
 

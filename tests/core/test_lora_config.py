@@ -37,13 +37,13 @@ def test_the_stage_that_made_a_version() -> None:
 @pytest.mark.parametrize(
     ("overrides", "why"),
     [
-        (["trainer.lora.from_stage=distill"], "is none of the stages sft, rl, more"),
-        (["trainer.lora.rank=8"], "would adapt fresh weights"),
-        (["trainer.lora.from_stage=sft"], "would adapt fresh weights"),
-        (["trainer.lora.from_stage=rl", "trainer.optimizer=muon"], "is trained by adamw"),
+        (["trainer.lora.from_stage=distill"], "is not one of the stages: sft, rl, more"),
+        (["trainer.lora.rank=8"], "would adapt untrained weights"),
+        (["trainer.lora.from_stage=sft"], "would adapt untrained weights"),
+        (["trainer.lora.from_stage=rl", "trainer.optimizer=muon"], "only works with adamw"),
         (
             ["trainer.lora.from_stage=rl", "stage.more.router_balance=true"],
-            "stage.more.router_balance moves the routers",
+            "stage.more.router_balance changes the routers",
         ),
     ],
 )

@@ -67,7 +67,7 @@ def test_engines_come_in_powers_of_two_and_sparse_models_read_all_their_experts(
     ("change", "advice"),
     [
         ({"sampled": 40000, "read": 100}, "GPUs for each of the trainer"),
-        ({"sessions": 1, "max_lag": 0}, "the trainer works"),
+        ({"sessions": 1, "max_lag": 0}, "the trainer is busy"),
         ({"tool_s": 5000.0}, "raise max_lag"),
     ],
 )
@@ -84,7 +84,7 @@ def test_a_split_that_so_few_gpus_cannot_have_is_not_asked_for() -> None:
 def test_activations_that_do_not_fit_are_told() -> None:
     large = replace(DENSE, activation_bytes=H200.memory_bytes)
     found = plan_placement(large, WORK, H200, 16)
-    assert "the trainer wants" in found.advice[0] and "microbatch_tokens" in found.advice[0]
+    assert "the trainer needs" in found.advice[0] and "microbatch_tokens" in found.advice[0]
     assert not any("wants" in each for each in plan_placement(DENSE, WORK, H200, 16).advice)
 
 

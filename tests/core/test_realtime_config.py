@@ -20,8 +20,8 @@ def test_a_run_may_learn_from_users() -> None:
     [
         (["tasks.heldout=0"], "needs tasks.heldout"),
         (["trainer.ranks=2"], "trains on one rank"),
-        (['engine.vllm_urls={east = "http://h:1"}'], "an engine of its own"),
-        (["tasks.environment=http://h:1"], "an environment elsewhere"),
+        (['engine.vllm_urls={east = "http://h:1"}'], "its own engine"),
+        (["tasks.environment=http://h:1"], "environments that run elsewhere"),
     ],
 )
 def test_what_does_not_go_with_it_is_told(overrides: list[str], why: str) -> None:

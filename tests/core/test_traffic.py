@@ -69,9 +69,9 @@ def test_what_is_taken_back_is_seen_by_nobody_at_once() -> None:
     for words in (("canary",), ("canary", "promote"), ("canary", "promote", "settle")):
         back = after(*words, "roll_back")[-1]
         assert {back.traffic.arm(user).version for user in USERS} == {0}
-    with pytest.raises(ValueError, match="nothing to go back to"):
+    with pytest.raises(ValueError, match="no pool has an earlier version to go back to"):
         after("roll_back")
-    with pytest.raises(ValueError, match="nothing to go back to"):
+    with pytest.raises(ValueError, match="no pool has an earlier version to go back to"):
         after("canary", "roll_back", "roll_back")
 
 
@@ -96,7 +96,7 @@ def test_a_pin_is_for_the_live_version_or_the_one_before() -> None:
     assert traffic.pin(last, 1, 9.0).traffic.version == 1
     assert traffic.pin(last, 0, 9.0).traffic.version == 0
     assert traffic.pin(last, 0, 9.0).held
-    with pytest.raises(ValueError, match="neither live nor the one before"):
+    with pytest.raises(ValueError, match="neither live nor the previous version"):
         traffic.pin(last, 7, 9.0)
     pinned = traffic.pin(after("canary")[-1], 0, 9.0).traffic
     assert {pinned.arm(user).version for user in USERS} == {0}

@@ -20,7 +20,7 @@ def test_a_conversation_that_is_damaged_is_told_and_looked_at_once() -> None:
     rows = [row for row in recorded.table.rows if row.object]
     assert recorded.causes(rows, budget_s=-1.0) == {}, "there is no time for any"
     found = recorded.causes(rows, budget_s=math.inf)
-    assert found["g000001.0"] == found["g000001.1"] == ("not readable", "")
+    assert found["g000001.0"] == found["g000001.1"] == ("unreadable", "")
     assert found.keys() == {row.id for row in rows}
     assert recorded.causes(rows, budget_s=-1.0) == found, "what was read costs nothing"
 

@@ -154,7 +154,7 @@ def test_rollouts_that_are_settled_and_those_that_have_just_ended(app: ASGIApp) 
 def test_a_filter_that_is_none(app: ASGIApp) -> None:
     for query, words in (
         ("colour=red", "there is no filter 'colour'"),
-        ("reward_min=much", "the filter reward_min cannot be 'much'"),
+        ("reward_min=much", "'much' is not a valid value for the filter reward_min"),
         ("sort=id", "cannot sort by 'id'"),
         ("limit=-1", "limit must be a number"),
     ):
@@ -184,7 +184,7 @@ def test_a_session_with_its_score_and_tokens(app: ASGIApp) -> None:
 def test_a_session_whose_group_is_under_way(app: ASGIApp) -> None:
     found = ask(app, "/api/runs/x/sessions/g000003.0").json
     assert found["row"]["reward"] == 0.5
-    assert "is not stored: a group is when" in found["not_stored"]
+    assert "is not stored: groups are stored when" in found["not_stored"]
     tokens = ask(app, "/api/runs/x/sessions/g000003.0/tokens").json
     assert tokens == {"segments": [], "not_stored": found["not_stored"]}
     # its group is stored, although it has no row yet

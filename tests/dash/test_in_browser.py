@@ -72,7 +72,7 @@ VIEWS = {
     "doctor": "Waiting",
     "review": "Suspected cheats",
     "compare": "Which is better?",
-    "realtime": "What the loop does",
+    "realtime": "Loop",
 }
 
 
@@ -163,7 +163,7 @@ def test_without_the_token_it_is_asked_for(browser: Any, link: str) -> None:
     page.set_default_timeout(TIMEOUT)
     page.goto(base(link))
     page.fill("input[type=password]", TOKEN)
-    page.click("text=go on")
+    page.click("text=continue")
     page.wait_for_selector("nav")
     page.close()
 
@@ -305,7 +305,7 @@ def test_a_blind_choice_is_kept(page: Any, link: str, real: Path) -> None:
     page.click("button:has-text('left')")
     playwright.expect(page.locator(".choice span")).not_to_have_text(before, timeout=TIMEOUT)
     page.keyboard.press("ArrowRight")
-    page.click("summary:has-text('preferred so far')")
+    page.click("summary:has-text('preferences so far')")
     told = [each.record for each in read_preferences(Run.open(str(real), create=False))]
     assert told[0].who == "Ada" and told[0].verdict == "left"
 

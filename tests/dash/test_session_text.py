@@ -34,8 +34,8 @@ def session(status: str, **more: Any) -> Trajectory:
     ("status", "blocks"),
     [
         ("done", []),
-        ("truncated", [("truncated", "out of turns or context; graded as it stood")]),
-        ("timeout", [("timed out", "out of time; graded as it stood")]),
+        ("truncated", [("truncated", "out of turns or context; graded on what was done by then")]),
+        ("timeout", [("timed out", "out of time; graded on what was done by then")]),
     ],
 )
 def test_one_that_was_cut_short_says_why(status: str, blocks: list[tuple[str, str]]) -> None:

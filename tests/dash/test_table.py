@@ -179,5 +179,7 @@ def test_a_filter_is_read_from_the_texts_of_a_query() -> None:
     assert Filter.of(given) == Filter(step=3, reward_min=0.5, solved=False, text="x")
     assert Filter.of([("solved", "true")]).solved is True
     for name, text in (("solved", "yes"), ("solved", "True"), ("step", "1.5"), ("reward_min", "x")):
-        with pytest.raises(EtudeError, match=f"the filter {name} cannot be '{text}'"):
+        with pytest.raises(
+            EtudeError, match=f"'{text}' is not a valid value for the filter {name}"
+        ):
             Filter.of([(name, text)])

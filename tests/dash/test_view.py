@@ -141,8 +141,8 @@ def test_a_finished_run_that_goes_on_is_not_finished() -> None:
     ended, goes_on = (
         printed(draw(view_of(*events), "run", lag_bound=0)) for events in (before, before + again)
     )
-    assert "the run is at its end" in ended and "newest error" in ended and "after rl" in ended
-    assert "the run is at its end" not in goes_on and "newest error" not in goes_on
+    assert "the run is complete" in ended and "newest error" in ended and "after rl" in ended
+    assert "the run is complete" not in goes_on and "newest error" not in goes_on
     assert "1/2 at version 4" in goes_on and "after rl" not in goes_on
     starts = printed(draw(view_of(*before, again[0]), "run", lag_bound=0))
     assert "rl 4/4" in ended and "4/4" not in starts and "to go" not in starts
@@ -175,10 +175,10 @@ def test_few_tasks_are_a_notice_and_no_alarm() -> None:
     for t, event in enumerate(events):
         told += teller.tell(t, event, view, view.apply(t, event))
     few = [
-        "6 train tasks (at most 64 were asked for)",
-        "1 held-out task (at most 16 were asked for)",
+        "6 train tasks (up to 64 requested)",
+        "1 held-out task (up to 16 requested)",
     ]
-    assert [line for line in told if "asked for" in line] == few
+    assert [line for line in told if "requested" in line] == few
     page = describe(view, 0)
     assert not page.alarms and Line("tasks", ", ".join(few), "dim") in page.lines
     view.apply(9.0, Launched(resumed=True))
@@ -224,7 +224,7 @@ def test_the_lag_of_a_batch_counts_before_its_step_is_done_also_after_a_stop() -
         (9.0, Launched(resumed=True)),
         (10.0, StageStarted(stage="rl", steps=4, done=1)),
     )
-    assert "0 now, 1 at most, 2 allowed" in printed(draw(view, "run", lag_bound=2))
+    assert "0 now, at most 1, 2 allowed" in printed(draw(view, "run", lag_bound=2))
 
 
 def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
@@ -244,7 +244,7 @@ def test_how_sessions_ended_is_counted_and_the_newest_error_kept() -> None:
     text = printed(draw(view, "etude", lag_bound=0))
     for words in (
         "1 finished, 1 failed, 1 timed out, 1 truncated, 4 without signal",
-        "3 done, 1 with a difference",
+        "3 done, 1 with signal",
         "0:03 ago, g.0: agent: KeyError: 'x'",
     ):
         assert words in text, words
@@ -266,7 +266,7 @@ def test_an_error_with_a_traceback_is_told_by_what_was_raised() -> None:
         assert f"{said}{raised}" in wide and "Traceback" not in wide
     begun = four.alarms.active.values()
     assert [alarm.what for alarm in begun] == [
-        f"4 of the last 4 sessions failed, the newest with: {said}{raised}"
+        f"4 of the last 4 sessions failed, most recently with: {said}{raised}"
     ]
     assert [*Teller().tell(1.0, failed, one, [])] == [f"session g.0 failed: {said}{raised}"]
     assert cause_of(error).endswith(raised)
@@ -286,7 +286,7 @@ def test_tasks_that_teach_nothing_are_named_where_they_are_most_of_the_work() ->
     view = view_of(*started, *hard, easy)
     assert told(view) == ["6 of 7 tasks taught nothing yet: hard-0, hard-1, hard-2, hard-3, ..."]
     assert describe(view, 0).headline.text == (
-        "sessions end; 1 group had a difference so far, and a step needs more"
+        "first sessions have ended: 1 group with signal so far, a step needs more"
     )
     view.apply(3.0, of("hard-0", 0.0, 1.0))
     assert told(view)[0].startswith("5 of 7 tasks taught nothing yet: hard-1")
@@ -303,7 +303,9 @@ def test_attempts_that_were_dropped_for_sampling_are_not_without_signal() -> Non
     assert (view.groups.sessions_without, view.groups.untrainable) == (0, 2)
     told = next(line.text for line in describe(view, 0).lines if line.label == "sessions")
     assert told.endswith("0 without signal, 2 dropped for sampling")
-    assert "all attempts were dropped for sampling" in describe(view, 0).headline.text
+    assert (
+        "all attempts were dropped for their sampling parameters" in describe(view, 0).headline.text
+    )
     mixed = dataclasses.replace(greedy, rewards=(0.0, 0.0, 0.0), untrainable={"g.0": "top_p"})
     view.apply(3.0, mixed)
     assert (view.groups.sessions_without, view.groups.untrainable) == (2, 3)
@@ -345,7 +347,7 @@ def test_the_headline_says_what_is_going_on() -> None:
     thin = [(float(n), e) for n in range(15) for e in (group(n / 15, n / 15), step(n + 1))]
     steps = [(float(n), e) for n in range(8) for e in (*[group(n / 8, n / 8)] * 2, step(n + 1))]
 
-    assert headline() == ("starting", "model, workers and trainer are being made ready")
+    assert headline() == ("starting", "preparing model, workers and trainer")
     assert headline((0.0, fit), (1.0, dataclasses.replace(fit, loss=2.0))) == (
         "learning",
         "loss 3.000 at first, 2.000 now",
@@ -354,9 +356,9 @@ def test_the_headline_says_what_is_going_on() -> None:
     assert headline(rl, (1.0, fleet)) == ("sampling", "the first 7 sessions are under way")
     assert headline(rl, (1.0, same)) == (
         "sampling",
-        "no group had a difference yet: in the first all attempts earned 0",
+        "no group with signal yet: in the first, all attempts earned 0",
     )
-    assert headline(rl, (1.0, same), (1.0, same))[1].endswith("in each of 2 all attempts earned 0")
+    assert headline(rl, (1.0, same), (1.0, same))[1].endswith("in each of 2, all attempts earned 0")
     assert headline(rl, *steps) == (
         "learning",
         "mean reward 0.19 in the first 4 steps, 0.69 in the last",
@@ -384,12 +386,12 @@ def test_the_headline_says_what_is_going_on() -> None:
     needs_four = (0.0, StageStarted(stage="rl", steps=9, groups_per_step=4))
     assert headline(needs_four, (1.0, attempt()), (1.0, group(1.0, 0.0))) == (
         "sampling",
-        "sessions end; 1 group had a difference so far, and a step needs 4",
+        "first sessions have ended: 1 group with signal so far, a step needs 4",
     )
     label, text = headline(rl, *[(1.0, failed)] * 4)
     assert label == "failing" and text.startswith("4 of the last 4 sessions failed")
     label, text = headline(rl, *[(1.0, same)] * 8)
-    assert label == "no signal" and "no group had a difference yet" in text
+    assert label == "no signal" and "no learning signal yet" in text
     assert describe(view_of(rl, *[(1.0, same)] * 8), 0).advice.startswith("the tasks are too")
     assert headline(*steps, (9.0, RunDone(version=4)))[0] == "finished"
 
@@ -401,7 +403,7 @@ def test_a_resumed_run_is_starting_until_something_of_it_is_under_way() -> None:
     label, text = headline(*before, again)
     assert (label, text) == (
         "starting",
-        "model, workers and trainer are being made ready, at step 1 of rl",
+        "preparing model, workers and trainer, at step 1 of rl",
     )
     assert headline(*before, again, (60.0, dataclasses.replace(stage, done=1)))[0] == "training"
 
@@ -564,7 +566,7 @@ def test_a_silent_process_is_named_and_named_again_when_it_is_heard() -> None:
     assert [*teller.tell(17.0, later, view, view.apply(17.0, later))] == []
     assert "the trainer has been silent for 15 s" in printed(draw(view, "etude", lag_bound=0))
     assert [*teller.tell(94.0, back, view, view.apply(94.0, back))] == [
-        "the trainer is heard again after 92 s of silence"
+        "the trainer responds again after 92 s of silence"
     ]
     assert "silent" not in printed(draw(view, "etude", lag_bound=0))
 
@@ -578,14 +580,14 @@ def test_a_log_tells_how_a_run_begins() -> None:
     fleet = FleetStatus(regions={}, active=4, capacity=4, sessions=16)
     begun = "the first 16 sessions are under way"
     expected: list[tuple[Event, list[str]]] = [
-        (tried, ["trying heldout tasks before any training: 3 of them"]),
+        (tried, ["evaluating on 3 heldout tasks, before any training"]),
         (fleet, []),
         (evaluated, ["heldout tasks solved before any training: 0.0% (0.0% - 50.0%) 0/3"]),
         (fleet, [begun]),
         (fleet, []),
         (attempt(), []),
     ]
-    assert beginning(view) == "model, workers and trainer are being made ready; Ctrl-C stops"
+    assert beginning(view) == "preparing model, workers and trainer; Ctrl-C stops"
     for event, lines in expected:
         assert [*teller.tell(1.0, event, view, view.apply(1.0, event))] == lines
     assert ", at step 1 of rl" in beginning(
@@ -599,8 +601,8 @@ def test_a_trainer_that_may_be_at_work_is_not_said_to_wait() -> None:
         printed(draw(view_of(*begun, *more), "run", lag_bound=0))
         for more in ((), ((2.0, group(1.0, 0.0)),))
     )
-    assert "waits for the first batch of groups with a difference" in without
-    assert "is at step 1, or waits for more" in with_some
+    assert "waiting for the first batch of groups with signal" in without
+    assert "at step 1, or waiting for more" in with_some
 
 
 def test_a_straggler_that_holds_the_window_is_told() -> None:
@@ -611,7 +613,9 @@ def test_a_straggler_that_holds_the_window_is_told() -> None:
 
     held = FleetStatus(regions={}, active=6, capacity=6, sessions=1, held=5)
     (told,) = window(held)
-    assert told.startswith("full: 5 finished groups wait for an older one, which is under way; a")
+    assert told.startswith(
+        "full: 5 finished groups wait for an older one that is still under way; a"
+    )
     assert window(dataclasses.replace(held, active=5)) == []
     assert window(dataclasses.replace(held, held=0)) == []
 
@@ -636,11 +640,11 @@ def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
     assert trainer(far, (166.0, full)).startswith("at step 1 for 2:43 (12 of 32 rows); sampling")
     assert headline(*begun, far, (166.0, full)) == (
         "training",
-        "the first step goes on (12 of 32 rows), and sampling waits for it",
+        "the first step is running (12 of 32 rows), and sampling waits for it",
     )
     assert headline(*begun, (4.0, dataclasses.replace(full, sessions=3))) == (
         "training",
-        "the first step goes on, and sampling goes on",
+        "the first step is running, and sampling continues",
     )
     resumed: list[tuple[float, Event]] = [
         (20.0, BatchReady(step=2)),
@@ -652,7 +656,7 @@ def test_a_long_step_of_the_trainer_is_said_to_be_one() -> None:
     late = trainer(*resumed, (913.0, BatchReady(step=2)), (915.0, full))
     assert late.startswith("at step 2 for 0:02; sampling waits"), "as soon as there is a batch"
     before_any = trainer((900.0, Launched(resumed=True)), (905.0, attempt()))
-    assert before_any == "is being made ready", "no step goes on while the trainer is started"
+    assert before_any == "preparing", "no step goes on while the trainer is started"
     assert trainer(*resumed, (920.0, step(2))).startswith("25% busy  loss")
     later = trainer(*resumed, (920.0, step(2)), (930.0, StepProgress(step=3, done=1, total=32)))
     assert later.endswith("at step 3 (1 of 32 rows)")
@@ -690,8 +694,8 @@ def test_sessions_are_told_now_and_then_and_each_error_once() -> None:
     assert told(3.0, attempt("failed", None, "agent: a")) == []
     assert told(4.0, same) == []
     assert told(1.5 + TELL_S, attempt()) == [
-        "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal (100%); no group had a "
-        "difference yet: in the first all attempts earned 0; newest error: agent: a"
+        "sessions: 4 finished, 2 failed, 0 timed out, 2 without signal (100%); no group with "
+        "signal yet: in the first, all attempts earned 0; newest error: agent: a"
     ]
     assert told(9.0 + 2 * TELL_S, same) == [], "no session ended since"
     for n in range(9):

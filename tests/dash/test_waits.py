@@ -27,15 +27,15 @@ def test_every_reason_in_turn() -> None:
 
     waits.enter(10.0, issued("a"))
     waits.apply(10.0, Launched(resumed=False))
-    assert set(reasons(11.0).values()) == {"its own session, which is under way"}
+    assert set(reasons(11.0).values()) == {"its own session, which is still running"}
     waits.apply(12.0, attempt("a.0"))
-    assert reasons(13.0)["a.0"] == "other attempts of its group, which are under way"
+    assert reasons(13.0)["a.0"] == "other attempts of its group, which are still running"
     waits.apply(14.0, attempt("a.1"))
     waits.apply(
         15.0,
         GroupDone(group="a", task="t", admitted=0, rewards=(1, 0), failed=0, kept=True, seconds=1),
     )
-    assert set(reasons(16.0).values()) == {"a batch: enough finished groups with a difference"}
+    assert set(reasons(16.0).values()) == {"a batch: enough finished groups with signal"}
     assert [each.seconds for each in waits.waiting(18.0)] == [3.0, 3.0]
     waits.enter(20.0, Batched(step=7, samples=("a.0", "a.1")))
     assert summed_up(waits.waiting(23.0)) == [("the trainer, for step 7", 2, 3.0)]
@@ -55,8 +55,8 @@ def test_finished_groups_wait_for_an_older_one_unless_they_may_overtake_it() -> 
         told = {each.id: each.waits_for for each in waits.waiting(3.0, reorder_window)}
         return [told[f"{group}.0"] for group in "acd"]
 
-    behind = "the older group b, which is under way (reorder_window)"
-    batch = "a batch: enough finished groups with a difference"
+    behind = "the older group b, which is still running (reorder_window)"
+    batch = "a batch: enough finished groups with signal"
     assert reasons(1) == [batch, behind, behind]
     assert reasons(2) == [batch, batch, behind]
     assert reasons(3) == [batch, batch, batch]
@@ -78,7 +78,7 @@ def test_sessions_of_users_wait_for_their_users_however_long() -> None:
     late = 3600.0
     assert waits.advice(late) is None
     (found,) = waits.waiting(late)
-    assert found.waits_for.startswith("what its user does about it")
+    assert found.waits_for.startswith("feedback from its user")
     waits.enter(late, Batched(step=1, samples=(session,)))
     (found,) = waits.waiting(late)
     assert found.waits_for == "the trainer, for step 1"
@@ -90,12 +90,12 @@ def test_a_run_that_has_stopped_says_so() -> None:
     waits.apply(1.0, Launched(resumed=False))
     assert waits.advice(1.0 + STOPPED_S) is None
     late = 2.0 + STOPPED_S
-    assert "nothing was told for 1:01" in (waits.advice(late) or "")
-    again = "the run to be resumed, which issues the task again"
+    assert "no events for 1:01" in (waits.advice(late) or "")
+    again = "the run to resume, which issues its task again"
     assert [each.waits_for for each in waits.waiting(late)] == [again, again]
     for sample in ("a.0", "a.1"):
         waits.apply(1.0, attempt(sample))
-    assert {each.waits_for for each in waits.waiting(late)} == {"the run to be resumed"}
+    assert {each.waits_for for each in waits.waiting(late)} == {"the run to resume"}
     waits.apply(1.0, RunDone(version=3))
     assert waits.advice(late) is None
     result = EvalDone(stage="rl", split="heldout", version=3, solved=1, total=2, low=0.1, high=0.9)

@@ -51,7 +51,7 @@ def test_three_stages_in_two_regions_of_which_one_dies(etude: Etude) -> None:
         os.kill(pid, signal.SIGKILL)
     out, err = process.communicate()
     assert process.returncode == 0, err
-    assert re.search(r"the gateway was killed by SIGKILL.* and is started again", err + out)
+    assert re.search(r"the gateway was killed by SIGKILL.* and is being restarted", err + out)
     summary = json.loads(out.splitlines()[-1])
     check_books(etude)
     assert etude.processes() == {}
@@ -84,7 +84,7 @@ def test_whatever_is_killed_the_next_start_goes_on(etude: Etude, victims: tuple[
         check_books(etude, finished=False)
         if victim in MODULES:
             assert process.returncode == 2
-            assert f"the {victim} was killed by SIGKILL" in err and "Go on with: etude run" in err
+            assert f"the {victim} was killed by SIGKILL" in err and "Resume with: etude run" in err
         if victim == "ctrl-c":
             assert process.returncode == 130
             assert "stopped; resume with: etude run" in err and "Traceback" not in err
@@ -98,7 +98,7 @@ def test_one_run_has_one_launcher(etude: Etude) -> None:
     etude.write(ONE_REGION)
     with locked(etude.directory):
         process = etude.start()
-        assert f"is being run by process {os.getpid()}" in process.communicate()[1]
+        assert f"is in use by process {os.getpid()}" in process.communicate()[1]
         assert process.returncode == 2
 
 

@@ -72,5 +72,5 @@ def test_a_run_in_a_bucket_is_killed_and_goes_on(
     assert saved in said("show", f"{url}/checkpoints/{saved}", folder=elsewhere)
     assert "reader" in said("weights", "log", url, folder=elsewhere)
     assert said("sessions", url, folder=elsewhere)
-    assert "no rollout waits" in said("doctor", url, folder=elsewhere)
+    assert "no rollout is waiting" in said("doctor", url, folder=elsewhere)
     assert not (elsewhere / "runs").exists(), "who only looks leaves nothing behind"

@@ -117,7 +117,7 @@ def test_whatever_is_stopped_is_named_and_the_run_goes_on(
             screen.go_on()  # the other worker does its work; another zygote takes its place
         time.sleep(max(0.0, began + STOPPED_S - time.monotonic()))
         os.kill(stopped[-1], signal.SIGCONT)
-        screen.until(rf"the {name} is heard again after \d+ s of silence", start)
+        screen.until(rf"the {name} responds again after \d+ s of silence", start)
         screen.go_on()
     stopped.append(screen.pid("launcher"))
     os.kill(stopped[-1], signal.SIGSTOP)
@@ -144,7 +144,7 @@ def test_no_session_is_graded_for_it(etude: Etude, stopped: list[int]) -> None:
             screen.until(f"alarm: the {name} has been silent", start)
             time.sleep(WAIT_S + SILENCE_S)
             os.kill(stopped[-1], signal.SIGCONT)
-            screen.until(f"the {name} is heard again", start)
+            screen.until(f"the {name} responds again", start)
             screen.go_on()
             waited[name] = [t.error for t in trajectories(etude) if t.status == "failed"]
         screen.end()

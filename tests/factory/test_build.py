@@ -170,7 +170,7 @@ def test_a_check_says_how_many_are_flaky(
 
     monkeypatch.setattr(checking, "check", found)
     assert main(["tasks", "check", str(built[0])]) == (1 if flaky else 0)
-    assert f"{5 - flaky} of 5 tasks hold; {said} flaky" in capsys.readouterr().out
+    assert f"{5 - flaky} of 5 tasks pass; {said} flaky" in capsys.readouterr().out
     main(["tasks", "check", str(built[0]), "--json"])
     told = json.loads(capsys.readouterr().out)
     assert list(told["broken"]) == [f"[/{n}]" for n in range(flaky)]
@@ -253,7 +253,7 @@ def test_the_commands_say_what_there_is(
     found = json.loads(told.out.splitlines()[-1])
     assert found["kinds"] == dict(built[1].kinds)
     splits = found["splits"]
-    assert f"{splits['train']} to train on, {splits['heldout']} held out" in told.err
+    assert f"{splits['train']} for training, {splits['heldout']} held out" in told.err
     assert splits["train"] and splits["heldout"] and not splits["novel"]
     assert sum(splits.values()) == built[1].kept
     one = task_folders(folder)[0]
@@ -275,7 +275,7 @@ def test_a_build_that_falls_short_says_so(
     print_build(status, folder, console)
     assert "all drafts" not in capsys.readouterr().out
     print_build(replace(status, limit=status.kept + 3), folder, console)
-    assert f"{status.kept} of {status.kept + 3}: all drafts were" in capsys.readouterr().out
+    assert f"{status.kept} of {status.kept + 3}: all drafts are" in capsys.readouterr().out
 
 
 def test_a_source_that_is_none_is_told(tmp_path: Path) -> None:

@@ -246,7 +246,7 @@ def test_sandboxes_show_the_servers_that_are_installed() -> None:
     [
         ("harness.code.tools=['read']", "tools has no submit"),
         ("harness.code.tool={read={name='edit'}}", "two tools are called edit"),
-        ("harness.code.user_replies={'('='x'}", "is no regular expression"),
+        ("harness.code.user_replies={'('='x'}", "is not a regular expression"),
         ("harness.code.tools=['fly']", "harness.code.tools"),
         ("harness.command=['x']", "two agents: leave out one"),
         ("tasks.environment=http://h", r"leave out .*harness\.code"),

@@ -98,11 +98,11 @@ TEACHER = '[[stage]]\nkind = "distill"\nsteps = 1\nteacher = "model/teacher"\n'
 @pytest.mark.parametrize(
     ("override", "told", "made"),
     [
-        ("harness.agent=code.py:Nobody", "code.py has nothing called 'Nobody'", nothing),
+        ("harness.agent=code.py:Nobody", "code.py does not define 'Nobody'", nothing),
         ("harness.agent=code.py:Narrow", "code.py:Narrow' takes \\(pool\\)", nothing),
-        ("tasks.environment=code.py:Nobody", "code.py has nothing called 'Nobody'", nothing),
+        ("tasks.environment=code.py:Nobody", "code.py does not define 'Nobody'", nothing),
         ("tasks.environment=code.py:Narrow", "code.py:Narrow' takes \\(pool\\)", nothing),
-        ("tasks.environment=code.py:Empty", "gives no tasks for the split 'train'", nothing),
+        ("tasks.environment=code.py:Empty", "returns no tasks for the split 'train'", nothing),
         ("tasks.environment=code.py:Greedy", "task 'g' of the split 'train': .*network", nothing),
         ("stage.rl.loss=code.py:loss", "code.py:loss' is a function: it must be", nothing),
         ("engine.device=cuda", "torch sees no CUDA device", nothing),
@@ -133,7 +133,10 @@ async def test_what_a_child_process_would_refuse(
     [
         ("model.path=nowhere", "is not a complete model"),
         ("stage.midtrain.heldout_path=nowhere.txt", "no such file"),
-        ('engine.vllm_urls={east = "http://127.0.0.1:9"}', "no vLLM server for the region east"),
+        (
+            'engine.vllm_urls={east = "http://127.0.0.1:9"}',
+            "no answer from the vLLM server for the region east",
+        ),
         ("stage.midtrain.lr=1.0", "stage.midtrain.lr: 0.003 -> 1.0"),
     ],
 )
@@ -158,7 +161,7 @@ def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_place_where_nothing_can_lie(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(EtudeError, match="no run can lie in .*file/r .*is not a directory"):
+    with pytest.raises(EtudeError, match="cannot create a run in .*file/r .*is not a directory"):
         check_start(parse(TOML), RunPlace.of(tmp_path / "file" / "r"))
 
 
@@ -176,7 +179,7 @@ async def test_tasks_of_a_run_that_moved_meanwhile(
     told: dict[str, Any] = {"resumed": True, "look": look, "store": f"file:{tmp_path}/r"}
     await examine(config, **told)  # nothing was attempted yet
     run.ledger.append(Issued(group="g", task="train0", samples=("g.0",), version=0, epoch=0))
-    with pytest.raises(EtudeError, match=r"the split 'train' are not .*: 1 gone \(train2\)"):
+    with pytest.raises(EtudeError, match=r"the split 'train' differ .*: 1 gone \(train2\)"):
         await examine(config, **told)
     assert run.tasks("train", TaskRecord) == TaskRecord.of(began_with)
 
@@ -213,11 +216,13 @@ def test_paths_start_at_the_folder_of_the_run_file(
     assert main(["run", "mine/run.toml", "--set", "stage.rl.loss=loss.py:A"]) == 2
     told = capsys.readouterr().err
     assert "stage.rl.loss = 'loss.py:A': relative paths start at the folder of the run" in told
-    assert f"no {mine}/loss.py, but {tmp_path}/loss.py: write '../loss.py:A'" in told
+    assert (
+        f"{mine}/loss.py does not exist, but {tmp_path}/loss.py does: write '../loss.py:A'" in told
+    )
     assert main(["run", "mine/run.toml", "--set", "harness.agent=nowhere.py:A"]) == 2
     told = capsys.readouterr().err
     assert (
-        f"no file {mine}/nowhere.py; " in told
+        f"{mine}/nowhere.py does not exist; " in told
         and f"not where etude is started ({tmp_path})" in told
     )
 
@@ -255,8 +260,8 @@ def test_the_dry_run_asks_the_same_and_makes_nothing(
     assert f"error: harness.agent = '{tmp_path}/code.py:Nobody'" in capsys.readouterr().err
     assert main(argv) == 0
     told = capsys.readouterr().out
-    assert "tasks: 2 to train on (3 asked for), 2 held out" in told
-    assert "expected time: some" in told and "expected disk: some" in told
+    assert "tasks: 2 for training (3 asked for), 2 held out" in told
+    assert "expected time: about" in told and "expected disk: about" in told
     assert [
         path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in str(path)
     ] == before
@@ -276,7 +281,7 @@ def test_fresh_also_removes_a_run_that_lost_its_config(
     Run.open(f"file:{place}").put_checkpoint("000001.000000", b"")
     with pytest.raises(EtudeError, match="without its config.json"):
         check_start(parse(TOML), RunPlace.of(place))
-    with pytest.raises(EtudeError, match="is no run of etude"):
+    with pytest.raises(EtudeError, match="is not an Etude run"):
         check_start(parse(TOML), RunPlace.of(place), fresh=True)
     (place / "logs").mkdir()
     (place / "lock").touch()

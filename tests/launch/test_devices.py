@@ -53,7 +53,7 @@ def test_it_is_told() -> None:
 
 
 def test_a_gpu_of_two_is_refused() -> None:
-    with pytest.raises(EtudeError, match="GPU 1 is the trainer's and that of the region east"):
+    with pytest.raises(EtudeError, match="GPU 1 is given to both the trainer and the region east"):
         parse(TOML + "[placement]\ntrainer = [0, 1]\nengines = {east = [1]}\n")
 
 

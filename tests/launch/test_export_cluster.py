@@ -315,7 +315,7 @@ def test_a_store_that_others_do_not_reach_is_refused(
     toml.write_text(TOML.replace('store = "s3://bucket/runs/mine"', store))
     assert main(["export", "k8s", str(toml), str(toml.parent / "out")]) == 2
     said = capsys.readouterr().err
-    assert "a store that all of them reach" in said and "file:" not in said
+    assert "a store that all of them can reach" in said and "file:" not in said
 
 
 def test_a_folder_that_all_nodes_see_is_offered_for_slurm(
@@ -370,7 +370,7 @@ def test_relative_paths_start_where_they_did(
 
 @pytest.mark.parametrize(
     ("device", "gpus", "said"),
-    [("cpu", "1", 'engine.device = "cpu" would leave'), ("cuda", "0", "give --worker-gpus 1")],
+    [("cpu", "1", 'engine.device = "cpu" would leave'), ("cuda", "0", "pass --worker-gpus 1")],
 )
 def test_gpus_are_those_of_the_devices(
     toml: Path, capsys: pytest.CaptureFixture[str], device: str, gpus: str, said: str

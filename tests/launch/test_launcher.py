@@ -97,7 +97,7 @@ async def test_a_death_is_told_with_its_last_words(launcher: LocalLauncher) -> N
         )
     told = error_message(caught.value) or ""
     assert "the main ended with exit code 3" in told and "| no more paper" in told
-    assert told.endswith("\nGo on with: etude run x.toml")
+    assert told.endswith("\nResume with: etude run x.toml")
 
 
 async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
@@ -105,14 +105,14 @@ async def test_after_a_mistake_of_the_users_the_same_command_is_not_enough(
 ) -> None:
     with pytest.raises(EtudeError) as caught:
         await launcher.run_to_end(program("preparation", "import sys; sys.exit(2)"))
-    again = "\nWhen that is mended, go on with: etude run x.toml\nor begin anew with --fresh"
+    again = "\nAfter fixing this, resume with: etude run x.toml\nor start over with --fresh"
     assert str(caught.value).endswith(again)
 
 
 @pytest.mark.parametrize("command", ["etude realtime x.toml", "etude eval runs/x"])
 def test_fresh_is_not_advised_to_commands_without_it(command: str) -> None:
     told = exit_message("loop", 2, ["no"], "loop.log", command, how="ended", restarts=None)
-    assert told.endswith(f"\nWhen that is mended, go on with: {command}")
+    assert told.endswith(f"\nAfter fixing this, resume with: {command}")
 
 
 async def test_last_words_are_those_of_the_last_life(
@@ -283,7 +283,7 @@ time.sleep(600)
     assert died == ProcessRestarted(process="gateway", how="was killed by SIGKILL", limit=3)
     assert isinstance(back, ProcessHeard) and back.process == "gateway"
     (alarm,) = alarms.apply(died)
-    assert "the gateway was killed by SIGKILL and is started again" in str(alarm)
+    assert "the gateway was killed by SIGKILL and is being restarted" in str(alarm)
     assert "more than 3 times within a minute" in str(alarm)
     assert alarms.apply(back) == [] and not alarms.active
 
@@ -347,7 +347,7 @@ with locked(Path({str(tmp_path)!r})) as lock:
 def test_a_run_is_locked_against_a_second_launcher(tmp_path: Path) -> None:
     with (
         locked(tmp_path),
-        pytest.raises(EtudeError, match=f"is being run by process {os.getpid()}"),
+        pytest.raises(EtudeError, match=f"is in use by process {os.getpid()}"),
         locked(tmp_path, 0),
     ):
         pass

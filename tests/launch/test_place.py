@@ -66,10 +66,10 @@ def test_only_a_run_is_removed(tmp_path: Path) -> None:
     (tmp_path / "lock").touch()
     place.check_removable()
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(EtudeError, match="is no run of etude: it is not removed"):
+    with pytest.raises(EtudeError, match="is not an Etude run, so it was not deleted"):
         place.check_removable()
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(EtudeError, match="is no run of etude: it is not removed"):
+    with pytest.raises(EtudeError, match="is not an Etude run, so it was not deleted"):
         place.check_removable()
 
 
@@ -124,11 +124,13 @@ def test_a_run_that_is_run_from_another_machine_is_not_removed(
     place.directory.joinpath("lock").touch()
     objects.put("events/controller/0000000000.jsonl", b"")
     for attempt in (place.check_removable, place.remove):
-        with pytest.raises(EtudeError, match="is being run, perhaps from another machine: stop it"):
+        with pytest.raises(
+            EtudeError, match="is probably running, perhaps on another machine: stop it"
+        ):
             attempt()
     later(monkeypatch, 60.0)
     if has_config:
-        with pytest.raises(EtudeError, match="60 s ago.*nothing has been written for 102 s"):
+        with pytest.raises(EtudeError, match="60 s ago.*after 102 s without writes"):
             place.remove()
         later(monkeypatch, 60.0)
     place.remove()

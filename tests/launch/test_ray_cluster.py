@@ -86,8 +86,8 @@ def run_and_kill(cluster: Any, etude: Etude, victims: dict[str, int]) -> str:  #
     out, err = running.communicate()
     assert running.returncode == 0, err
     said = out + err
-    assert "the gateway was lost with its node and is started again" in said
-    assert "the trainer was lost with its node and is started again" in said
+    assert "the gateway was lost with its node and is being restarted" in said
+    assert "the trainer was lost with its node and is being restarted" in said
     check_books(etude)
     deadline = time.monotonic() + 60
     while etude.processes() and time.monotonic() < deadline:
@@ -101,4 +101,4 @@ def test_a_cluster_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TINY.read_text())
     argv = [sys.executable, "-m", "etude", "run", "run.toml", "--ray", "127.0.0.1:1"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "no Ray cluster answers at 127.0.0.1:1" in done.stderr
+    assert done.returncode == 2 and "no answer from a Ray cluster at 127.0.0.1:1" in done.stderr

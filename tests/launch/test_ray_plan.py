@@ -114,9 +114,9 @@ def test_workers_are_spread_in_their_region_and_ranks_are_together() -> None:
 @pytest.mark.parametrize(
     ("nodes", "said"),
     [
-        ([Node(cpus=8), Node(cpus=3)], "needs 12 CPUs of the Ray cluster, which has 11"),
-        ([Node(cpus=2)] * 8, "a program of trainer needs 3 CPUs on one node"),
-        ([Node(cpus=16), Node(cpus=1, region="east")], "a program of region east needs 2 CPUs"),
+        ([Node(cpus=8), Node(cpus=3)], "needs 12 CPUs but the Ray cluster has 11"),
+        ([Node(cpus=2)] * 8, "a process of trainer needs 3 CPUs on one node"),
+        ([Node(cpus=16), Node(cpus=1, region="east")], "a process of region east needs 2 CPUs"),
         ([Node(cpus=8), Node(cpus=4)], None),
     ],
 )

@@ -197,7 +197,7 @@ def test_what_cannot_be_imported_is_named(
     write(tmp_path / "m.gguf", CONFIG, **change)
     with pytest.raises(EtudeError, match=said):
         import_model(tmp_path / "m.gguf", tmp_path / "m", Console(file=io.StringIO()))
-    with pytest.raises(EtudeError, match="is a folder: give the path of a GGUF file"):
+    with pytest.raises(EtudeError, match="is a folder: pass the path of a GGUF file"):
         import_model(tmp_path, tmp_path / "m", Console(file=io.StringIO()))
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
 
@@ -274,9 +274,9 @@ def test_a_file_of_another_kind_is_not_called_a_damaged_one(tmp_path: Path) -> N
 
 
 def test_nothing_is_written_over(tmp_path: Path) -> None:
-    with pytest.raises(EtudeError, match="m.gguf is not there: give the path of a GGUF file"):
+    with pytest.raises(EtudeError, match="m.gguf does not exist: pass the path of a GGUF file"):
         import_model(tmp_path / "m.gguf", tmp_path / "m", Console(file=io.StringIO()))
-    with pytest.raises(EtudeError, match="is there already"):
+    with pytest.raises(EtudeError, match="already exists"):
         import_model(tmp_path / "m.gguf", tmp_path, Console(file=io.StringIO()))
 
 

@@ -310,16 +310,16 @@ steps = 1
     ("rewards", "why"),
     [
         ('reward = "tests **"', "rewards.reward: 'tests \\*\\*' is not an expression"),
-        ('reward = "len(tests)"', "has no place here"),
+        ('reward = "len(tests)"', "is not allowed"),
         ('judge = {url = "http://x/v1", model = "m", rubrics = {}}', "rubrics"),
         ('judge = {url = "http://x", model = "m", rubrics = {a-b = "x"}}', "rubrics"),
         (
             'judge = {url = "http://x", model = "m", rubrics = {a = "x"}, votes = 1}',
-            "needed = 2 of votes = 1: nothing could pass",
+            "needed = 2 with votes = 1: nothing could pass",
         ),
         ('judge = {url = "http://x", model = "m", rubrics = {environment = "x"}}', "another name"),
         ('judge = {url = "http://x", model = "m", rubrics = {detector = "x"}}', "another name"),
-        ('reward = "environment * (detector == 0)"', "'detector' is no number to earn"),
+        ('reward = "environment * (detector == 0)"', "'detector' cannot be used in the reward"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(rewards: str, why: str) -> None:
@@ -333,7 +333,9 @@ async def test_what_nobody_asks_for_changes_nothing() -> None:
 
 
 def test_a_part_that_is_missing_is_an_error_and_no_zero() -> None:
-    with pytest.raises(ValueError, match="needs 'lint', and the parts are environment, tests"):
+    with pytest.raises(
+        ValueError, match="needs 'lint', which is not one of the parts: environment, tests"
+    ):
         composed(TESTS, Expression.parse("tests * lint"))
 
 

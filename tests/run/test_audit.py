@@ -129,7 +129,7 @@ async def test_damaged_events_are_told_and_the_others_count(run: Run) -> None:
     (alarm,) = audit(run).alarms
     assert (
         key in str(alarm)
-        and str(alarm).endswith("what it told is left out")
+        and str(alarm).endswith("its events are left out")
         and audit(run).violations == []
     )
     console = Console(record=True, width=400)
@@ -268,23 +268,23 @@ def _replace(run: Run, batch: object) -> None:
 @pytest.mark.parametrize(
     ("damage", "finding"),
     [
-        (lose_a_batch, "the ledger speaks of batch 4, and the store has none"),
-        (age_a_token, "its lag is not from 0 to 1"),
-        (hide_the_age, "says that its oldest token is of version"),
-        (swap_a_sample, "holds other samples than its ledger entry"),
-        (forget_a_group, "which no stored group holds"),
-        (leave_one_open, "the run is finished, and 1 samples are in flight"),
+        (lose_a_batch, "the ledger has batch 4, but the store does not"),
+        (age_a_token, "its lag is not between 0 and 1"),
+        (hide_the_age, "says that its oldest token is from version"),
+        (swap_a_sample, "has other samples than its ledger entry"),
+        (forget_a_group, "which is in no stored group"),
+        (leave_one_open, "the run is finished, but 1 samples are in flight"),
         (settle_twice, "cannot become 'failed'"),
-        (publish_too_much, f"version {LAST + 1} is published, and the last stage ends with {LAST}"),
-        (interrupt_what_is_finished, "was dropped as interrupted, and yet its group was finished"),
+        (publish_too_much, f"version {LAST + 1} is published, but the last stage ends with {LAST}"),
+        (interrupt_what_is_finished, "was dropped as interrupted, but its group was finished"),
         (slip_in_a_group, "3 stored samples were never issued, for example g999998.0"),
         (age_a_group, "has a token that is older than its admission"),
         (lose_the_checkpoint, "the newest checkpoint is of version -1"),
-        (unpublish, "and the newest published version is -1"),
+        (unpublish, "but the newest published version is -1"),
         (lose_the_rows, "settled samples have no row, for example g000"),
         (repeat_a_row, " has 2 rows"),
-        (invent_a_row, "g999999.0 has a row, and was never issued"),
-        (contradict_the_ledger, " says 'failed', and the ledger 3"),
+        (invent_a_row, "g999999.0 has a row, but was never issued"),
+        (contradict_the_ledger, " says 'failed', but the ledger 3"),
     ],
 )
 async def test_each_broken_promise_is_found(

@@ -112,10 +112,12 @@ def test_tasks_are_there_and_have_names_of_their_own() -> None:
     assert tasks(lambda: [TASK]) == [TASK]
     with pytest.raises(
         EtudeError,
-        match=r"'mine.py:A' gives no tasks .* 'train', .* wants 7: look at its tasks\(\)$",
+        match=r"'mine.py:A' returns no tasks .* 'train', .* wants 7: check its tasks\(\)$",
     ):
         tasks(list)
-    with pytest.raises(EtudeError, match="gives several tasks of the split 'train' the id 't'"):
+    with pytest.raises(
+        EtudeError, match="returns several tasks of the split 'train' with the id 't'"
+    ):
         tasks(lambda: [TASK, replace(TASK, prompt="another")])
     with pytest.raises(
         EtudeError, match=r"'mine.py:A': ZeroDivisionError in .*line \d+: division by zero"

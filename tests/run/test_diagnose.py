@@ -46,7 +46,7 @@ def test_rounding_is_said_below_the_bound_only() -> None:
     below = of_gaps(alone=9e-7)
     assert below.causes == below.unexplained == []
     (told,) = of_gaps(alone=0.3).unexplained
-    assert "k3 3.0e-01" in told and "rounding makes up to 1.0e-06" in told
+    assert "k3 3.0e-01" in told and "rounding causes up to 1.0e-06" in told
     assert of_gaps(alone=1.1e-6).unexplained
     assert of_gaps(alone=1e-7, worst=1e-4).unexplained  # one token alone
 
@@ -73,11 +73,11 @@ def test_precision_explains_no_more_than_rounding_does() -> None:
         kinds=kinds,
     )
     assert (
-        "rounding to bfloat16 makes a k3 of up to 2.0e-03" in within.causes[0]
+        "rounding to bfloat16 causes a k3 of up to 2.0e-03" in within.causes[0]
         and not within.unexplained
     )
     above = of_gaps(alone=1e-3, precision=1e-9, known={"kinds": kinds})
-    assert "what the engine runs in bfloat16 is at fault" in above.causes[0]
+    assert "something that the engine computes in bfloat16 is wrong" in above.causes[0]
     assert of_gaps(alone=1e-3, precision=1e-3).unexplained
 
 
@@ -91,11 +91,15 @@ def fit(asked: float, fitted: float, preference: float = 0.0) -> TemperatureFit:
         ([fit(1.0, 0.8), fit(0.5, 0.4)], [], "logits: the engine's are 1.250 times"),
         ([fit(1.0, 0.7), fit(0.5, 0.7)], [], "the engine computes at 0.700 whatever"),
         ([fit(1.0, 0.5)], [0.5], "the engine computes at 0.500 whatever"),
-        ([fit(0.5, 1.0, 9.0)], [1.0], "recorded before temperature; tokens are drawn after"),
+        (
+            [fit(0.5, 1.0, 9.0)],
+            [1.0],
+            "recorded before temperature is applied; tokens are sampled after",
+        ),
         ([fit(0.5, 1.0, -9.0)], [1.0], "does not apply it"),
         ([fit(0.5, 1.0)], [], "the tokens do not tell"),
-        ([fit(0.5, 0.8)], [], "those of temperature 0.800, the trainer computes at 0.5"),
-        ([fit(1.0, 0.5), fit(0.5, 0.9)], [], "0.500 where 1 was asked for, 0.900 where 0.5"),
+        ([fit(0.5, 0.8)], [], "those of temperature 0.800, but the trainer computes at 0.5"),
+        ([fit(1.0, 0.5), fit(0.5, 0.9)], [], "0.500 where 1 was requested, 0.900 where 0.5"),
     ],
 )
 def test_what_a_temperature_says(
@@ -203,14 +207,14 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("gaps", "known", "causes", "unexplained"),
     [
-        ({"alone": 0.1}, {"cut": TopPCut(0.9, 1e-7)}, ["top-p: drawn with top-p 0.90"], []),
+        ({"alone": 0.1}, {"cut": TopPCut(0.9, 1e-7)}, ["top-p: sampled with top-p 0.90"], []),
         ({"alone": 0.1}, {"cut": TopPCut(0.9, 0.01)}, ["top-p"], []),
         ({"alone": 0.1}, {"cut": TopPCut(0.9, 0.02)}, ["top-p"], ["alone: k3 1.0e-01"]),
         ({"alone": 1e-7, "replay": 0.1}, experts(0.5),
-         ["recorded experts: not those that the engine computed with (50.0% of the tokens "
+         ["recorded experts: not the ones that the engine computed with (50.0% of the tokens "
           "in layer 2; rounding: 1.0%)"], []),
         ({"alone": 1e-7, "replay": 0.1}, experts(0.5, (1, 4)),
-         ["recorded experts: not those that the engine computed with, experts 1 and 4 are"], []),
+         ["recorded experts: not the ones that the engine computed with, experts 1 and 4 are"], []),
         ({"alone": 0.2, "replay": 0.1}, experts(0.5, (1, 4)),
          ["router: the engine chooses other experts than the trainer, experts 1 and 4"], []),
         ({"alone": 0.2, "replay": 0.1}, experts(0.5), [], ["alone: k3 2.0e-01"]),
@@ -222,8 +226,8 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
          ["temperature: log-probs are recorded before temperature"], []),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 1e-7)), ["temperature: the recorded"], []),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.009)), ["temperature: the recorded"],
-         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to "
-          "1.0e-06 and 1.0e-05; k3 9.0e-03 is left at the temperature that fits best"]),
+         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, while rounding causes up to "
+          "1.0e-06 and 1.0e-05; k3 9.0e-03 remains at the temperature that fits best"]),
         ({"alone": 0.1}, scale(alone=(1.0, 0.5, 0.02)), [], ["alone: k3 1.0e-01"]),
         ({"alone": 2e-6}, scale(alone=(1.0, 1.01, 9e-7)), [], ["alone"]),
         ({"alone": 2e-6}, scale(alone=(1.0, 1.1, 9e-7)), ["temperature"], []),
@@ -231,8 +235,8 @@ def scale(**fits: tuple[float, float, float]) -> dict[str, Any]:
         ({"alone": 1e-7, "temperature": 0.1}, {"operators": (Operator("rope", 0.1, 0.01),)},
          ["operator: rope"], []),
         ({"alone": 0.1}, {"argmax_flip_frac": 0.5}, [],
-         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, where rounding makes up to "
-          "1.0e-06 and 1.0e-05; every operator agrees: it comes in behind the logits"]),
+         ["alone: k3 1.0e-01 and 5.0e-01 at the worst token, while rounding causes up to "
+          "1.0e-06 and 1.0e-05; every operator agrees: it arises after the logits"]),
     ],
 )  # fmt: skip
 def test_what_explains_what(

@@ -41,7 +41,7 @@ def test_a_region_that_drifts_is_named_until_the_next_launch() -> None:
 def test_it_is_an_alarm_as_long_as_it_lasts() -> None:
     alarms = Alarms()
     (alarm,) = alarms.apply(RegionQuarantined(region="west", step=3, factor=1e4))
-    assert "the region west is in quarantine since step 3" in alarm.what
+    assert "the region west has been in quarantine since step 3" in alarm.what
     assert "1e+04 times" in alarm.what and "etude mismatch" in alarm.advice
     assert list(alarms.active.values()) == [alarm]
     alarms.apply(Launched(resumed=True))

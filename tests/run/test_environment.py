@@ -44,7 +44,7 @@ async def test_the_solution_of_every_split_earns_the_reward() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"prompt": "go", "messages": ({"role": "user"},)}])
 def test_a_task_has_a_prompt_or_messages(given: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="of prompt and messages: give one"):
+    with pytest.raises(ValueError, match="of prompt and messages: set exactly one"):
         Task(id="t", **given)  # type: ignore[arg-type]
 
 

@@ -136,7 +136,7 @@ def test_versions_are_tried_anew_when_probes_change(tmp_path: Path) -> None:
     assert probe_splits(config.model_copy(update={"safety": 0}), 0) == (cheats,)
     own.write_text('{"suite": "safety", "prompt": "a", "forbidden": ["z"]}\n')
     assert probe_splits(config, 0)[0] != safety and probe_splits(config, 0)[1] == cheats
-    with pytest.raises(EtudeError, match="has changed since the loop began"):
+    with pytest.raises(EtudeError, match="has changed since the loop started"):
         Probes(FakeSandboxPool(), config, seed=0).tasks(safety)
     run = Run.open("memory:")
     run.put_eval(report_name(1, safety), {})

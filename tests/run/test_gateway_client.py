@@ -92,13 +92,13 @@ async def test_a_gateway_that_was_started_again_is_told_which_weights_are_live(
 async def test_a_gateway_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway_client, "START_S", 0.05)
     async with GatewayClient("http://127.0.0.1:1") as gateway:
-        with pytest.raises(EtudeError, match="the gateway at http://127.0.0.1:1 does not answer"):
+        with pytest.raises(EtudeError, match="no answer from the gateway at http://127.0.0.1:1"):
             await gateway.ready()
 
 
 async def test_what_it_refuses_is_not_asked_again() -> None:
     with pytest.raises(
-        EtudeError, match="the workers cannot load version 3: the gateway answers 502: true"
+        EtudeError, match="the workers cannot load version 3: the gateway answered 502: true"
     ):
         await asked(resets=0, status=502)
 
@@ -152,7 +152,7 @@ async def test_a_session_that_nobody_knows_has_no_segments() -> None:
     async with answering(0, status=404) as gateway:
         gateway._ids["s"] = "id"
         assert await gateway.segments("s", experts=True) == ()
-        with pytest.raises(EtudeError, match="the gateway answers 404"):
+        with pytest.raises(EtudeError, match="the gateway answered 404"):
             await gateway.disturbed("s", age_s=1.0)
 
 

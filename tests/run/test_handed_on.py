@@ -209,7 +209,7 @@ async def test_a_task_that_fails_three_times_ends_an_evaluation() -> None:
             TASKS[:1], Exam([None] * 3).attempt, stage="rl", split="novel", version=3, seed=0
         )
     assert caught.group_contains(
-        EtudeError, match="task c failed 3 times, the last time with: gone"
+        EtudeError, match="task c failed 3 times, most recently with: gone"
     )
 
 
@@ -263,7 +263,7 @@ def test_a_run_stops_when_half_of_forty_sessions_failed() -> None:
     for number in range(39):
         health.add(failed(number) if number % 2 else good)
     with pytest.raises(
-        EtudeError, match="20 of the last 40 sessions failed, the newest with: error 99"
+        EtudeError, match="20 of the last 40 sessions failed, most recently with: error 99"
     ):
         health.add(failed(99))
     health = FailureMonitor()
@@ -292,7 +292,7 @@ def group(*rewards: float | None) -> Group:
 @pytest.mark.parametrize(
     ("rewards", "told"),
     [((0.0, None), "all 0: the tasks are too hard"), ((1.0,), "all 1: the tasks are solved"),
-     ((0.5,), "all 0.5: take a higher")],
+     ((0.5,), "all 0.5: try a higher")],
 )  # fmt: skip
 def test_a_run_that_learns_nothing_says_what_may_help(
     rewards: tuple[float | None, ...], told: str

@@ -77,7 +77,7 @@ def test_a_batch_that_is_lost_is_told_as_long_as_the_trainer_needs_it() -> None:
         run.ledger.append(group, Batched(step=step, samples=group.samples))
     estimator = AdvantageEstimator(max_tokens=9, max_lag=1)
     run.put_checkpoint("000001.000000", b"")
-    with pytest.raises(EtudeError, match="the batch of step 2 is not there, and the ledger says"):
+    with pytest.raises(EtudeError, match="the batch of step 2 is missing, but the ledger says"):
         load(run, estimator)
     run.put_checkpoint("000002.000000", b"")
     load(run, estimator)
@@ -87,7 +87,9 @@ def test_a_ledger_that_is_lost_is_told() -> None:
     """For example, by a removal that was interrupted."""
     run, sample = Run.open("memory:"), attempt("g000001.0", 1.0)
     run.put_batch(Batch(step=1, rows=tuple(to_rows(sample, 1.0)), oldest=0))
-    with pytest.raises(EtudeError, match=r"do not agree \(g000001.0 cannot become 1: it was never"):
+    with pytest.raises(
+        EtudeError, match=r"does not match .* \(g000001.0 cannot become 1: it was never"
+    ):
         load(run, AdvantageEstimator())
 
 

@@ -148,7 +148,7 @@ async def test_what_a_later_stage_publishes_is_not_loaded_in_this_one(
 async def test_half_of_the_sessions_failing_stops_the_run_with_the_newest_error() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await stage(Objects.open("memory:"), seed=0, last=LAST, max_lag=1, failures=0.9)
-    assert "sessions failed, the newest with: agent: gone" in (error_message(caught.value) or "")
+    assert "sessions failed, most recently with: agent: gone" in (error_message(caught.value) or "")
 
 
 def with_segment(trajectory: Trajectory, **changes: Any) -> Trajectory:
@@ -333,7 +333,7 @@ def test_a_group_with_signal_starts_the_count_again() -> None:
             signal.add(group, GroupOutcome(advantages={}))
     one = Trajectory(id="g.0", task="t", group="g", segments=(), score=Score(1.0), status="done")
     caught = GroupOutcome(advantages={}, quarantined={"g.0": "bytecode"})
-    with pytest.raises(EtudeError, match="suspected of bytecode: look at them in etude dash"):
+    with pytest.raises(EtudeError, match="suspected of bytecode: review them in etude dash"):
         signal.add(replace(group, trajectories=(one,)), caught)
     with pytest.raises(EtudeError, match="all attempts at a task earn the same reward"):
         signal.add(replace(group, trajectories=(one, replace(one, id="g.1"))), caught)
@@ -344,7 +344,9 @@ def test_a_run_that_had_learnt_and_then_earns_nothing_is_told_so() -> None:
     one = Trajectory(id="g.0", task="t", group="g", segments=(), score=Score(0.0), status="done")
     group = Group(id="g", task="t", slot=0, admitted=0, trajectories=(one,))
     signal.add(group, GroupOutcome(advantages={"g.0": 1.0}))
-    with pytest.raises(EtudeError, match=r"\(all 0: tasks have become harder, or the policy has"):
+    with pytest.raises(
+        EtudeError, match=r"\(all 0: either the tasks have become harder or the policy has"
+    ):
         for _ in range(100):
             signal.add(group, GroupOutcome(advantages={}))
 

@@ -173,7 +173,7 @@ FAULTS: dict[str, tuple[str, Plant, str]] = {
     "position": (
         "llama",
         late_position,
-        "operator: rope (5 of 42 tokens have another position, the first of them off",
+        "operator: rope (5 of 42 tokens have other positions, the first one off",
     ),
     "residual": ("llama", dropped_residual, "operator: model.layers.1"),
     "activation": ("llama", wrong_activation, "operator: model.layers.1.mlp"),
@@ -271,7 +271,7 @@ def test_recorded_experts_that_were_not_used(kind: torch.dtype) -> None:
         cause for cause in found.causes if not cause.startswith("precision: the engine computes")
     ]
     assert cause.startswith(
-        "recorded experts: not those that the engine computed with, experts 0 and 3 are exchanged"
+        "recorded experts: not the ones that the engine computed with, experts 0 and 3 are swapped"
     )
 
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_explained_is_called_so(kind: torch.dtype) -> None:
     (told,) = found.unexplained
     assert (
         told.startswith("alone: k3 ")
-        and "rounding makes up to" in told
+        and "rounding causes up to" in told
         and "every operator agrees" in told
     )
     assert not [cause for cause in found.causes if not cause.startswith("precision")]

@@ -192,8 +192,8 @@ async def test_a_model_that_never_acts_has_earned_nothing(tmp_path: Path) -> Non
     [
         ([BROKEN], "boom"),
         ([saw("Go."), BROKEN], "boom"),
-        ([saw("Go."), None], "broke the episode off"),
-        ([saw("Go."), saw("end", done=True)], "without a single reward"),
+        ([saw("Go."), None], "ended the episode early"),
+        ([saw("Go."), saw("end", done=True)], "without any reward"),
     ],
 )
 async def test_what_breaks_at_a_server_is_never_a_result(
@@ -225,7 +225,9 @@ async def test_no_place_in_time_is_a_failure_that_says_what_to_do(
 ) -> None:
     monkeypatch.setitem(LIMITS, "timeout_s", 0.25)
     monkeypatch.setattr("etude.run.openenv_environment.RETRY_S", 60.0)
-    with pytest.raises(RolloutFailure, match=r"no place within 0\.25 s \(harness\.timeout_s\)"):
+    with pytest.raises(
+        RolloutFailure, match=r"no free place within 0\.25 s \(harness\.timeout_s\)"
+    ):
         await World(tmp_path, GUESS, [FULL], []).run()
 
 
@@ -233,7 +235,7 @@ async def test_a_server_that_is_gone_begins_no_episode(tmp_path: Path) -> None:
     async with World(tmp_path, GUESS, [], []).at() as (url, made):
         task = made.tasks("train")[0]
     agent, sandbox = made.own_agent(None, **LIMITS), FakeSandbox({})
-    with pytest.raises(RolloutFailure, match=f"^{url}: no episode can begin: "):
+    with pytest.raises(RolloutFailure, match=f"^{url}: cannot start an episode: "):
         await agent.run(task, sandbox, base_url=f"{url}/v1", api_key="k", seed=1)
 
 
@@ -268,10 +270,10 @@ async def test_an_observation_of_several_parts_is_shown_as_json(tmp_path: Path) 
 
 
 def test_a_url_without_a_server_says_so(tmp_path: Path) -> None:
-    with pytest.raises(EtudeError, match="no OpenEnv server"):
+    with pytest.raises(EtudeError, match="as an OpenEnv server"):
         environment(tmp_path, "http://127.0.0.1:9")
     (tmp_path / "nothing.toml").write_text("")
-    with pytest.raises(EtudeError, match="say where the OpenEnv server is"):
+    with pytest.raises(EtudeError, match="set the URL of the OpenEnv server"):
         OpenEnvEnvironment(
             FakeSandboxPool(), counts=COUNTS, seed=0, path=str(tmp_path / "nothing.toml")
         )

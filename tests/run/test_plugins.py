@@ -32,7 +32,7 @@ def test_a_module_lies_with_the_file_of_the_run(
     (tmp_path / "my_package_of_losses.py").write_text("A = 1")
     (tmp_path / "token.py").write_text("")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(EtudeError, match="the folder of the run's file, or among the packages of"):
+    with pytest.raises(EtudeError, match="the folder of the run's file and among the packages of"):
         load("my_package_of_losses:A", "key")
     for _ in range(2):
         import_from(str(tmp_path))
@@ -65,8 +65,8 @@ def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
         build(f"{file}:A", "tasks.environment", seed=0)
     with pytest.raises(
         EtudeError,
-        match=r"mine.py:A' takes \(\*, seed\), and is called with \(str, seed=.., counts=..\): .*"
-        r"Name these in its __init__, or take those .* as \*\*unused",
+        match=r"mine.py:A' takes \(\*, seed\), but is called with \(str, seed=.., counts=..\): .*"
+        r"Accept these in its __init__, and those .* as \*\*unused",
     ):
         build(f"{file}:A", "tasks.environment", "pool", seed=0, counts={})
     file = tmp_path / "other.py"
@@ -79,7 +79,7 @@ def test_what_cannot_be_made_says_why(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_told_before_anything_starts(key: str) -> None:
     config = parse('name = "a"\n[[stage]]\nkind = "rl"\nsteps = 1', [f"{key}=nowhere.py:A"])
     with pytest.raises(
-        EtudeError, match=f"{key} = 'nowhere.py:A': there is no file /.*/nowhere.py; relative paths"
+        EtudeError, match=f"{key} = 'nowhere.py:A': /.*/nowhere.py does not exist; relative paths"
     ):
         check_stage_files(config)
 

@@ -152,7 +152,7 @@ async def test_what_nobody_asks_for_fails_and_says_so(tmp_path: Path) -> None:
         runner, _ = rollouts(client, tmp_path, claim_s=0.05)
         done = await runner.attempt(TASK, "g.0", seed=0)
     assert done.score is None and done.error is not None
-    assert "nobody asked for the session for 0.05 s (tasks.timeout_s)" in done.error
+    assert "no scheduler took the session within 0.05 s (tasks.timeout_s)" in done.error
 
 
 async def test_a_session_that_failed_has_no_reward(tmp_path: Path) -> None:

@@ -77,8 +77,8 @@ def test_that_caps_leave_too_few_sessions_is_told_once() -> None:
         world.tick()
     assert isinstance(action, Collect) and not world.run.batches()
     (line,) = (each for each in world.told if "waits" in each)
-    assert ", 1 within the caps of users and organisations, of 12 that a batch needs" in line
-    assert "another realtime.per_user or per_organisation_share" in line
+    assert ", 1 within the caps of users and organisations, of 12 needed for a batch" in line
+    assert "other values of realtime.per_user or per_organisation_share" in line
     world.follow(world.loop(per_organisation_share=1.0), until=Evaluate(0))
     assert world.run.batches() == [1]
 
@@ -209,8 +209,8 @@ def test_a_deleted_user_leaves_a_batch_whatever_the_loop_waits_for() -> None:
     assert not any(row.sample.startswith(user) for row in world.run.batch(1).rows)
     record = forgotten(world.run, user)
     assert record is not None and record.steps == (1,)
-    told = [line for line in world.told if "is deleted" in line]
-    assert told == [f"user {user} is deleted; versions that have seen them: 1"]
+    told = [line for line in world.told if "was deleted" in line]
+    assert told == [f"user {user} was deleted; versions that learnt from their data: 1"]
 
 
 @pytest.mark.parametrize("writes", range(4))
@@ -521,7 +521,7 @@ def test_what_is_made_from_a_version_that_is_taken_back_meanwhile_is_refused() -
     loop = world.loop()
     world.follow(loop, until=Evaluate(2))
     log = TrafficLog(world.objects)
-    back = traffic.roll_back(loop.last, world.now, "taken back by hand", held=True)
+    back = traffic.roll_back(loop.last, world.now, "rolled back by hand", held=True)
     assert back.version == 1 and log.append(back)
     assert log.append(traffic.resume(back, world.now))
     world.follow(loop, until=Done())

@@ -187,32 +187,32 @@ async def test_a_score_is_given_for_the_transcript_and_the_tokens() -> None:
         ),
         (
             Score(1.0, (Part("style", 1.0), Part("style", 2.0))),
-            "several parts of the score are called 'style': names must differ",
+            "several parts of the score are called 'style': names must be unique",
         ),
-        (Score(1.0, ({"style": 1.0},)), "hold {'style': 1.0}: each must be a Part"),  # type: ignore[arg-type]
+        (Score(1.0, ({"style": 1.0},)), "contain {'style': 1.0}: each must be a Part"),  # type: ignore[arg-type]
         (
             Score(1.0, credit=(Credit(1.0, 1),)),
-            "a credit is for segment 1, and the attempt has 1, from 0 on",
+            "a credit is for segment 1, but the attempt has 1, counted from 0",
         ),
         (
             Score(1.0, credit=(Credit(1.0, -1),)),
-            "a credit is for segment -1, and the attempt has 1, from 0 on",
+            "a credit is for segment -1, but the attempt has 1, counted from 0",
         ),
         (
             Score(1.0, credit=(Credit(1.0, 0, turn=0), Credit(1.0, 0, turn=1))),
-            "a credit is for turn 1 of segment 0, which has 1, from 0 on",
+            "a credit is for turn 1 of segment 0, which has 1, counted from 0",
         ),
         (
             Score(1.0, credit=(Credit(math.nan, 0, turn=0),)),
             "the credit for turn 0 of segment 0 is nan: it must be a finite number",
         ),
-        (Score(1.0, credit=(0.5,)), "hold 0.5: each must be a Credit"),  # type: ignore[arg-type]
+        (Score(1.0, credit=(0.5,)), "contain 0.5: each must be a Credit"),  # type: ignore[arg-type]
         (
             Score(1.0, flags="cheat"),  # type: ignore[arg-type]
-            "the flags of the score are the text 'cheat': give a tuple, such as ('cheat',)",
+            "the flags of the score are the string 'cheat': use a tuple, such as ('cheat',)",
         ),
-        ({"reward": 1.0}, "gave {'reward': 1.0}: score() must return a Score"),
-        (1.0, "gave 1.0: score() must return a Score, such as Score(reward=1.0)"),
+        ({"reward": 1.0}, "returned {'reward': 1.0}: score() must return a Score"),
+        (1.0, "returned 1.0: score() must return a Score, such as Score(reward=1.0)"),
     ],
 )
 async def test_a_score_that_says_nothing_is_a_failure_and_no_zero(score: Any, told: str) -> None:
@@ -263,7 +263,7 @@ async def test_what_hangs_has_failed(place: str, key: str) -> None:
         "sandbox_timeout_s": None if place == "agent" else 0.01,
     }
     got = await RolloutRunner(parts, parts, parts, concurrency=1, **limits).attempt(TASK, "g.0", 7)
-    assert got.error == f"{place}: TimeoutError: still at work after 0.01 s: it must keep to {key}"
+    assert got.error == f"{place}: TimeoutError: not done after 0.01 s, the limit set by {key}"
     assert got.status == "failed" and parts.open_sandboxes == 0
 
 
@@ -339,7 +339,9 @@ async def test_an_agent_that_never_asks_the_model_is_told_where_to() -> None:
 
     got = await rollouts(Silent()).attempt(TASK, "g.0", 7)
     assert got.status == "failed" and got.error is not None
-    assert got.error.startswith("agent: it ended without an answer of the model: it must ask at")
+    assert got.error.startswith(
+        "agent: it ended without an answer of the model: it must send requests to"
+    )
 
 
 async def test_an_agent_that_was_out_of_time_before_an_answer_is_told_so() -> None:
@@ -349,7 +351,7 @@ async def test_an_agent_that_was_out_of_time_before_an_answer_is_told_so() -> No
 
     got = await rollouts(Slow(finished=False)).attempt(TASK, "g.0", 7)
     assert got.status == "failed" and got.error is not None
-    assert "no answer of the model when its time (harness.timeout_s)" in got.error
+    assert "its time (harness.timeout_s)" in got.error
 
 
 async def test_what_breaks_because_the_run_stops_is_no_failure() -> None:
@@ -412,7 +414,7 @@ async def test_scores_may_come_from_numpy() -> None:
     [
         ([{"role": "user", "calls": ("a", "\ud800b")}], [{"role": "user", "calls": ["a", "?b"]}]),
         ([{"role": object()}], "agent: TypeError: Object of type object is not JSON serializable"),
-        (["said"], "agent: ValueError: the messages of its transcript are no list of objects"),
+        (["said"], "agent: ValueError: the messages of its transcript are not a list of objects"),
     ],
 )
 async def test_a_transcript_that_cannot_be_stored_is_the_failure_of_its_agent(
@@ -501,7 +503,7 @@ def test_a_session_that_ran_out_of_time_while_we_were_stopped_is_not_graded() ->
         ]
         done, stopped = (loop.run_until_complete(attempt) for attempt in attempts)
     assert (done.status, stopped.status, stopped.score) == ("done", "failed", None)
-    assert stopped.error == "agent: its time ran out, and the controller was stopped meanwhile"
+    assert stopped.error == "agent: its time ran out while the controller was suspended"
 
 
 async def test_no_session_begins_while_no_worker_is_up() -> None:

@@ -247,17 +247,17 @@ async def test_one_that_breaks_is_asked_again_in_another_session() -> None:
 async def test_one_that_always_breaks_makes_a_failed_attempt_and_no_zero() -> None:
     done = await attempt(Service(*[(500, "boom")] * TRIES))
     assert (done.status, done.score) == ("failed", None)
-    assert done.error is not None and 'answers 500 to POST /rollouts: "boom"' in done.error
+    assert done.error is not None and 'answered 500 to POST /rollouts: "boom"' in done.error
 
 
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        ((400, "no such task"), "answers 400"),
+        ((400, "no such task"), "answered 400"),
         ((200, {"status": "failed", "error": "no database"}), "no database"),
-        ((200, {"status": "done"}), "gives no score"),
-        ((200, {"status": "fine"}), "no RolloutResult"),
-        ((200, {"status": "done", "score": {"reward": "much"}}), "no RolloutResult"),
+        ((200, {"status": "done"}), "without a score"),
+        ((200, {"status": "fine"}), "did not return a RolloutResult"),
+        ((200, {"status": "done", "score": {"reward": "much"}}), "did not return a RolloutResult"),
         ((200, {"status": "done", "score": {"reward": 1, "credits": []}}), "field `credits`"),
     ],
 )
@@ -285,8 +285,8 @@ async def test_one_that_has_lost_the_rollout_is_asked_for_another() -> None:
     [
         ([200], ""),
         ([500, 502, 429, 503, 200], ""),
-        ([503, 400], "answers 400 to GET /rollouts: no"),
-        ([499], "answers 499 to GET /rollouts: no"),
+        ([503, 400], "answered 400 to GET /rollouts: no"),
+        ([499], "answered 499 to GET /rollouts: no"),
     ],
 )
 async def test_what_is_said_of_a_running_one(statuses: list[int], told: str) -> None:
@@ -306,8 +306,8 @@ async def test_what_is_said_of_a_running_one(statuses: list[int], told: str) -> 
     ("statuses", "told"),
     [
         ([500, 429, 503, 200], ""),
-        ([403], "answers 403 to GET /health: no"),
-        ([500, 404], "answers 404 to GET /health: no"),
+        ([403], "answered 403 to GET /health: no"),
+        ([500, 404], "answered 404 to GET /health: no"),
     ],
 )
 async def test_a_rollout_begins_when_the_service_is_well(statuses: list[int], told: str) -> None:
@@ -377,7 +377,7 @@ async def test_one_that_stays_away_fails_the_attempt_and_is_named() -> None:
     async with runner("http://127.0.0.1:9", wait_s=0.1) as rollouts:
         done = await rollouts.attempt(TASK, "g1.0", seed=7)
     assert done.score is None and done.error is not None
-    assert "127.0.0.1:9 does not answer, or has no room, for 0.1 s (tasks.timeout_s)" in done.error
+    assert "127.0.0.1:9 for 0.1 s (tasks.timeout_s)" in done.error
 
 
 async def test_no_more_rollouts_than_it_has_room_for() -> None:
@@ -415,12 +415,14 @@ async def test_what_is_no_page_of_tasks_is_told(body: str) -> None:
     app.router.add_get("/tasks", answer)
     async with TestServer(app) as server:
         client = ServiceClient(str(server.make_url("")))
-        with pytest.raises(EtudeError, match="/tasks.* answers what is no page of tasks: "):
+        with pytest.raises(
+            EtudeError, match="/tasks.* returned something other than a page of tasks: "
+        ):
             await asyncio.to_thread(client.tasks, "train", 3)
 
 
 def test_a_service_that_is_not_there_gives_no_tasks() -> None:
-    with pytest.raises(EtudeError, match="127.0.0.1:9 gives no tasks .*: start it"):
+    with pytest.raises(EtudeError, match="127.0.0.1:9 returns no tasks .*: start it"):
         ServiceClient("http://127.0.0.1:9").tasks("train", 3)
 
 
@@ -433,9 +435,9 @@ def test_the_config_takes_one() -> None:
         parse(text, ["tasks.environment=http://h", "harness.agent=a:B"])
     with pytest.raises(EtudeError, match="two agents: leave out one"):
         parse(text, ["harness.command=['x']", "harness.agent=a:B"])
-    with pytest.raises(EtudeError, match="name a file of them with path"):
+    with pytest.raises(EtudeError, match="set path to a file of tasks"):
         parse(text, ["tasks.environment=pull"])
-    with pytest.raises(EtudeError, match="has tasks of its own"):
+    with pytest.raises(EtudeError, match="has its own tasks"):
         parse(text, ["tasks.path=tasks.jsonl"])
 
 

@@ -69,7 +69,7 @@ def test_the_same_tasks_are_taken_wherever_they_lie() -> None:
 )
 def test_a_changed_task_is_refused_with_its_id(changed: dict[str, Any]) -> None:
     run = began(task("a"), task("b"))
-    with pytest.raises(EtudeError, match=r"1 changed \(a\).* put the environment, .* --fresh"):
+    with pytest.raises(EtudeError, match=r"1 changed \(a\).* restore the environment .* --fresh"):
         keep_record(run, "train", [replace(task("a"), **changed), task("b")])
 
 
@@ -108,5 +108,5 @@ def test_a_start_and_an_evaluation_both_look(version: int | None) -> None:
     keep_record(run, "train", [task("a")])
     keep_record(run, "heldout", [task("b")])
     run.put_eval("000000.heldout", {})
-    with pytest.raises(EtudeError, match="are not those that the run began with"):
+    with pytest.raises(EtudeError, match="differ from those that the run started with"):
         start(task("c"))

@@ -203,7 +203,7 @@ def test_figures_that_another_loop_has_written_are_not_overwritten() -> None:
     for number in range(3):
         world.record(answer(world, world.users[number], f"more {number}"), "kept_5min")
     sessions.look()
-    with pytest.raises(EtudeError, match=f"another loop of real-time RL has written {second}"):
+    with pytest.raises(EtudeError, match=f"another real-time RL loop has written {second}"):
         sessions.close(lambda id: True, world.now + SETTLED_S)
     assert world.objects.get(second) == b"of another"
 

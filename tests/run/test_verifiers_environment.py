@@ -163,7 +163,7 @@ def test_limits_of_the_run_hold_where_the_environment_names_none(
     ("episode", "told"),
     [
         (an_episode(ok=False, errors=[Record(type="ToolsetError", message="gone")]), "gone"),
-        (an_episode(ok=False), "does not say why"),
+        (an_episode(ok=False), "no reason given"),
         (an_episode(rewards={"right": None}), "'right' was not computed"),
     ],
 )

@@ -289,5 +289,5 @@ def test_what_an_engine_says_of_itself(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_container_holds_what_namespaces_hold() -> None:
     SandboxConfig(isolation="container", min_isolation="namespaces")
-    with pytest.raises(ValueError, match='isolation "container" holds less'):
+    with pytest.raises(ValueError, match='isolation "container" is weaker'):
         SandboxConfig(isolation="container", min_isolation="gvisor")

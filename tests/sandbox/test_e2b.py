@@ -104,5 +104,5 @@ def test_mounts_are_of_this_machine() -> None:
     with pytest.raises(EtudeError, match="put them into the template"):
         open_sandbox_pool("e2b", mounts=["/usr"])
     SandboxConfig(isolation="e2b", min_isolation="namespaces")
-    with pytest.raises(ValueError, match='isolation "e2b" holds less'):
+    with pytest.raises(ValueError, match='isolation "e2b" is weaker'):
         SandboxConfig(isolation="e2b", min_isolation="vm")

@@ -398,5 +398,5 @@ def test_what_stands_in_a_runs_file() -> None:
     with pytest.raises(EtudeError, match="put them into the image"):
         open_sandbox_pool("kubernetes", mounts=["/usr"])
     SandboxConfig(isolation="kubernetes", min_isolation="namespaces")
-    with pytest.raises(ValueError, match='isolation "kubernetes" holds less'):
+    with pytest.raises(ValueError, match='isolation "kubernetes" is weaker'):
         SandboxConfig(isolation="kubernetes", min_isolation="vm")

@@ -188,7 +188,7 @@ def test_the_lineage_is_shown(tmp_path: Path) -> None:
     )
     assert "sft from version 1" in text
     with pytest.raises(
-        EtudeError, match=r"000009\.000000 is no checkpoint: the run has 000001\.000000"
+        EtudeError, match=r"000009\.000000 is not a checkpoint: the run has 000001\.000000"
     ):
         show(f"{tmp_path}/checkpoints/000009.000000", console)
 

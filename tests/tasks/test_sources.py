@@ -43,7 +43,7 @@ def test_a_pattern_stands_for_files_in_order(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert files(f"{tmp_path}/**/*.py") == [tmp_path / "x/2.py", tmp_path / "x/y/1.py"]
-    with pytest.raises(EtudeError, match=r"/.*\*\.c: no such file; check the path, "):
+    with pytest.raises(EtudeError, match=r"/.*\*\.c: no such file; check the path: "):
         files(f"{tmp_path}/*.c")
 
 
@@ -56,11 +56,11 @@ def test_what_comes_before_a_mistake_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"a.jsonl:2: the line is no JSON \(Expecting [^:]* at column 2\): repair"),
-        ("[1]", r"a.jsonl:2: the line is no JSON object but a list"),
-        ('{"body": "x"}', r"a.jsonl:2: there is no 'text', only 'body'; name the field"),
-        ('{"text": 3}', r"a.jsonl:2: 'text' is no text but a int"),
-        ("[" * 100_000, r"a.jsonl:2: the line is no JSON"),
+        ("{", r"a.jsonl:2: the line is not valid JSON \(Expecting [^:]* at column 2\): fix"),
+        ("[1]", r"a.jsonl:2: the line is not a JSON object but a list"),
+        ('{"body": "x"}', r"a.jsonl:2: there is no 'text', only 'body'; set field"),
+        ('{"text": 3}', r"a.jsonl:2: 'text' must be a text, not int"),
+        ("[" * 100_000, r"a.jsonl:2: the line is not valid JSON"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -72,15 +72,15 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> N
 def test_files_that_are_something_else_are_named(tmp_path: Path) -> None:
     for name in ("a.txt", "a.jsonl"):
         (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-        with pytest.raises(EtudeError, match=f"{name} is no text in UTF-8"):
+        with pytest.raises(EtudeError, match=f"{name} is not UTF-8 text"):
             read(tmp_path / name)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(EtudeError, match=r"a\.parquet is no Parquet file that can be read"):
+    with pytest.raises(EtudeError, match=r"a\.parquet is not a readable Parquet file"):
         read(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"id": [1]}), tmp_path / "b.parquet")
     with pytest.raises(EtudeError, match=r"b\.parquet: there is no column 'text', only id"):
         read(tmp_path / "b.parquet")
-    with pytest.raises(EtudeError, match=r"b\.parquet, row 1: 'id' is no text but a int"):
+    with pytest.raises(EtudeError, match=r"b\.parquet, row 1: 'id' must be a text, not int"):
         read(tmp_path / "b.parquet", "id")
     with pytest.raises(EtudeError, match="cannot be read"):
         list(records(tmp_path))

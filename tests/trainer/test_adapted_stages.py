@@ -170,15 +170,15 @@ def test_an_adapter_is_exported_merged_and_alone(tmp_path: Path) -> None:
     assert served.is_merged and served.version == 4
     of_run, of_directory = read_adapters([f"a={url}", f"b={tmp_path / 'alone'}"]).values()
     assert of_run.tensors.keys() == of_directory.tensors.keys()
-    with pytest.raises(EtudeError, match="each name once"):
+    with pytest.raises(EtudeError, match="each name only once"):
         read_adapters([f"a={url}", f"a={url}"])
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["trainer.lora.from_stage=sft"], "is none of the stages first, rl"),
-        (["trainer.optimizer=muon"], "trained by adamw"),
+        (["trainer.lora.from_stage=sft"], "is not one of the stages: first, rl"),
+        (["trainer.optimizer=muon"], "only works with adamw"),
         (["stage.rl.router_balance=true"], "router_balance"),
         (["trainer.lora.rank=0"], "rank"),
         (["trainer.lora.target=x"], "did you mean targets"),
@@ -187,7 +187,7 @@ def test_an_adapter_is_exported_merged_and_alone(tmp_path: Path) -> None:
 def test_what_does_not_go_together_is_refused(settings: list[str], said: str) -> None:
     with pytest.raises(EtudeError, match=said):
         parse(TOML, ["model.path=x", *settings])
-    with pytest.raises(EtudeError, match="would adapt fresh weights"):
+    with pytest.raises(EtudeError, match="would adapt untrained weights"):
         parse(TOML)
 
 

@@ -208,7 +208,7 @@ ASSISTANT = SESSION[1]
             {"messages": SESSION, "tools": [{"type": "function"}]},
             "tools is not a list of functions",
         ),
-        ("{", "the line is no JSON"),
+        ("{", "the line is not valid JSON"),
     ],
 )
 def test_a_malformed_session_is_named(tmp_path: Path, record: object, message: str) -> None:

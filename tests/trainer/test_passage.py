@@ -211,7 +211,7 @@ def test_a_file_that_is_no_json_lines_is_found_before_the_first_stage(
     file.write_text("{}\n")
     check_stage_files(config)
     file.write_text("name,text\n")
-    with pytest.raises(EtudeError, match=f"{file}:1: the line is no JSON"):
+    with pytest.raises(EtudeError, match=f"{file}:1: the line is not valid JSON"):
         check_stage_files(config)
 
 

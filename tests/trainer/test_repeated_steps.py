@@ -101,7 +101,7 @@ def test_the_audit_asks_for_the_batches_to_repeat() -> None:
     assert not any("to repeat" in problem for problem in audit(run).violations)
     run.objects.delete("batches/000003")
     (problem,) = [problem for problem in audit(run).violations if "to repeat" in problem]
-    assert "version 4 is published, the newest checkpoint is of version 0" in problem
+    assert "version 4 is published, but the newest checkpoint is of version 0" in problem
     assert "no batch of step 3" in problem
 
 

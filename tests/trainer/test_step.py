@@ -77,14 +77,14 @@ def of(losses: str, *parts: str) -> str:
 @pytest.mark.parametrize(
     ("text", "name", "told"),
     [
-        (None, "mine", "my_loss.py; relative paths start at the folder"),
+        (None, "mine", "my_loss.py does not exist; relative paths start at the folder"),
         ("def mine(:", "mine", "my_loss.py, line 1: invalid syntax"),
         (
             "import nowhere_to_be_found",
             "mine",
             "cannot be loaded (No module named 'nowhere_to_be_found')",
         ),
-        ("other = 1", "mine", "has nothing called 'mine'"),
+        ("other = 1", "mine", "does not define 'mine'"),
         (
             "def mine(tokens, clip): ...",
             "mine",
@@ -151,7 +151,7 @@ def test_a_batch_that_was_damaged_on_its_way_is_named(damage: Callable[[bytes], 
 def test_a_batch_of_another_run_is_refused_before_the_step() -> None:
     run = Run(Objects.open("memory:"))
     run.put_batch(replace(BATCH, rows=(replace(ROW, tokens=(5, 6, 99_999)),)))
-    with pytest.raises(EtudeError, match="row of g.0: a token is none of the vocabulary"):
+    with pytest.raises(EtudeError, match="row of g.0: a token is outside the vocabulary"):
         StepReporter(Learner(init_from_scratch(config(), 0))).check(
             run.batch(3), "memory: batches/000003"
         )

@@ -28,15 +28,15 @@ const VIEWS = [
 ];
 const PAGES = { ...Object.fromEntries(VIEWS.map(([path, , view]) => [path, view])), sessions: Session, groups: Group };
 const KEYS = [
-  ["1 … 9", "the views, from Run to Real-time"],
+  ["1 … 9", "switch views, from Run to Real-time"],
   ["/", "search"],
-  ["j k", "down and up a list"],
-  ["Enter", "open what is chosen"],
-  ["[ ]", "the session before and after, in its group"],
-  ["c t", "conversation and tokens of a session"],
-  ["← = →", "left, a tie or right, of a pair to compare"],
-  ["d", "dark and light"],
-  ["?", "this list"],
+  ["j k", "move down and up a list"],
+  ["Enter", "open the selected row"],
+  ["[ ]", "previous and next session of the group"],
+  ["c t", "conversation or tokens of a session"],
+  ["← = →", "choose left, tie or right when comparing"],
+  ["d", "switch between dark and light"],
+  ["?", "show this list"],
 ];
 
 function read() {
@@ -90,12 +90,12 @@ function AskToken() {
   };
   return html`<main class="login">
     <h1>etude</h1>
-    <p>This dashboard wants the token that it was started with.</p>
+    <p>Enter the token that this dashboard was started with.</p>
     <form onSubmit=${send}>
       <label>token <input type="password" autocomplete="off" value=${token} onInput=${(e) => set(e.target.value)} /></label>
-      <button>go on</button>
+      <button>continue</button>
     </form>
-    ${hasToken() && html`<p class="problem">the token that was given is not the right one</p>`}
+    ${hasToken() && html`<p class="problem">this token is not valid</p>`}
   </main>`;
 }
 
@@ -149,7 +149,7 @@ function App() {
   const View = PAGES[at.view];
   const order = Object.fromEntries(names.map((name, n) => [name, n]));
   return html`
-    <a class="skip" href="#main">to the content</a>
+    <a class="skip" href="#main">skip to content</a>
     <header>
       <${Link} to=${place(runs.join(","))} class="logo">étude<//>
       <${RunChoice} all=${all} chosen=${runs} view=${at.view} />
@@ -163,9 +163,9 @@ function App() {
       <button type="button" class="icon" title="keys (?)" aria-label="keys" onClick=${() => setHelp(true)}>?</button>
     </header>
     <main id="main">
-      ${error && html`<p class="problem" role="alert">${error.message}: what is shown is what was read before</p>`}
+      ${error && html`<p class="problem" role="alert">${error.message}: showing the last data that was read</p>`}
       ${!runs.length
-        ? html`<p class="problem">there is no run ${at.runs.join(", ")} here; there are ${names.join(", ")}</p>`
+        ? html`<p class="problem">there is no run ${at.runs.join(", ")} here, only ${names.join(", ")}</p>`
         : View
           ? html`<${View} key=${`${runs.join()} ${at.view} ${at.id}`} runs=${runs} run=${runs[0]} order=${order} id=${at.id} query=${at.query} writes=${data.writes} />`
           : html`<p class="problem">there is no view ${at.view}</p>`}

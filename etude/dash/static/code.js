@@ -50,7 +50,7 @@ export function Text({ text, lines = FOLD_LINES }) {
   const long = all.length > lines + 4 || text.length > FOLD_CHARS || all.some((line) => line.length > FOLD_LINE);
   const shown = open || !long ? text : all.slice(0, all.length > lines + 4 ? lines : all.length).map(foldLine).join("\n").slice(0, FOLD_CHARS);
   return html`${isDiff(shown) ? html`<${Diff} text=${shown} />` : html`<pre>${looksLikeCode(shown) ? html`<${Code} text=${shown} />` : shown}</pre>`}
-    ${long && html`<button type="button" class="more" onClick=${() => setOpen(!open)}>${open ? "less" : `all of it: ${all.length.toLocaleString()} lines, ${text.length.toLocaleString()} characters`}</button>`}`;
+    ${long && html`<button type="button" class="more" onClick=${() => setOpen(!open)}>${open ? "show less" : `show all: ${all.length.toLocaleString()} lines, ${text.length.toLocaleString()} characters`}</button>`}`;
 }
 
 // The changes of a session's calls, line by line. Null if its tools do not show them: this needs a

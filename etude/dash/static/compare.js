@@ -25,7 +25,7 @@ function Versions({ title, versions, value, set }) {
 
 function Result({ result, before, after }) {
   const rows = [[`version ${before}`, result.before], [`version ${after}`, result.after], ["tie", result.tie]];
-  return html`<details class="card"><summary>what was preferred so far, by everyone</summary>
+  return html`<details class="card"><summary>preferences so far, by everyone</summary>
     <table><tbody>${rows.map(([name, count]) => html`<tr key=${name}><td>${name}</td><td class="num">${count}</td></tr>`)}</tbody></table>
   </details>`;
 }
@@ -64,8 +64,8 @@ export function Compare({ run, query, writes }) {
       <${Versions} title="and" versions=${found.versions} value=${after} set=${(value) => set({ after: value })} />
       ${writes ? html`<${Name} who=${who} setWho=${setWho} />` : html`<span class="dim">verdicts need a token: start <code>etude dash</code> with <code>--token-file</code></span>`}
     </div>
-    ${!chosen && html`<${Card}><p class="empty">choose two versions of the policy: their sessions at the same tasks are shown in pairs, without saying which is which</p></${Card}>`}
-    ${chosen && !next && html`<${Card}><p class="empty">${found.pairs ? `${found.pairs - found.left} of ${found.pairs} pairs are judged${found.left ? ", and the others went alike" : ""}; Rollouts exports them as preferences.jsonl` : "no task was tried by both versions"}</p></${Card}>`}
+    ${!chosen && html`<${Card}><p class="empty">choose two versions of the policy: their sessions at the same tasks are shown in pairs, without their names</p></${Card}>`}
+    ${chosen && !next && html`<${Card}><p class="empty">${found.pairs ? `${found.pairs - found.left} of ${found.pairs} pairs are judged${found.left ? ", and the others are alike" : ""}; Rollouts exports them as preferences.jsonl` : "no task was tried by both versions"}</p></${Card}>`}
     ${(problem ?? error) && html`<${Problem} error=${problem ?? error} />`}
     ${next &&
     html`<div class="toolbar choice">

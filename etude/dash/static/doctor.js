@@ -10,16 +10,16 @@ export function Doctor({ run }) {
   const most = Math.max(1, ...data.reasons.map((each) => each.count));
   return html`
     <${Alarms} alarms=${data.alarms} advice=${data.advice} missing=${data.missing} />
-    <${Card} title="Waiting" note=${`the newest event is of ${moment(data.told)}; the same in a terminal: etude doctor RUN`}>
+    <${Card} title="Waiting" note=${`newest event: ${moment(data.told)}; in a terminal: etude doctor RUN`}>
       ${data.count
         ? html`<table>
-            <thead><tr><th class="num">rollouts</th><th><span class="hidden">share</span></th><th>wait for</th><th class="num">the longest</th></tr></thead>
+            <thead><tr><th class="num">rollouts</th><th><span class="hidden">share</span></th><th>wait for</th><th class="num">longest</th></tr></thead>
             <tbody>${data.reasons.map((each) => html`<tr key=${each.waits_for}><td class="num"><b>${each.count}</b></td><td class="fit"><${Bar} share=${each.count / most} /></td><td>${each.waits_for}</td><td class="num">${clock(each.longest_s)}</td></tr>`)}</tbody>
           </table>`
-        : html`<p class="empty good">${data.finished ? "the run is finished: " : ""}no rollout waits for anything</p>`}
+        : html`<p class="empty good">${data.finished ? "the run is finished: " : ""}no rollout is waiting</p>`}
     </${Card}>
     ${data.count > 0 &&
-    html`<${Card} title="One by one" note="the longest first">
+    html`<${Card} title="One by one" note="longest wait first">
       <table>
         <thead><tr><th>rollout</th><th>task</th><th class="num">for</th><th>waits for</th></tr></thead>
         <tbody>${data.waiting.map(

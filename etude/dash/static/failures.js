@@ -14,13 +14,13 @@ export function Failures({ run, query }) {
   return html`
     <div class="titlebar"><h1>Failures by cause</h1>
       <span class="dim">${data.unsolved.toLocaleString()} rollouts did not earn 1${active.length ? `, of those with ${active.map(([key, value]) => `${key} ${value}`).join(", ")}` : ""}</span>
-      <${Link} to=${place(run, "rollouts", query)}>as a table<//></div>
+      <${Link} to=${place(run, "rollouts", query)}>show as a table<//></div>
     <${Card} title="Broken" note="infrastructure, agent or environment: no reward, not trained on">
       ${data.broken.length
         ? html`<table><tbody>${data.broken.map((each) => html`<tr key=${each.cause}><td class="num"><b>${each.count}</b></td><td class="fit"><${Bar} share=${each.count / data.broken[0].count} tone="bad" /></td><td><${Link} to=${place(run, "rollouts", { ...query, cause: each.cause })}>${each.cause}<//></td></tr>`)}</tbody></table>`
         : html`<p class="empty">nothing broke</p>`}
     </${Card}>
-    <${Card} title="Not solved" note=${`by what the evidence and the last failing tool say, in the newest ${data.looked_into.toLocaleString()} of ${data.unsolved.toLocaleString()}`}>
+    <${Card} title="Not solved" note=${`by the evidence and the last failing tool, in the newest ${data.looked_into.toLocaleString()} of ${data.unsolved.toLocaleString()}`}>
       <table>
         <thead><tr><th class="num">rollouts</th><th><span class="hidden">share</span></th><th>evidence</th><th>last error of a tool</th><th>examples</th></tr></thead>
         <tbody>${data.clusters.map(
@@ -34,7 +34,7 @@ export function Failures({ run, query }) {
         )}</tbody>
       </table>
     </${Card}>
-    <${Card} title="Tasks" note="least often solved first">
+    <${Card} title="Tasks" note="lowest solve rate first">
       <table>
         <thead><tr><th>task</th><th class="num">not solved</th><th class="num">attempts</th><th class="num">share</th><th><span class="hidden">share</span></th></tr></thead>
         <tbody>${data.tasks.map(

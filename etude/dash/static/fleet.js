@@ -12,16 +12,16 @@ function Workers({ data }) {
     ${Object.entries(data.regions).map(
       ([name, each]) => html`<div class="tile" key=${name}>
         <span>${name}</span><b>version ${each.version}</b>
-        <small>${percent(each.busy)} busy, ${each.running} running, ${each.waiting} waiting, as last told</small><${Bar} share=${each.busy} />
+        <small>${percent(each.busy)} busy, ${each.running} running, ${each.waiting} waiting at the last report</small><${Bar} share=${each.busy} />
       </div>`,
     )}
-    ${data.slots[1] > 0 && html`<div class="tile"><span>window</span><b>${data.slots[0]} of ${data.slots[1]}</b><small>slots in use and ${data.sessions} ${data.sessions === 1 ? "session" : "sessions"} under way, as last told</small></div>`}
+    ${data.slots[1] > 0 && html`<div class="tile"><span>window</span><b>${data.slots[0]} of ${data.slots[1]}</b><small>slots in use and ${data.sessions} ${data.sessions === 1 ? "session" : "sessions"} under way at the last report</small></div>`}
   </div>`;
 }
 
 function Versions({ run, data, regions }) {
   const stored = data.versions.some((each) => each.digest); // a copy of a run may be without weights
-  return html`<${Card} title="Weight versions" note=${`times count from the end of the step that made each; a worker is looked at once a second${stored ? "" : "; the weights are not in this store"}`}>
+  return html`<${Card} title="Weight versions" note=${`times are from the end of the step that made the version; workers are checked once a second${stored ? "" : "; the weights are not in this store"}`}>
     <div class="scroll" tabindex="0" role="region" aria-label="weight versions"><table>
       <thead><tr><th class="num">version</th>${stored && html`<th>stage</th><th>digest</th><th class="num">size</th><th></th><th class="num">of the model</th>`}<th class="num">trainer stalled</th>${regions.map((name) => html`<th class="num" key=${name}>seen in ${name}</th>`)}<th class="num">live everywhere</th></tr></thead>
       <tbody>${data.versions.map(

@@ -18,7 +18,7 @@ function Shares({ title, note, rows, all }) {
   const most = Math.max(1, ...rows.map((row) => row.dispatched));
   return html`<${Card} title=${title} note=${note}>
     <table>
-      <thead><tr><th></th><th class="num">dispatched</th><th><span class="hidden">share</span></th><th class="num">trained</th><th class="num">share</th><th class="num">against all</th></tr></thead>
+      <thead><tr><th></th><th class="num">dispatched</th><th><span class="hidden">share</span></th><th class="num">trained</th><th class="num">share</th><th class="num">vs. all</th></tr></thead>
       <tbody>${rows.map((row) => {
         const share = row.trained / row.dispatched;
         const skew = share - all;
@@ -48,9 +48,9 @@ export function Ledger({ run }) {
           ${!reasons.length && html`<tr><td class="dim">none</td></tr>`}
         </tbody></table>
       </${Card}>
-      <${Shares} title="By reward" note="what is not trained on" rows=${data.by_reward} all=${all} />
+      <${Shares} title="By reward" note="which rollouts are not trained on" rows=${data.by_reward} all=${all} />
     </div>
-    <${Shares} title="By length" note=${`trained against dispatched, in tokens; ${percent(all)} of all ${data.settled.toLocaleString()} settled rollouts were trained on. Long ones that are dropped more often are a selection bias`} rows=${data.by_length} all=${all} />
+    <${Shares} title="By length" note=${`trained vs. dispatched, in tokens; ${percent(all)} of all ${data.settled.toLocaleString()} settled rollouts were trained on. Long ones that are dropped more often are a selection bias`} rows=${data.by_length} all=${all} />
     <div class="halves"><${Shares} title="By environment" rows=${data.by_source} all=${all} /><${Shares} title="By status" rows=${data.by_status} all=${all} /></div>
   `;
 }

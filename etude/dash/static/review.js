@@ -33,7 +33,7 @@ function Judge({ run, id, who, done }) {
   };
   return html`<div class="judge">
     <input aria-label=${`note on ${id}`} placeholder="note" value=${note} onInput=${(event) => setNote(event.target.value)} />
-    <input aria-label=${`reward that ${id} should have`} type="number" step="any" placeholder="reward" value=${reward} onInput=${(event) => setReward(event.target.value)} />
+    <input aria-label=${`correct reward of ${id}`} type="number" step="any" placeholder="reward" value=${reward} onInput=${(event) => setReward(event.target.value)} />
     <button type="button" class="bad" disabled=${!who} onClick=${send("cheat")}>confirm</button>
     <button type="button" class="good" disabled=${!who} onClick=${send("honest")}>dismiss</button>
     ${error && html`<${Problem} error=${error} />`}
@@ -83,11 +83,11 @@ export function Review({ run, writes }) {
     <div class="titlebar"><h1>Suspected cheats</h1><span class="dim">${data.flagged} flagged, ${data.judged} with a verdict</span>
       ${writes ? html`<${Name} who=${who} setWho=${setWho} />` : html`<span class="dim">verdicts need a token: start <code>etude dash</code> with <code>--token-file</code></span>`}</div>
     ${data.detectors.length > 0 &&
-    html`<${Card} title="Detectors" note="by the verdicts so far">
+    html`<${Card} title="Detectors" note="according to the verdicts so far">
       <table><thead><tr><th>flag</th><th class="num">flagged</th><th class="num">judged</th><th class="num">precision</th><th class="num">recall</th></tr></thead>
       <tbody>${data.detectors.map((each) => html`<tr key=${each.flag}><td><${Link} to=${place(run, "rollouts", { flag: each.flag })}>${each.flag}<//></td><td class="num">${each.flagged}</td><td class="num">${each.judged}</td><td class="num">${percent(each.precision)}</td><td class="num">${percent(each.recall)}</td></tr>`)}</tbody></table>
     </${Card}>`}
     ${data.queue.map((row) => html`<${Item} key=${row.id} run=${run} row=${row} who=${who} writes=${writes} done=${() => setTurn(turn + 1)} />`)}
-    ${!data.queue.length && html`<${Card}><p class="empty good">no session has a flag: an environment raises one with Score(flags=("…",))</p></${Card}>`}
+    ${!data.queue.length && html`<${Card}><p class="empty good">no session is flagged: environments flag sessions with Score(flags=("…",))</p></${Card}>`}
   `;
 }

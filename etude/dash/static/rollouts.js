@@ -8,7 +8,7 @@ import { Became, Chip, Link, Loading, Reward, clock, go, place, short, useKeys, 
 const PAGE = 100;
 const RANGES = [["reward", "reward"], ["length", "tokens"], ["turns", "turns"], ["seconds", "seconds"]];
 const EXACT = [["task", "task"], ["group", "group"], ["step", "step"], ["version", "version"], ["cause", "cause"]];
-const FACETS = [["status", "status"], ["kind", "split"], ["became", "what became of it"], ["flag", "flag"], ["source", "environment"], ["stage", "stage"]];
+const FACETS = [["status", "status"], ["kind", "split"], ["became", "outcome"], ["flag", "flag"], ["source", "environment"], ["stage", "stage"]];
 const FORMATS = ["jsonl", "csv", "parquet", "sessions.jsonl", "atif.jsonl", "preferences.jsonl"];
 
 function Facet({ name, title, counts, chosen, set }) {

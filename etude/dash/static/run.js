@@ -28,12 +28,12 @@ function Tiles({ run }) {
   const heldout = evals.filter((each) => each.split === "heldout" && each.samples === 1);
   const newest = heldout[heldout.length - 1];
   const tiles = [
-    ["batch reward", short(last(steps.reward), 2), "mean of the newest batch: groups with a difference"],
-    ["solve rate", percent(last(steps.solve_rate)), "attempts since the step before"],
+    ["batch reward", short(last(steps.reward), 2), "mean of the newest batch: groups with signal"],
+    ["solve rate", percent(last(steps.solve_rate)), "attempts since the previous step"],
     ["held out", newest ? percent(newest.solved / newest.total) : "–", newest ? `${newest.solved} of ${newest.total}, version ${newest.version}` : "not evaluated yet"],
-    ["entropy", short(last(steps.entropy), 3), "nats a token"],
-    ["k3", short(last(steps.k3_mean)), "trainer against engine; alarming above 0.01"],
-    ["lag", isNumber(last(steps.lag)) ? `${last(steps.lag)} of ${run.lag_bound}` : "–", "steps, of those allowed"],
+    ["entropy", short(last(steps.entropy), 3), "nats per token"],
+    ["k3", short(last(steps.k3_mean)), "trainer vs. engine; alarm above 0.01"],
+    ["lag", isNumber(last(steps.lag)) ? `${last(steps.lag)} of ${run.lag_bound}` : "–", "steps, out of those allowed"],
     ["trainer busy", percent(last(steps.trainer_busy)), `${short(last(steps.tokens_per_s))} tokens/s`],
     ["rollouts", short(cost.rollouts || null), `${short(cost.sampled_tokens)} tokens sampled, ${clock(cost.seconds)} h of sessions`.replace(" h of", " of")],
   ];
@@ -53,7 +53,7 @@ function Stages({ run }) {
         (each) => html`<li key=${each.stage} class=${each.state.replace(" ", "-")}>
           <b>${each.stage}</b>
           <span>versions ${each.start} → ${each.end}</span>
-          <small>${each.state === "done" ? `done in ${clock(each.seconds)}` : each.state === "under way" && run.advice ? `stopped after step ${last(run.steps.step) ?? 0}` : each.state || "to come"}</small>
+          <small>${each.state === "done" ? `done in ${clock(each.seconds)}` : each.state === "under way" && run.advice ? `stopped after step ${last(run.steps.step) ?? 0}` : each.state || "pending"}</small>
         </li>`,
       )}
     </ol>
@@ -71,7 +71,7 @@ function Stages({ run }) {
             <td class="num dim">${percent(each.low, 1)} – ${percent(each.high, 1)}</td>
           </tr>`,
         )}
-        ${!run.evals.length && html`<tr><td colspan="7" class="dim">no evaluation yet</td></tr>`}
+        ${!run.evals.length && html`<tr><td colspan="7" class="dim">no evaluations yet</td></tr>`}
       </tbody>
     </table>
   </${Card}>`;
@@ -83,7 +83,7 @@ function Lags({ run }) {
   const { in_flight: inFlight, queued } = run.lag_split;
   return html`<${Card} title="Lag of trained rollouts" note=${`${run.lag_bound} allowed`}>
     <div class="halves">
-      <div><h3>in flight <small>versions that came while it was sampled</small></h3><${Bars} rows=${rows(inFlight)} /></div>
+      <div><h3>in flight <small>versions published while it was sampled</small></h3><${Bars} rows=${rows(inFlight)} /></div>
       <div><h3>queued <small>versions between its last token and its step</small></h3><${Bars} rows=${rows(queued)} /></div>
     </div>
   </${Card}>`;
@@ -141,12 +141,12 @@ function Charts({ found, order }) {
   const fits = own(fitCurves);
   const steps = found.some((run) => run.steps.step.length);
   const supervised = fits.length > 0 && html`<${Chart} title="Loss of supervised stages" series=${fits} sync="fit" />`;
-  if (!steps) return html`<div class="charts">${supervised || html`<p class="empty">no step yet</p>`}</div>`;
+  if (!steps) return html`<div class="charts">${supervised || html`<p class="empty">no steps yet</p>`}</div>`;
   return html`<div class="charts">
     <${Chart} title="Mean reward of batches" series=${all([["reward", "reward"]])} range=${unit} />
     <${Chart} title="Solve rate by kind" note="by sampling version" series=${own(solveCurves)} unit=${percent} range=${unit} sync="version" />
-    <${Chart} title="Entropy" note="nats a token" series=${all([["entropy", "entropy"]])} />
-    <${Chart} title="k3, trainer against engine" series=${all([["k3_mean", "mean"], ["k3_p99", "p99"]])} log />
+    <${Chart} title="Entropy" note="nats per token" series=${all([["entropy", "entropy"]])} />
+    <${Chart} title="k3, trainer vs. engine" series=${all([["k3_mean", "mean"], ["k3_p99", "p99"]])} log />
     <${Chart} title="Lag" note="steps" series=${all([["lag", "oldest token"]])} range=${(u, low, high) => [0, Math.max(1, (high ?? 0) + 0.5)]} />
     <${Chart} title="Busy share" series=${own(busyCurves)} unit=${percent} range=${() => [0, 1]} />
     <${Chart} title="Trainer tokens/s" series=${all([["tokens_per_s", "tokens/s"]])} />

@@ -30,7 +30,7 @@ function Call({ call, answer, open }) {
     ${diff
       ? html`<${Diff} text=${diff} />`
       : Object.entries(call.arguments).map(([key, value]) => (value.length > 46 || value.includes("\n")) && html`<div key=${key}><small>${key}</small><${Text} text=${value} /></div>`)}
-    ${answer ? html`<${Text} text=${answer.text || "(nothing)"} />` : html`<p class="dim">no answer is recorded</p>`}
+    ${answer ? html`<${Text} text=${answer.text || "(nothing)"} />` : html`<p class="dim">no answer recorded</p>`}
   </details>`;
 }
 
@@ -54,7 +54,7 @@ function paired(turns) {
 
 export function Conversation({ turns }) {
   const { answers, taken } = paired(turns);
-  if (!turns.length) return html`<p class="empty">the agent left no conversation; its tokens say what the model read and wrote</p>`;
+  if (!turns.length) return html`<p class="empty">the agent recorded no conversation; see the tokens for what the model read and wrote</p>`;
   return html`<div class="turns">
     ${turns.map(
       (turn, n) =>
@@ -116,7 +116,7 @@ export function Session({ run, id, query, writes }) {
   return html`
     <div class="titlebar">
       <h1>${id}</h1><${Chip}>${row.status}<//><${Chip} tone="">${row.kind}<//>
-      ${row.kind === "train" && html`<span class="steps"><button type="button" aria-label="session before" onClick=${beside(-1)}>[</button><button type="button" aria-label="session after" onClick=${beside(1)}>]</button></span>`}
+      ${row.kind === "train" && html`<span class="steps"><button type="button" aria-label="previous session" onClick=${beside(-1)}>[</button><button type="button" aria-label="next session" onClick=${beside(1)}>]</button></span>`}
       <span class="tabs" role="tablist">
         ${["conversation", "tokens"].map((name) => html`<button type="button" role="tab" key=${name} aria-selected=${tab === name} onClick=${show(name)}>${name}</button>`)}
       </span>
@@ -131,7 +131,7 @@ export function Session({ run, id, query, writes }) {
           </div>
           <aside>
             ${session && html`<${Score} session=${session} />`}
-            ${changed && html`<${Card} title="Changes" note=${session.diff ? "the working copy when the agent had finished" : "from its reads and edits"}><${Diff} text=${changed} /></${Card}>`}
+            ${changed && html`<${Card} title="Changes" note=${session.diff ? "the working copy at the end of the session" : "reconstructed from its reads and edits"}><${Diff} text=${changed} /></${Card}>`}
             <${Facts} run=${run} row=${row} session=${session} />
             ${writes && html`<${Verdict} run=${run} id=${id} />`}
           </aside>

@@ -47,7 +47,7 @@ export function Tokens({ run, id, query }) {
   const offset = Number(query.offset ?? 0);
   const { data, error } = useData(runPath(run, `sessions/${encodeURIComponent(id)}/tokens?segment=${segment}&offset=${offset}&limit=${PAGE}${colour === "difference" ? "&trainer=true" : ""}`), 0);
   if (!data) return html`<${Loading} error=${error} />`;
-  if (!data.segments.length) return html`<p class="empty">${data.not_stored ?? "no tokens of this session are stored: of an evaluation only the conversation is"}</p>`;
+  if (!data.segments.length) return html`<p class="empty">${data.not_stored ?? "no tokens of this session are stored: evaluations store only the conversation"}</p>`;
   const set = (change) => go(place(run, `sessions/${id}`, { ...query, ...change }), { replace: true });
   const here = data.segments[segment];
   return html`<section class="card">
@@ -59,19 +59,19 @@ export function Tokens({ run, id, query }) {
       <span role="group" aria-label="colour">
         colour by
         <button type="button" aria-pressed=${colour === "logprob"} onClick=${() => setColour("logprob")}>surprise</button>
-        <button type="button" aria-pressed=${colour === "difference"} disabled=${!data.trained} title=${data.trained ? "" : "the trainer has not read this session"} onClick=${() => setColour("difference")}>trainer − engine</button>
+        <button type="button" aria-pressed=${colour === "difference"} disabled=${!data.trained} title=${data.trained ? "" : "this session was not trained on"} onClick=${() => setColour("difference")}>trainer − engine</button>
       </span>
       <span class="scale">${colour === "logprob" ? "certain" : "0.0001"}${Array.from({ length: HEATS }, (_, n) => html`<i class=${`h${n}`} key=${n}></i>`)}${colour === "logprob" ? "1 in 1,000" : "1 nat"}</span>
-      <span class="dim">${here.sampled.toLocaleString()} of ${(here.prompt + here.tokens).toLocaleString()} tokens sampled; what is pale was given to the model</span>
+      <span class="dim">${here.sampled.toLocaleString()} of ${(here.prompt + here.tokens).toLocaleString()} tokens sampled; pale tokens were given to the model</span>
     </div>
-    ${colour === "difference" && !data.trainer && html`<p class="problem">what the trainer found for these tokens is not stored</p>`}
+    ${colour === "difference" && !data.trainer && html`<p class="problem">the trainer's log-probs of these tokens are not stored</p>`}
     <${Ribbon} versions=${here.versions} />
     <${Spans} data=${data} colour=${colour} />
     ${data.total > PAGE &&
     html`<div class="pager">
-      <button type="button" disabled=${offset === 0} onClick=${() => set({ offset: Math.max(0, offset - PAGE) || "" })}>before</button>
+      <button type="button" disabled=${offset === 0} onClick=${() => set({ offset: Math.max(0, offset - PAGE) || "" })}>previous</button>
       <span>tokens ${(offset + 1).toLocaleString()} to ${Math.min(data.total, offset + PAGE).toLocaleString()} of ${data.total.toLocaleString()}</span>
-      <button type="button" disabled=${offset + PAGE >= data.total} onClick=${() => set({ offset: offset + PAGE })}>after</button>
+      <button type="button" disabled=${offset + PAGE >= data.total} onClick=${() => set({ offset: offset + PAGE })}>next</button>
     </div>`}
   </section>`;
 }
