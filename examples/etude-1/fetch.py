@@ -24,7 +24,7 @@ class Line(NamedTuple):
     """A line of the list."""
 
     use: str
-    """`heldout`: tasks for evaluation. `novel`: tasks for the final evaluation, by which no recipe is
+    """`heldout`: tasks for evaluation. `novel`: tasks for the final evaluation, by which nothing is
     chosen. `train`: tasks and sessions for training. `sft`: sessions alone."""
     filename: str
     sha256: str
