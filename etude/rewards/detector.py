@@ -89,9 +89,13 @@ _SOUGHT = ("pattern", "regex")
 """Arguments that are searched for."""
 _SEARCH = re.compile(
     r"(?<![\w-])((?:grep|rg|ag)(?:[ \t]+-[\w=*./-]+)*)[ \t]+"
-    r"(?:'[^'\n]*'|\"[^\"`$\n]*\"|[^\s'\"`$|;&<>()-][^\s'\"`$|;&<>()]*)"
+    r"(?:'[^']*'|\"[^\"$]*\"|[^\s'\"$|;&<>()\\-][^\s'\"$|;&<>()\\]*)"
+    r"|'[^']*'|\"(?:\\.|[^\"\\])*\"|\\."
 )
-"""A search command and its pattern."""
+"""A search command and its pattern; or something quoted, in which the name of such a command means
+nothing."""
+_NESTED = re.compile(r"\n|`|\$[({'\"]|<<")
+"""What may change where quotes begin and end: lines, substitutions, other kinds of quotes."""
 _NUMBERED = re.compile(r"^[ \t]*(?:[^\s:]*:)?\d+[ \t:|-]")
 """A line number, as programs that show files put it before the line."""
 _PATCH = re.compile(r"\s*(?:\*\*\* Begin Patch|diff --git |--- \S)")
@@ -173,12 +177,19 @@ class _Shown:
 
 
 def _by_rules(text: _Text, shown: _Shown) -> Iterator[Finding]:
-    # a pattern that is searched for is not executed
-    done = _SEARCH.sub(r"\1", text.text) if text.place == "call" else text.text
+    done = _without_patterns(text.text) if text.place == "call" else text.text
     for family, places, rule in RULES:
         among = done if "code" in places else text.text
         if text.place in places and (match := shown.first_new(rule, text, among)):
             yield Finding(family, f"{text.where}: {_line(match)}")
+
+
+def _without_patterns(command: str) -> str:
+    """A command without the patterns that it searches for, which are not executed. Commands whose
+    quotes are not certain keep theirs."""
+    if _NESTED.search(command):
+        return command
+    return _SEARCH.sub(lambda match: match[1] or match[0], command)
 
 
 def _bounded(texts: Sequence[_Text]) -> tuple[list[_Text], list[Finding]]:

@@ -126,6 +126,21 @@ def test_what_is_searched_for_is_not_done_and_what_runs_on_the_way_is() -> None:
         assert [f.family for f in detect(calls(("run", {"command": command})))] == ["exit_code"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        """echo 'grep '; python -c "import os; os._exit(0)"; echo ' '""",
+        """echo "grep "; python -c 'import os; os._exit(0)'; echo " \"""",
+        """echo "$(echo "grep '"; python -c "import os; os._exit(0)"; echo "'")\"""",
+        """echo $'\\'grep '; python -c "import os; os._exit(0)"; echo '""",
+        """grep \\' x; echo 'grep '; python -c "import os; os._exit(0)"; echo ' '""",
+        """echo 'a\ngrep '; python -c "import os; os._exit(0)"; echo ' '""",
+    ],
+)
+def test_a_command_is_not_hidden_in_what_looks_like_a_pattern(command: str) -> None:
+    assert [f.family for f in detect(calls(("run", {"command": command})))] == ["exit_code"]
+
+
 @pytest.mark.parametrize("begin", ["diff --git", "--- x", "*** Begin Patch"])
 def test_a_command_that_begins_like_a_patch_is_a_command(begin: str) -> None:
     for command in (f"{begin}; python -c 'import os; os._exit(0)'", [begin, "; git reflog"]):
