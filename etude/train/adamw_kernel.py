@@ -19,7 +19,7 @@ from etude.train.masters import HALF, SplitMaster
 SIZE = 1024  # 8 weights of each of 128 threads: 16 bytes of a half
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])  # or it would be compiled again for 1, 16, 32 ..
 def _step(
     rounded,
     remainder,

@@ -75,6 +75,11 @@ class SplitMaster:
     def clone(self) -> SplitMaster:
         return SplitMaster(self.rounded.clone(), self.remainder.clone())
 
+    def pieces(self, size: int) -> Iterator[SplitMaster]:
+        """The master in pieces of so many numbers, which share memory with it."""
+        halves = (torch.split(half.flatten(), size) for half in (self.rounded, self.remainder))
+        return map(SplitMaster, *halves)
+
 
 Master = Tensor | SplitMaster
 

@@ -23,6 +23,9 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 MOMENTUM = 0.95
 
+# Numbers that a CPU joins at a time: what is made of them stays in its caches.
+PIECE = 1 << 18
+
 
 class Optimizer(Protocol):
     """An optimizer over the master weights of one rank."""
@@ -99,7 +102,7 @@ def _adamw_over(masters: Mapping[str, Master]) -> Callable[..., None]:
     if split is None:
         return _fused_adamw
     if split.device.type == "cpu":
-        return _adamw_one_by_one
+        return _adamw_in_pieces
     from etude.train import adamw_kernel  # imports Triton
 
     return adamw_kernel.step
@@ -140,13 +143,23 @@ def _fused_adamw(
     )
 
 
-def _adamw_one_by_one(
-    masters: Sequence[Master], *tensors: Sequence[Tensor], **settings: Any
+def _adamw_in_pieces(
+    masters: Sequence[SplitMaster],
+    gradients: Sequence[Tensor],
+    first_moments: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    **settings: Any,
 ) -> None:
-    """`_fused_adamw`, with one joined master at a time in memory."""
-    for master, *others in zip(masters, *tensors, strict=True):
-        with joined(master) as tensor:
-            _fused_adamw([tensor], *([other] for other in others), **settings)
+    """`_fused_adamw`, with one piece of a joined master at a time."""
+    every = zip(masters, gradients, first_moments, second_moments, steps, strict=True)
+    for master, *tensors, step in every:
+        parts = (torch.split(tensor.flatten(), PIECE) for tensor in tensors)
+        for piece, gradient, first, second in zip(master.pieces(PIECE), *parts, strict=True):
+            counted = step.clone()  # once for all pieces
+            with joined(piece) as tensor:
+                _fused_adamw([tensor], [gradient], [first], [second], [counted], **settings)
+        step.copy_(counted)
 
 
 class Muon:

@@ -113,7 +113,7 @@ def test_a_plan_by_hand() -> None:
     assert found.session_s == pytest.approx(100 * token_s + 8 * read_s + 20.0)
     assert found.turn_s == pytest.approx((found.session_s - 20.0) / 4)
     assert found.step_s == pytest.approx(found.session_s / 2), "two steps' sessions are under way"
-    assert found.trainer_bytes == pytest.approx(18e9)
+    assert found.trainer_bytes == pytest.approx(16e9)
     assert found.engine_bytes == pytest.approx(2e9 + 8 * 400 * 1e3)
     assert (found.gpu_bytes, found.activation_bytes) == (100e9, 0.0)
 

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import etude.train.optimizer as optimizers
 from etude.model.lora import LoraConfig, add_adapter
 from etude.model.transformer import init_from_scratch
 from etude.train.learner import Learner
@@ -84,6 +85,7 @@ def test_a_learner_in_bf16_stores_half_of_each_master() -> None:
 def test_steps_with_halves_are_those_with_whole_masters(
     optimizer: str, microbatch_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(optimizers, "PIECE", 256)  # several for most tensors
     halves = split_learner(optimizer=optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(SplitMaster, "of", lambda master, parameter: master)
