@@ -52,7 +52,7 @@ def test_one_gpu_is_shared_in_turns() -> None:
 
 
 def test_a_model_that_does_not_fit_is_told_with_what_it_needs() -> None:
-    with pytest.raises(ValueError, match=r"8 GPUs are too few: training needs 157 .*an engine 16"):
+    with pytest.raises(ValueError, match=r"8 GPUs are too few: training needs 139 .*an engine 16"):
         plan_placement(SPARSE, replace(WORK, sampled=24000, read=40000), H200, 8)
 
 
