@@ -1,8 +1,10 @@
 """AdamW over split masters, on a CUDA device: one pass over memory.
 
 For each weight, the gradient (2 or 4 bytes), both halves of the master and both moments are read,
-and the halves and moments written: 26 or 28 bytes. The master is fp32 in registers only. The
-formulas are those of torch's fused AdamW, in fp32.
+and the halves and moments written: 26 or 28 bytes. The master is fp32 in registers only.
+
+The formulas are those of torch's fused AdamW, in fp32. Every operation is rounded by itself, as
+IEEE 754 wants it, so the bits do not depend on what a version of Triton fuses.
 """
 
 from __future__ import annotations
@@ -91,4 +93,5 @@ def step(
             _step[(triton.cdiv(count, SIZE),)](
                 master.rounded.view(torch.int16), master.remainder, gradient.contiguous(), first,
                 second, divisor, factors, number, lr * weight_decay, count, *betas, eps, HALF, SIZE,
+                enable_fp_fusion=False,
             )  # fmt: skip
