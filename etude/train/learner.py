@@ -382,8 +382,8 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of the state that the next step depends on. It shares memory with the
-        learner: serialize it before the next step. Split masters are joined one by one, on the
-        host."""
+        learner: serialize it before the next step. Split masters are joined one by one, into
+        copies on the host."""
         return {
             name: part if isinstance(part, Tensor) else part.join().cpu()
             for name, part in self._whole().items()

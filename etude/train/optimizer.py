@@ -1,7 +1,7 @@
 """Optimizers of the master weights. Each rank updates its own rows of them.
 
-An optimizer is created with the masters by name and keeps a few tensors of state for each. To add
-one, add a class to `OPTIMIZER`.
+An optimizer is created with the masters by name and keeps a few tensors of state for each. Masters
+may be split: `joined` gives one in fp32. To add an optimizer, add a class to `OPTIMIZER`.
 """
 
 from __future__ import annotations
