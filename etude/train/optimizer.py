@@ -59,23 +59,19 @@ class AdamW:
     def step(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
-        trained = self._masters.keys() & gradients.keys()
-        # always in the same order
-        matrices = sorted(trained & self._matrices)
-        others = sorted(trained - self._matrices)
-        for names, decay in ((matrices, weight_decay), (others, 0.0)):
-            self._update(
-                [self._masters[name] for name in names],
-                [gradients[name] for name in names],
-                [self._first_moments[name] for name in names],
-                [self._second_moments[name] for name in names],
-                [self._steps[name] for name in names],
-                lr=lr,
-                weight_decay=decay,
-                betas=BETAS,
-                eps=EPS,
-                divisor=divisor,
-            )
+        trained = sorted(self._masters.keys() & gradients.keys())  # always in the same order
+        self._update(
+            [self._masters[name] for name in trained],
+            [gradients[name] for name in trained],
+            [self._first_moments[name] for name in trained],
+            [self._second_moments[name] for name in trained],
+            [self._steps[name] for name in trained],
+            lr=lr,
+            weight_decays=[weight_decay * (name in self._matrices) for name in trained],
+            betas=BETAS,
+            eps=EPS,
+            divisor=divisor,
+        )
 
     def reset(self) -> None:
         masters = self._masters.items()
@@ -105,7 +101,8 @@ def _adamw_over(masters: Mapping[str, Master]) -> Callable[..., None]:
         return _adamw_in_pieces
     from etude.train import adamw_kernel  # imports Triton
 
-    return adamw_kernel.step
+    adamw_kernel.check(split.device, BETAS, EPS)
+    return adamw_kernel.SplitAdamW().step
 
 
 def _fused_adamw(
@@ -116,31 +113,37 @@ def _fused_adamw(
     steps: Sequence[Tensor],
     *,
     lr: float,
-    weight_decay: float,
+    weight_decays: Sequence[float],
     betas: tuple[float, float],
     eps: float,
     divisor: Tensor,
 ) -> None:
     """Torch's function. It does not come from `torch.optim.AdamW`, because that class loads torch's
     compiler, which takes as long as loading torch itself."""
-    adamw(
-        list(masters),
-        [gradient.float() for gradient in gradients],
-        list(first_moments),
-        list(second_moments),
-        [],
-        list(steps),
-        fused=True,
-        grad_scale=divisor,
-        found_inf=(~divisor.isfinite()).float(),
-        amsgrad=False,
-        beta1=betas[0],
-        beta2=betas[1],
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=eps,
-        maximize=False,
-    )
+    every = list(zip(masters, gradients, first_moments, second_moments, steps, strict=True))
+    for weight_decay in dict.fromkeys(weight_decays):
+        chosen = [t for t, decay in zip(every, weight_decays, strict=True) if decay == weight_decay]
+        weights, grads, first, second, counts = (
+            list(tensors) for tensors in zip(*chosen, strict=True)
+        )
+        adamw(
+            weights,
+            [gradient.float() for gradient in grads],
+            first,
+            second,
+            [],
+            counts,
+            fused=True,
+            grad_scale=divisor,
+            found_inf=(~divisor.isfinite()).float(),
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
 
 
 def _adamw_in_pieces(
@@ -149,16 +152,21 @@ def _adamw_in_pieces(
     first_moments: Sequence[Tensor],
     second_moments: Sequence[Tensor],
     steps: Sequence[Tensor],
+    *,
+    weight_decays: Sequence[float],
     **settings: Any,
 ) -> None:
     """`_fused_adamw`, with one piece of a joined master at a time."""
     every = zip(masters, gradients, first_moments, second_moments, steps, strict=True)
-    for master, *tensors, step in every:
+    for (master, *tensors, step), decay in zip(every, weight_decays, strict=True):
         parts = (torch.split(tensor.flatten(), PIECE) for tensor in tensors)
         for piece, gradient, first, second in zip(master.pieces(PIECE), *parts, strict=True):
             counted = step.clone()  # once for all pieces
             with joined(piece) as tensor:
-                _fused_adamw([tensor], [gradient], [first], [second], [counted], **settings)
+                _fused_adamw(
+                    [tensor], [gradient], [first], [second], [counted],
+                    weight_decays=[decay], **settings,
+                )  # fmt: skip
         step.copy_(counted)
 
 
