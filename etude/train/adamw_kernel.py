@@ -100,8 +100,8 @@ def _step(
     HALF: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Each program updates up to SIZE weights of the tensor that owns it, if its gradient is of this
-    kind. `_table` says what is in a row of the table."""
+    """Each program updates up to SIZE weights of the tensor that owns it, if the gradient has this
+    dtype. `_table` says what is in a row of the table."""
     number = tl.load(owners + tl.program_id(0)).to(tl.int64)
     row = table + 8 * number
     rounded = tl.load(row)
@@ -136,6 +136,8 @@ class _Plan:
     """The number of the tensor that each program updates (int32)."""
     begins: list[int]
     """The first program of each tensor."""
+    counts: list[int]
+    """The number of weights of each."""
     weight_decays: Tensor
     """float64."""
 
@@ -165,15 +167,15 @@ class SplitAdamW:
         that is not finite, nothing changes."""
         if not masters:
             return
-        plan = self._plan_for(gradients, weight_decays)
-        tensors = [
+        tensors = (
             [local_tensor(master.parameter) for master in masters],
             [master.remainder for master in masters],
             [gradient.contiguous() for gradient in gradients],
             first_moments,
             second_moments,
-        ]
-        table = _table(tensors, plan.begins)
+        )
+        plan = self._plan_for(tensors, weight_decays)
+        table = _table(tensors, plan)
         torch._foreach_add_(list(steps), divisor.isfinite().float())
         # powers near 1 are exact enough in float64 only
         counts = torch.stack(list(steps)).double()
@@ -187,10 +189,13 @@ class SplitAdamW:
                     KINDS[dtype], *betas, eps, HALF, SIZE, enable_fp_fusion=False,
                 )  # fmt: skip
 
-    def _plan_for(self, gradients: Sequence[Tensor], weight_decays: Sequence[float]) -> _Plan:
-        key = ([gradient.numel() for gradient in gradients], list(weight_decays))
+    def _plan_for(
+        self, tensors: Sequence[Sequence[Tensor]], weight_decays: Sequence[float]
+    ) -> _Plan:
+        key = ([tensor.numel() for tensor in tensors[0]], list(weight_decays))
         if self._plan is None or self._key != key:
-            self._key, self._plan = key, _plan(*key, gradients[0].device)
+            assert all(tensor.is_contiguous() for column in tensors for tensor in column)
+            self._key, self._plan = key, _plan(*key, tensors[0][0].device)
         return self._plan
 
 
@@ -200,24 +205,26 @@ def _plan(counts: list[int], weight_decays: list[float], device: torch.device) -
     return _Plan(
         owners=owners.to(device),
         begins=(programs.cumsum(0) - programs).tolist(),
+        counts=counts,
         weight_decays=torch.tensor(weight_decays, dtype=torch.float64, device=device),
     )
 
 
-def _table(tensors: Sequence[Sequence[Tensor]], begins: Sequence[int]) -> Tensor:
-    """For each master, on the device: the addresses of its rounded half, remainder, gradient and
-    moments; its first program; the number of its weights; the bits of a number of its gradient."""
-    rows = array("q")
-    for *row, begin in zip(*tensors, begins, strict=True):
-        assert all(tensor.is_contiguous() for tensor in row)
-        rows.extend(tensor.data_ptr() for tensor in row)
-        gradient = row[2]
-        rows.extend((begin, gradient.numel(), 8 * gradient.itemsize))
-    table = torch.frombuffer(rows, dtype=torch.int64)
-    if not gradient.is_cuda:
+def _table(tensors: Sequence[Sequence[Tensor]], plan: _Plan) -> Tensor:
+    """A row for each master, on the device: the addresses of its rounded half, remainder, gradient
+    and moments; its first program; the number of its weights; the bits of one number of its
+    gradient."""
+    columns = array("q")
+    for column in tensors:
+        columns.extend(map(Tensor.data_ptr, column))
+    columns.extend(plan.begins)
+    columns.extend(plan.counts)
+    columns.extend(8 * gradient.itemsize for gradient in tensors[2])
+    table = torch.frombuffer(columns, dtype=torch.int64).view(8, -1).T.contiguous()
+    if not plan.owners.is_cuda:
         return table
     # The host does not wait; torch keeps the pinned memory for as long as it is being copied.
-    return table.pin_memory().to(gradient.device, non_blocking=True)
+    return table.pin_memory().to(plan.owners.device, non_blocking=True)
 
 
 @cache

@@ -151,7 +151,6 @@ def test_nothing_beside_the_tensors_is_written(offset: int) -> None:
     for part in memories:
         for memory, end in zip(part, ends, strict=True):
             assert bool((memory[:offset] == 3).all() and (memory[end:] == 3).all())
-            assert end == offset or bool((memory[offset:end] != 3).any())
 
 
 def test_one_object_takes_steps_over_other_tensors() -> None:
