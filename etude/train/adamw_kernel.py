@@ -130,7 +130,7 @@ def _step(
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is the same at every step over tensors of the same sizes."""
+    """Programs by tensor, and the columns of the table that are the same at every step."""
 
     owners: Tensor
     """The number of the tensor that each program updates (int32)."""
@@ -259,7 +259,7 @@ def check(device: torch.device, betas: tuple[float, float], eps: float) -> None:
         raise EtudeError(
             f"the AdamW kernel gives wrong results on {device} (off by {worst} units in the last "
             f"place; Triton {triton.__version__}); the trainer stops rather than train on them. "
-            "Try other versions of torch and Triton, or train in fp32"
+            'Try other versions of torch and Triton, or trainer.compute_dtype = "float32"'
         )
 
 
