@@ -42,6 +42,7 @@ from etude.sandbox.pool import open_sandbox_pool
 from etude.store.runs import Run
 from etude.tasks.factory import make_tasks
 from etude.tasks.repair import RepairTask
+from etude.train.masters import round_into
 from etude.train.schedule import learning_rate
 from etude.trainer.prepare import model_files, store_files
 from etude.trainer.trainer import Trainer
@@ -209,9 +210,8 @@ def backward(model: Transformer, session: Session, num_tokens: int, rl: RlConfig
 def round_to_bf16(model: Transformer, masters: Mapping[str, Tensor]) -> None:
     """Copy the masters to the model, rounded to bf16 as in published weights. The masters keep
     changes that are too small for bf16."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(masters[name].to(torch.bfloat16))
+    for name, parameter in model.named_parameters():
+        round_into(parameter, masters[name])
 
 
 async def train(c: RunConfig, rl: RlConfig, pool: SandboxPool) -> list[float]:

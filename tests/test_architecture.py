@@ -146,6 +146,7 @@ OUTSIDE: dict[str, set[str]] = {
     "engine": TORCH,
     "engine.kernels": {"triton"},
     "train": TORCH,
+    "train.adamw_kernel": {"triton"},
     "serve": {"starlette", "uvicorn", "uvloop", "httptools", "aiohttp", "msgspec"},
     "sandbox.envd": {"starlette"},
     "sandbox.host_app": {"starlette"},

@@ -18,8 +18,9 @@ PREFILL_MFU = 0.5
 DECODE_MFU = 0.4
 DECODE_BANDWIDTH = 0.6
 """Share of the memory's bandwidth that decoding reaches."""
-TRAIN_BYTES = 18
-"""Bytes for each weight: bf16 weight, fp32 gradient, fp32 master and two moments."""
+TRAIN_BYTES = 16
+"""Bytes for each weight: bf16 weight and the remainder of its master, fp32 gradient and two
+moments."""
 MEMORY_USED = 0.85
 """Share of a GPU's memory for weights, state, keys and values; activations use the rest."""
 WANTED_RATIO = 1 / 3

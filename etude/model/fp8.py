@@ -40,8 +40,14 @@ def quantise_rows(x: Tensor) -> Quantised:
     # differently.
     top = torch.full_like(largest, LARGEST)
     largest = torch.where(largest > 1e-30, largest, top)  # smaller is 0, and has no inverse
-    values = (wide * (top / largest)).to(torch.float8_e4m3fn)
-    return Quantised(values, (largest / top).squeeze(-1))
+    values = (wide * _quotient(top, largest)).to(torch.float8_e4m3fn)
+    return Quantised(values, _quotient(largest, top).squeeze(-1))
+
+
+def _quotient(x: Tensor, y: Tensor) -> Tensor:
+    """x / y, rounded correctly in compiled code too, where division in fp32 is approximate on CUDA.
+    Rounding the quotient in float64 again gives the same bits as rounding it once."""
+    return (x.double() / y.double()).float()
 
 
 def quantise_kv(x: Tensor) -> Quantised:

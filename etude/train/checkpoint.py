@@ -10,6 +10,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from etude.core.errors import EtudeError
+from etude.train.masters import Master, whole
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
@@ -31,7 +32,7 @@ def from_bytes(data: bytes, source: str) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def fill_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+def fill_tensors(own: Mapping[str, Master], given: Mapping[str, Master]) -> None:
     """Copy the given tensors into the own ones, which must have the same names and shapes."""
     if own.keys() != given.keys():
         raise ValueError(
@@ -44,4 +45,4 @@ def fill_tensors(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
                 f"the state does not fit the model: {name} is {tuple(given[name].shape)}, not "
                 f"{tuple(tensor.shape)}"
             )
-        tensor.copy_(given[name])
+        tensor.copy_(whole(given[name]))

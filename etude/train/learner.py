@@ -3,8 +3,9 @@
 There are two copies of the weights: fp32 masters, which the optimizer updates, and the model, whose
 parameters are the masters rounded to bf16. So the forward pass computes with exactly the values
 that are published and served, while steps too small for bf16 still accumulate in the masters; the
-gradient at the rounded weights is used as the masters' gradient. Gradients are summed in fp32 too,
-whatever dtype the model computes in.
+gradient at the rounded weights is used as the masters' gradient. Of a master whose parameter is in
+bf16 only the other half is stored (`masters`). Gradients are summed in fp32 too, whatever dtype the
+model computes in.
 
 A model with an adapter (`model.lora`) has masters, gradients and optimizer state only for the
 adapter, which is also all that is saved and published; the other weights are rounded once and never
@@ -41,6 +42,7 @@ from etude.train.expert_parallel import distribute_experts
 from etude.train.flops import sequence_cost
 from etude.train.host_copy import AsyncHostCopy
 from etude.train.loss import token_logprobs
+from etude.train.masters import Master, SplitMaster, round_into, whole
 from etude.train.mismatch import mismatch_stats
 from etude.train.objective import AGGREGATE, RlObjective
 from etude.train.optimizer import OPTIMIZER, Optimizer
@@ -102,7 +104,7 @@ class Learner:
         self.device = next(model.parameters()).device
         self._sequence_cost = sequence_cost(model)
         self._num_rows = {name: len(p) for name, p in model.named_parameters()}
-        self._masters = {
+        self._masters: dict[str, Master] = {
             name: p.detach()[world.local_rows(len(p))].to(torch.float32, copy=True)
             for name, p in model.named_parameters()
             if p.requires_grad
@@ -115,19 +117,21 @@ class Learner:
             distribute_experts(model, world, expert_parallel)
         world.shard(model)
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if compute_dtype == published_dtype == torch.bfloat16:
+            for name, p in self._parameters.items():
+                self._masters[name] = SplitMaster.of(whole(self._masters[name]), p)
         # the hook must not hold the learner, or neither would ever be freed
         self._gradients: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             hook = partial(_add_gradient, self._gradients, name)
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        # Tensors without a gradient: the biases of routers. Those of an adapter's base are kept
-        # with it.
+        # Tensors without a gradient: the biases of routers. An adapter's base keeps its own.
         self._fixed = (
             {}
             if self._is_adapted
             else {n: t for n, t in model.state_dict().items() if n not in self._parameters}
         )
-        self._snapshot: dict[str, Tensor] = {}
+        self._snapshot: dict[str, Master] = {}
         # called with the number of rows of each microbatch of an RL step that is done
         self.on_rows: Callable[[int], None] = lambda rows: None
         self._optimizer: Optimizer = OPTIMIZER[optimizer](self._masters, model, world)
@@ -366,32 +370,31 @@ class Learner:
     @contextlib.contextmanager
     def using_snapshot(self) -> Iterator[None]:
         """Compute with the weights of the snapshot inside the `with` block."""
+        # split masters need their half; it takes memory that gradients take later
+        kept = {n: local_tensor(p).detach().clone() for n, p in self._parameters.items()}
         self._round(self._snapshot)
         try:
             yield
         finally:
             self.world.reshard(self.model)
-            self._round(self._masters)
+            for name, parameter in self._parameters.items():
+                local_tensor(parameter).detach().copy_(kept[name])
 
     def state(self) -> dict[str, Tensor]:
         """This rank's part of the state that the next step depends on. It shares memory with the
-        learner: serialize it before the next step."""
-        return self._whole() | {
-            f"snapshot.{name}": tensor for name, tensor in self._snapshot.items()
+        learner: serialize it before the next step. Split masters are joined one by one, into
+        copies on the host."""
+        return {
+            name: part if isinstance(part, Tensor) else part.join().cpu()
+            for name, part in self._whole().items()
         }
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the `state()` of this rank, exact to the bit."""
-        kept = {
-            name.removeprefix("snapshot."): t
-            for name, t in tensors.items()
-            if name.startswith("snapshot.")
-        }
-        self._snapshot = {name: tensor.to(self.device, copy=True) for name, tensor in kept.items()}
-        fill_tensors(
-            self._whole(),
-            {name: tensor for name, tensor in tensors.items() if not name.startswith("snapshot.")},
-        )
+        self._snapshot = {}
+        if any(name.startswith("snapshot.") for name in tensors):
+            self.snapshot()
+        fill_tensors(self._whole(), tensors)
         self._round(self._masters)
 
     def load_shards(
@@ -420,11 +423,12 @@ class Learner:
         start, stop = max(theirs.start, ours.start), min(theirs.stop, ours.stop)
         return tensor[start - theirs.start : max(start, stop) - theirs.start].clone()
 
-    def _whole(self) -> dict[str, Tensor]:
-        """The masters, their optimizer state, and the fixed tensors."""
-        tensors = {f"fixed.{name}": tensor for name, tensor in self._fixed.items()}
-        tensors |= {f"master.{name}": master for name, master in self._masters.items()}
-        return tensors | self._optimizer.state()
+    def _whole(self) -> dict[str, Master]:
+        """All parts of the state: they share memory."""
+        parts: dict[str, Master] = {f"fixed.{name}": part for name, part in self._fixed.items()}
+        parts |= {f"master.{name}": master for name, master in self._masters.items()}
+        parts |= self._optimizer.state()
+        return parts | {f"snapshot.{name}": master for name, master in self._snapshot.items()}
 
     def _share(
         self,
@@ -458,42 +462,39 @@ class Learner:
             name: self._gradients[name] for name in self._masters if name in self._gradients
         }
         self._gradients.clear()
-        norm = self.world.global_norm(torch.nn.utils.get_total_norm(gradients.values()))
+        norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
+        norm = self.world.global_norm(torch.linalg.vector_norm(torch.stack(norms)))
         divisor = ((norm + 1e-6) / MAX_GRAD_NORM).clamp(min=1.0)
         self._optimizer.step(gradients, lr=lr, weight_decay=weight_decay, divisor=divisor)
         self._round(self._masters)
         return norm
 
     @torch.no_grad()
-    def _round(self, weights: Mapping[str, Tensor]) -> None:
+    def _round(self, weights: Mapping[str, Master]) -> None:
         """Round weights into the model."""
-        exact = (
-            weights.values()
-            if self.compute_dtype == self.published_dtype
-            else [w.to(self.published_dtype) for w in weights.values()]
-        )
-        torch._foreach_copy_(
-            [local_tensor(self._parameters[name]) for name in weights], list(exact)
-        )
+        for name, weight in weights.items():
+            if self.published_dtype == torch.bfloat16:
+                round_into(self._parameters[name], weight)
+            else:
+                local_tensor(self._parameters[name]).copy_(whole(weight))
 
 
 def _finite(norm: Tensor) -> float:
     if not math.isfinite(found := float(norm)):
         raise EtudeError(
-            "the gradient of this step is not finite, and the weights were left as they are: "
-            "look for rewards or "
-            "log-probs that are not finite in its batch, or for a loss of your own that is not "
-            "finite on it"
+            "the gradient of this step is not finite, and the weights were left as they are: look "
+            "for rewards or log-probs that are not finite in its batch, or for a loss of your own "
+            "that is not finite on it"
         )
     return found
 
 
 @torch.no_grad()
 def _add_gradient(gradients: dict[str, Tensor], name: str, parameter: Tensor) -> None:
-    """Add the gradient that a microbatch left in a parameter to the sum in fp32."""
+    """Add the gradient that a microbatch left in a parameter to the sum, which is in fp32; the
+    first stays as it is until there is a second."""
     assert parameter.grad is not None
     gradient, parameter.grad = local_tensor(parameter.grad), None
     if name in gradients:
-        gradients[name].add_(gradient)
-    else:
-        gradients[name] = gradient.float()
+        gradient = gradients[name].float().add_(gradient)
+    gradients[name] = gradient

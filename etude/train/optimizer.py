@@ -1,14 +1,14 @@
 """Optimizers of the master weights. Each rank updates its own rows of them.
 
-An optimizer is created with the masters by name and keeps a few tensors of state for each. To add
-one, add a class to `OPTIMIZER`.
+An optimizer is created with the masters by name and keeps a few tensors of state for each. Masters
+may be split: `joined` gives one in fp32. To add an optimizer, add a class to `OPTIMIZER`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +17,14 @@ from torch.optim.adamw import adamw
 from etude.model import files
 from etude.model.transformer import Transformer
 from etude.train.distributed import World, full_tensor
+from etude.train.masters import Master, SplitMaster, joined, zeros_like
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 MOMENTUM = 0.95
+
+# Numbers that a CPU joins at a time: what is made of them stays in its caches.
+PIECE = 1 << 18
 
 
 class Optimizer(Protocol):
@@ -29,9 +33,10 @@ class Optimizer(Protocol):
     def step(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
-        """Update the masters that have a gradient. Gradients are divided by `divisor`, which clips
-        them; if that is not finite, nothing changes, without a wait of the host. Weight decay
-        applies to matrices only: the gains of norms are scales, whose neutral value is not 0."""
+        """Update the masters that have a gradient, in bf16 or fp32. Gradients are divided by
+        `divisor`, which clips them; if that is not finite, nothing changes, without a wait of the
+        host. Weight decay applies to matrices only: the gains of norms are scales, whose neutral
+        value is not 0."""
 
     def reset(self) -> None:
         """Zero the state."""
@@ -42,46 +47,37 @@ class Optimizer(Protocol):
 
 
 class AdamW:
-    """AdamW over the master weights, with torch's fused function: one pass over memory. It does not
-    use `torch.optim.AdamW`, because that class loads torch's compiler, which takes as long as
-    loading torch itself."""
+    """AdamW over the master weights, in one pass over memory where the device has one: torch's
+    fused function, or a kernel of our own for split masters on CUDA."""
 
-    def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
+    def __init__(self, masters: Mapping[str, Master], model: Transformer, world: World) -> None:
         self._masters = dict(masters)
         self._matrices = {n for n, m in masters.items() if m.ndim >= 2 and not n.endswith("bias")}
+        self._update = _adamw_over(masters)
         self.reset()
 
     def step(
         self, gradients: Mapping[str, Tensor], *, lr: float, weight_decay: float, divisor: Tensor
     ) -> None:
-        trained = self._masters.keys() & gradients.keys()
-        # always in the same order
-        matrices = sorted(trained & self._matrices)
-        others = sorted(trained - self._matrices)
-        for names, decay in ((matrices, weight_decay), (others, 0.0)):
-            adamw(
-                [self._masters[name] for name in names],
-                [gradients[name] for name in names],
-                [self._first_moments[name] for name in names],
-                [self._second_moments[name] for name in names],
-                [],
-                [self._steps[name] for name in names],
-                fused=True,
-                grad_scale=divisor,
-                found_inf=(~divisor.isfinite()).float(),
-                amsgrad=False,
-                beta1=BETAS[0],
-                beta2=BETAS[1],
-                lr=lr,
-                weight_decay=decay,
-                eps=EPS,
-                maximize=False,
-            )
+        trained = sorted(self._masters.keys() & gradients.keys())  # always in the same order
+        self._update(
+            [self._masters[name] for name in trained],
+            [gradients[name] for name in trained],
+            [self._first_moments[name] for name in trained],
+            [self._second_moments[name] for name in trained],
+            [self._steps[name] for name in trained],
+            lr=lr,
+            weight_decays=[weight_decay * (name in self._matrices) for name in trained],
+            betas=BETAS,
+            eps=EPS,
+            divisor=divisor,
+        )
 
     def reset(self) -> None:
-        self._steps = {name: master.new_tensor(0.0) for name, master in self._masters.items()}
-        self._first_moments = {n: torch.zeros_like(m) for n, m in self._masters.items()}
-        self._second_moments = {n: torch.zeros_like(m) for n, m in self._masters.items()}
+        masters = self._masters.items()
+        self._steps = {name: torch.zeros((), device=m.device) for name, m in masters}
+        self._first_moments = {name: zeros_like(master) for name, master in masters}
+        self._second_moments = {name: zeros_like(master) for name, master in masters}
 
     def state(self) -> dict[str, Tensor]:
         parts = {
@@ -96,6 +92,84 @@ class AdamW:
         }
 
 
+def _adamw_over(masters: Mapping[str, Master]) -> Callable[..., None]:
+    """The function that takes an AdamW step over these masters, which are all of one kind."""
+    split = next((m for m in masters.values() if isinstance(m, SplitMaster)), None)
+    if split is None:
+        return _fused_adamw
+    if split.device.type == "cpu":
+        return _adamw_in_pieces
+    from etude.train import adamw_kernel  # imports Triton
+
+    adamw_kernel.check(split.device, BETAS, EPS)
+    return adamw_kernel.SplitAdamW().step
+
+
+def _fused_adamw(
+    masters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    first_moments: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    lr: float,
+    weight_decays: Sequence[float],
+    betas: tuple[float, float],
+    eps: float,
+    divisor: Tensor,
+) -> None:
+    """Torch's function. It does not come from `torch.optim.AdamW`, because that class loads torch's
+    compiler, which takes as long as loading torch itself."""
+    every = list(zip(masters, gradients, first_moments, second_moments, steps, strict=True))
+    for weight_decay in dict.fromkeys(weight_decays):
+        chosen = [t for t, decay in zip(every, weight_decays, strict=True) if decay == weight_decay]
+        weights, grads, first, second, counts = (
+            list(tensors) for tensors in zip(*chosen, strict=True)
+        )
+        adamw(
+            weights,
+            [gradient.float() for gradient in grads],
+            first,
+            second,
+            [],
+            counts,
+            fused=True,
+            grad_scale=divisor,
+            found_inf=(~divisor.isfinite()).float(),
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+
+
+def _adamw_in_pieces(
+    masters: Sequence[SplitMaster],
+    gradients: Sequence[Tensor],
+    first_moments: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    weight_decays: Sequence[float],
+    **settings: Any,
+) -> None:
+    """`_fused_adamw`, with one piece of a joined master at a time."""
+    every = zip(masters, gradients, first_moments, second_moments, steps, strict=True)
+    for (master, *tensors, step), decay in zip(every, weight_decays, strict=True):
+        parts = (torch.split(tensor.flatten(), PIECE) for tensor in tensors)
+        for piece, gradient, first, second in zip(master.pieces(PIECE), *parts, strict=True):
+            counted = step.clone()  # once for all pieces
+            with joined(piece) as tensor:
+                _fused_adamw(
+                    [tensor], [gradient], [first], [second], [counted],
+                    weight_decays=[decay], **settings,
+                )  # fmt: skip
+        step.copy_(counted)
+
+
 class Muon:
     """Muon: matrices within layers are updated with their orthogonalised momentum, so that all
     directions of a matrix learn at the same speed; embeddings, head, routers, filters, norms and
@@ -108,14 +182,14 @@ class Muon:
     gathered.
     """
 
-    def __init__(self, masters: Mapping[str, Tensor], model: Transformer, world: World) -> None:
+    def __init__(self, masters: Mapping[str, Master], model: Transformer, world: World) -> None:
         self._model = model
         self._world = world
         self._parameters = dict(model.named_parameters())
         self._masters = {
             name: master for name, master in masters.items() if is_hidden(name, master)
         }
-        self._momentum = {name: torch.zeros_like(master) for name, master in self._masters.items()}
+        self._momentum = {name: zeros_like(master) for name, master in self._masters.items()}
         self._rest = AdamW(
             {n: m for n, m in masters.items() if n not in self._masters}, model, world
         )
@@ -128,7 +202,7 @@ class Muon:
         if not divisor.isfinite():
             return
         for name, master in self._masters.items():
-            gradient = gradients[name] / divisor
+            gradient = gradients[name].float() / divisor
             momentum = self._momentum[name]
             momentum.lerp_(gradient, 1 - MOMENTUM)
             ahead = gradient.lerp(momentum, MOMENTUM)  # Nesterov momentum
@@ -140,7 +214,8 @@ class Muon:
                     matrix.copy_(orthogonal(matrix) * 0.2 * math.sqrt(max(matrix.shape)))
             if not is_stacked:
                 update = update[self._world.local_rows(len(update))]
-            master.mul_(1 - lr * weight_decay).sub_(update, alpha=lr)
+            with joined(master) as tensor:
+                tensor.mul_(1 - lr * weight_decay).sub_(update, alpha=lr)
 
     def reset(self) -> None:
         self._rest.reset()
@@ -156,7 +231,7 @@ class Muon:
 OPTIMIZER: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
 
 
-def is_hidden(name: str, master: Tensor) -> bool:
+def is_hidden(name: str, master: Master) -> bool:
     """True for a matrix that maps one hidden state to another."""
     is_matrix = master.ndim >= 2 and not name.endswith(("bias", "conv1d.weight"))
     return ".layers." in name and is_matrix and not name.endswith("mlp.gate.weight")

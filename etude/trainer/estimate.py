@@ -35,6 +35,7 @@ STATE_BYTES = 12
 """Bytes of a weight in a checkpoint: the master and the optimizer's state."""
 CHECKPOINTS = 3  # two that are kept, and one being written
 GRADIENT_BYTES = 4
+"""The sum of microbatches; in bf16 the gradient of a single one takes half of it."""
 COPY_BYTES = 4
 """Bytes of a weight, in addition to the copy of the state, while a version is stored: its new
 value, and the previous one."""
@@ -161,8 +162,10 @@ def _memory(config: RunConfig, shape: ModelConfig, parameters: int) -> tuple[int
     """Memory of all ranks of the trainer: their state, the activations of a pass, and the free
     memory."""
     device = select_device(config.trainer.device)
-    width = computed_in(config.trainer, device).itemsize
-    held = parameters * (width + GRADIENT_BYTES + STATE_BYTES)
+    computed = computed_in(config.trainer, device)
+    held = parameters * (GRADIENT_BYTES + STATE_BYTES)
+    if computed == torch.float32 or config.trainer.published_dtype == "float32":
+        held += parameters * computed.itemsize  # otherwise a parameter is half of its master
     if device.type == "cpu":
         held += parameters * (STATE_BYTES + COPY_BYTES) + PROCESS_BYTES * config.trainer.ranks
     passing = activation_bytes(config, shape, device) * config.trainer.ranks

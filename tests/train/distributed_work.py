@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from etude.model.lora import LoraConfig, add_adapter
 from etude.model.transformer import ModelConfig, Transformer, init_from_scratch
 from etude.train.distributed import World
 from etude.train.learner import Learner
+from etude.train.masters import SplitMaster
 from etude.train.objective import LOSS, RlObjective
 from etude.train.packing import TokenSequence
 from etude.train.stats import RlStats
@@ -187,6 +189,26 @@ def resume(world: World, states: list[Arrays], model: str, optimizer: str) -> Cu
     )
     before = published(learner)
     return Curve([learner.rl_step(batch(9), lr=1e-3)], 0.0, before, {})
+
+
+def in_halves(world: World) -> tuple[Arrays, Arrays, Arrays]:
+    """The state of a rank after steps with split masters, with whole ones, and with split ones that
+    were loaded half-way."""
+
+    def steps(learner: Learner, *numbers: int) -> Arrays:
+        for number in numbers:
+            learner.rl_step(batch(number), lr=1e-2, weight_decay=0.1, microbatch_tokens=128)
+        return arrays(learner.state())
+
+    def learner(seed: int) -> Learner:
+        return Learner(fresh("dense", seed), world, compute_dtype=torch.bfloat16)
+
+    split, loaded = learner(0), learner(1)
+    with mock.patch.object(SplitMaster, "of", lambda master, parameter: master):
+        whole = learner(0)
+    half_way = steps(split, 1)
+    loaded.load_state({name: torch.from_numpy(array) for name, array in half_way.items()})
+    return steps(split, 2), steps(whole, 1, 2), steps(loaded, 2)
 
 
 def die_in_step(world: World, victim: int) -> None:

@@ -96,6 +96,13 @@ def test_another_number_of_ranks_goes_on(
     assert pair[0].steps == pair[1].steps
 
 
+def test_ranks_split_the_masters_of_their_rows() -> None:
+    for split, whole, loaded in together(3, distributed_work.in_halves):
+        for name, found in split.items():
+            np.testing.assert_array_equal(found, whole[name], err_msg=name)
+            np.testing.assert_array_equal(found, loaded[name], err_msg=name)
+
+
 def test_a_rank_that_dies_in_a_step_is_named_by_the_others() -> None:
     victim = 1
     began = time.monotonic()

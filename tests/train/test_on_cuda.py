@@ -183,9 +183,11 @@ def random_inputs(
     return inputs, torch.randn(tokens, heads, value, device="cuda", generator=generator)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZER)
-def test_a_gradient_that_is_not_finite_moves_nothing(optimizer: str) -> None:
-    one = Learner(init_from_scratch(CONFIG, 0).to("cuda"), optimizer=optimizer)
+def test_a_gradient_that_is_not_finite_moves_nothing(optimizer: str, dtype: torch.dtype) -> None:
+    model = init_from_scratch(CONFIG, 0).to("cuda")
+    one = Learner(model, optimizer=optimizer, compute_dtype=dtype)
     one.rl_step(batch(1), lr=1e-3)
     state = through_bytes(one.state())
     rows = tuple(replace(row, advantages=(math.inf,) * len(row.mask)) for row in batch(2).rows)
@@ -211,6 +213,24 @@ def test_a_state_goes_on_to_the_bit_and_to_the_other_kind_of_device() -> None:
     assert equal(first.state(), second.state())
     second.restore_snapshot()
     assert second.weights()["model.norm.weight"].is_cuda
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER)
+@pytest.mark.parametrize("resumed_in", [torch.float32, torch.bfloat16])
+def test_split_masters_go_on_to_the_bit(optimizer: str, resumed_in: torch.dtype) -> None:
+    model = init_from_scratch(CONFIG, 0).to("cuda")
+    first = Learner(model, optimizer=optimizer, compute_dtype=torch.bfloat16)
+    first.rl_step(batch(1), lr=1e-2)
+    first.snapshot()
+    first.rl_step(batch(2), lr=1e-2, microbatch_tokens=0)
+    state = through_bytes(first.state())
+    weights = through_bytes(first.weights())
+    for device in ("cuda", "cpu"):
+        model = init_from_scratch(CONFIG, 1).to(device)
+        other = Learner(model, optimizer=optimizer, compute_dtype=resumed_in)
+        other.load_state(state)
+        assert equal(through_bytes(other.state()), state)
+        assert equal(through_bytes(other.weights()), weights)
 
 
 @pytest.mark.parametrize("kind", STAGES)
