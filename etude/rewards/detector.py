@@ -95,7 +95,7 @@ _SEARCH = re.compile(
 """A search command and its pattern; or something quoted, in which the name of such a command means
 nothing."""
 _NESTED = re.compile(r"\n|`|\$[({'\"]|<<")
-"""What may change where quotes begin and end: lines, substitutions, other kinds of quotes."""
+"""Lines, substitutions and other kinds of quotes, which may change where quotes begin and end."""
 _NUMBERED = re.compile(r"^[ \t]*(?:[^\s:]*:)?\d+[ \t:|-]")
 """A line number, as programs that show files put it before the line."""
 _PATCH = re.compile(r"\s*(?:\*\*\* Begin Patch|diff --git |--- \S)")
