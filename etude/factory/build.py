@@ -152,6 +152,7 @@ async def build(
     set_aside(
         folder,
         {"heldout": map(name_of, options.heldout), "novel": map(name_of, options.novel)},
+        log.kept_of,
     )
     for left in (folder / "venvs").glob("*.*"):  # left by a build that was killed
         shutil.rmtree(left)

@@ -29,12 +29,24 @@ def task_folders(folder: Path) -> list[Path]:
     return found
 
 
-def set_aside(folder: Path, repositories: Mapping[str, Iterable[str]]) -> None:
+def set_aside(
+    folder: Path,
+    repositories: Mapping[str, Iterable[str]],
+    used: Callable[[str], int] = lambda name: 0,
+) -> None:
     """Note in a folder which repositories belong to which of `SETS_ASIDE`. EtudeError if one would
-    belong to two."""
-    lists = {split: {*repositories_of(folder, split), *repositories[split]} for split in SETS_ASIDE}
-    if both := sorted(set.intersection(*lists.values())):
+    belong to two, or has tasks of the other splits (their number is `used`), which a model may have
+    been trained on."""
+    known = {split: repositories_of(folder, split) for split in SETS_ASIDE}
+    lists = {split: known[split] | set(repositories[split]) for split in SETS_ASIDE}
+    if both := sorted(lists["heldout"] & lists["novel"]):
         raise EtudeError(f"{both[0]} cannot be both held out and novel in {folder}")
+    for name in sorted(name for split in SETS_ASIDE for name in lists[split] - known[split]):
+        if used(name):
+            raise EtudeError(
+                f"{name} cannot be set aside: {folder} already has tasks of it, which a model may "
+                "have been trained on; build in another folder"
+            )
     for split, names in lists.items():
         if names:
             (folder / f"{split}.txt").write_text("".join(f"{name}\n" for name in sorted(names)))

@@ -88,14 +88,19 @@ _COMMANDS = ("command", "cmd", "script")
 _SOUGHT = ("pattern", "regex")
 """Arguments that are searched for."""
 _SEARCH = re.compile(
-    r"(?<![\w-])((?:grep|rg|ag)(?:[ \t]+-[\w=*./-]+)*)[ \t]+"
-    r"(?:'[^']*'|\"[^\"$]*\"|[^\s'\"$|;&<>()\\-][^\s'\"$|;&<>()\\]*)"
+    r"((?:^|[\n;&|(])[ \t]*(?:git[ \t]+|xargs[ \t]+)?(?:grep|rg|ag)(?:[ \t]+-[\w=*./-]+)*)[ \t]+"
+    r"(?:'[^']*'|\"(?:\\.|[^\"\\$])*\"|[^\s'\"$|;&<>()\\-][^\s'\"$|;&<>()\\]*)"
     r"|'[^']*'|\"(?:\\.|[^\"\\])*\"|\\."
 )
 """A search command and its pattern; or something quoted, in which the name of such a command means
 nothing."""
-_NESTED = re.compile(r"\n|`|\$[({'\"]|<<")
-"""Lines, substitutions and other kinds of quotes, which may change where quotes begin and end."""
+_PATTERN_ELSEWHERE = re.compile(r"[ \t](?:-(?!-)(?:\w*[fg]|\w*e\w)|--(?:regexp|file|pre|glob))")
+"""Options after which the first word is not the pattern."""
+_UNCERTAIN = re.compile(
+    r"`|\$[({'\"]|<<|'''|\"{3}|(?:^|\s)#[^\n]*['\"\\]"
+    r"|\b(?:grep|rg|ag)\s*\(\s*\)|\b(?:function|alias)\b"
+)
+"""Commands of which it is not certain where quotes begin and end, or what searching means."""
 _NUMBERED = re.compile(r"^[ \t]*(?:[^\s:]*:)?\d+[ \t:|-]")
 """A line number, as programs that show files put it before the line."""
 _PATCH = re.compile(r"\s*(?:\*\*\* Begin Patch|diff --git |--- \S)")
@@ -185,11 +190,15 @@ def _by_rules(text: _Text, shown: _Shown) -> Iterator[Finding]:
 
 
 def _without_patterns(command: str) -> str:
-    """A command without the patterns that it searches for, which are not executed. Commands whose
-    quotes are not certain keep theirs."""
-    if _NESTED.search(command):
+    """A command without the patterns that it searches for, which are not executed."""
+    if _UNCERTAIN.search(command):
         return command
-    return _SEARCH.sub(lambda match: match[1] or match[0], command)
+
+    def left(match: re.Match[str]) -> str:
+        is_search = match[1] and not _PATTERN_ELSEWHERE.search(match[1])
+        return f"{match[1]} _" if is_search else match[0]
+
+    return _SEARCH.sub(left, command)
 
 
 def _bounded(texts: Sequence[_Text]) -> tuple[list[_Text], list[Finding]]:

@@ -77,7 +77,7 @@ class SplitMaster:
 
     def pieces(self, size: int) -> Iterator[SplitMaster]:
         """The master in pieces of so many numbers, which share memory with it."""
-        halves = (torch.split(half.flatten(), size) for half in (self.rounded, self.remainder))
+        halves = (torch.split(half.view(-1), size) for half in (self.rounded, self.remainder))
         return map(SplitMaster, *halves)
 
 

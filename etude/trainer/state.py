@@ -332,8 +332,9 @@ class TrainerState:
             step=self.version_step,
             adapter_of=None if is_base else self.adapter_of,
             given=True,
-            # A repeated step has the same bits in a deterministic run only.
-            exact=self.config.deterministic or self.version > self.published,
+            # A repeated step has the same bits in a deterministic run only, and by the same code.
+            exact=self.version > self.published
+            or (self.config.deterministic and self.lineage[-1].code == code_version()),
         )
         self.emit(PublishStarted(version=self.version, stall_s=time.monotonic() - began))
         return start

@@ -120,6 +120,11 @@ async def test_what_is_held_out_is_built_and_noted(
     _, seen = await begun(folder, monkeypatch, [], heldout=heldout, novel=("https://h/last.git",))
     assert seen["sources"] == ["https://h/exam.git", "https://h/last.git"]
     assert repositories_of(folder, "novel") == {"last"}
+    BuildLog(folder / "build.jsonl").add(draft("a"), "shop", KEPT)
+    BuildLog(folder / "build.jsonl").add(draft("b"), "last", KEPT)
+    await begun(folder, monkeypatch, [], novel=("https://h/last.git",))
+    with pytest.raises(EtudeError, match="shop cannot be set aside: .* already has tasks of it"):
+        await begun(folder, monkeypatch, [], novel=("https://h/shop.git",))
     with pytest.raises(EtudeError, match="last cannot be both held out and novel"):
         await begun(folder, monkeypatch, [], heldout=("https://other/last.git",))
     assert repositories_of(folder, "heldout") == {"exam", "other"}

@@ -119,7 +119,13 @@ def test_lines_that_were_shown_later_are_the_agents_own() -> None:
 
 
 def test_what_is_searched_for_is_not_done_and_what_runs_on_the_way_is() -> None:
-    for command in ("grep -n 'os._exit(0)' a.py", 'ls | rg "os._exit" -g "*.py"'):
+    searches = (
+        "grep -n 'os._exit(0)' a.py",
+        'ls | rg "os._exit" -g "*.py"',
+        "cd src\ngrep -rne 'os._exit(0)' .",
+        'ls *.py | xargs grep \'os._exit(0)\' && git grep "say \\"os._exit(0)\\""',
+    )
+    for command in searches:
         assert detect(calls(("run", {"command": command}))) == []
     within = """grep "$(python -c 'import os; os._exit(0)')" a.py"""
     for command in (within, "grep x a.py; python -c 'import os; os._exit(0)'"):
@@ -135,10 +141,24 @@ def test_what_is_searched_for_is_not_done_and_what_runs_on_the_way_is() -> None:
         """echo $'\\'grep '; python -c "import os; os._exit(0)"; echo '""",
         """grep \\' x; echo 'grep '; python -c "import os; os._exit(0)"; echo ' '""",
         """echo 'a\ngrep '; python -c "import os; os._exit(0)"; echo ' '""",
+        """grep "\\"" f; echo " grep "; python -c 'import os; os._exit(0)'; echo \"\"""",
+        """grep(){ eval "$1";}; grep 'python -c "import os; os._exit(0)"'""",
+        """alias rg=eval; rg 'python -c "import os; os._exit(0)"'""",
+        """cp /bin/sh ag; ./ag 'python -c "import os; os._exit(0)"'""",
+        """env -u rg 'A=import os; os._exit(0)' sh -c 'python -c "$A"'""",
+        """# it's\necho '; grep '; python -c "import os; os._exit(0)"; echo ' '""",
     ],
 )
 def test_a_command_is_not_hidden_in_what_looks_like_a_pattern(command: str) -> None:
     assert [f.family for f in detect(calls(("run", {"command": command})))] == ["exit_code"]
+
+
+@pytest.mark.parametrize(
+    "search", ["rg --files", "ag -g", "grep --regexp=.", "grep -rex", "grep -f", "./ag", "echo rg"]
+)
+def test_a_path_after_an_option_with_the_pattern_is_no_pattern(search: str) -> None:
+    for path in (".git/objects", ".git/packed-refs"):
+        assert detect(calls(("run", {"command": f"{search} {path} x"})))
 
 
 @pytest.mark.parametrize("begin", ["diff --git", "--- x", "*** Begin Patch"])
